@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Turns a GGUF of architecture `llama` into a Hugging Face folder of bf16 weights, for engines that read no GGUF.
+"""Converts a GGUF of architecture `llama` to a Hugging Face folder of bf16 weights, for engines that do not
+read GGUF.
 
-Weights are dequantised (so the engine computes the same model), the rows of q and k go back to the order of the
-original checkpoint, the head stays tied, the tokenizer is rebuilt from the GGUF's vocabulary and merges.
+Weights are dequantised, so the engine computes the same model. The rows of q and k are put back into the
+order of the original checkpoint. The head stays tied. The tokenizer is rebuilt from the GGUF's vocabulary and
+merges.
 """
 import argparse
 import json
@@ -32,7 +34,9 @@ def hf_name(name):
 
 
 def unpermute(rows, heads):
-    """GGUF interleaves the two halves that rotary embedding pairs; the checkpoint keeps them apart."""
+    """Reverses GGUF's interleaving of the two halves that rotary embedding pairs. A checkpoint stores the
+    halves one after the other.
+    """
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -1,7 +1,7 @@
 """A load generator for OpenAI completion servers: raw sockets in one event loop, the same for every engine.
 
-Prompts are token ids, answers are streamed, so that all engines do the same work. The client reads as little as
-it can (it parses the last event only), because it shares the machine with the server.
+Prompts are token ids and answers are streamed, so that all engines do the same work. The client shares the
+machine with the server, so it does as little as possible: it parses the last event only.
 """
 import asyncio
 import json
@@ -9,16 +9,16 @@ import random
 import time
 import urllib.request
 
-# Ordinary ids in every vocabulary of the comparison.
+# Range of ids that are ordinary tokens in every vocabulary of the comparison.
 FIRST_ID, LAST_ID = 1000, 40000
 
 
 class LoadError(Exception):
-    """A server answered something else than the completion that was asked for."""
+    """A server returned something other than the requested completion."""
 
 
 def prompt(length, *seed):
-    """Arbitrary token ids that depend on the seed alone."""
+    """Random token ids that depend on the seed alone."""
     draw = random.Random(repr(seed))
     return [draw.randrange(FIRST_ID, LAST_ID) for _ in range(length)]
 
@@ -29,7 +29,7 @@ def get(url, timeout=10):
 
 
 def post_json(url, body, timeout=600):
-    """The answer to a JSON body."""
+    """Sends a JSON body and returns the JSON answer."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         return json.load(answer)
@@ -94,7 +94,9 @@ async def _burst(port, requests):
 
 
 def burst(port, model, prompts, out, timeout):
-    """Sends all prompts at once; returns wall and first-token times, tokens sent and not found in a cache."""
+    """Sends all prompts at once. Returns the wall time, the times to the first token, and the prompt tokens
+    that were sent and not found in a cache.
+    """
     requests = []
     for ids in prompts:
         body = {"model": model, "prompt": ids, "max_tokens": out, "temperature": 0, "ignore_eos": True,

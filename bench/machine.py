@@ -1,4 +1,4 @@
-"""What a measurement must be read with: the machine, the versions, and who else used the CPUs meanwhile."""
+"""Facts about the machine of a measurement, and the CPU use of other processes during it."""
 import datetime
 import os
 import pathlib
@@ -11,7 +11,7 @@ TELLING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "a
 
 
 def facts():
-    """The machine, in words that do not identify it."""
+    """Describes the machine in words that do not identify it."""
     info = dict(line.split(":", 1) for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     info = {key.strip(): value.strip() for key, value in info.items()}
     flags = set((info.get("flags") or info.get("Features") or "").split())
@@ -28,7 +28,7 @@ def facts():
 
 
 def output_of(argv):
-    """First line of a command's output, or why there is none."""
+    """First line of a command's output, or the reason why there is none."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     except OSError as error:
@@ -38,7 +38,7 @@ def output_of(argv):
 
 
 def busy_seconds():
-    """CPU seconds that the whole machine has spent, guests' share once."""
+    """CPU seconds that the whole machine has used. The share of guests counts once."""
     fields = [int(field) for field in pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, _steal = fields
     return (user + nice + system + irq + softirq) / TICKS
@@ -50,13 +50,13 @@ def stolen_seconds():
 
 
 def family_seconds(roots):
-    """CPU seconds of some live processes and all their live descendants, whatever group or session those moved to."""
+    """CPU seconds of some live processes and all their live descendants, also in other groups or sessions."""
     spent, children = {}, {}
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # It has ended meanwhile.
+            continue  # The process has ended.
         process = int(stat.parent.name)
         spent[process] = (int(fields[11]) + int(fields[12])) / TICKS
         children.setdefault(int(fields[1]), []).append(process)
@@ -69,7 +69,7 @@ def family_seconds(roots):
 
 
 class Watch:
-    """Measures wall time and the CPU use of everybody else, as a share of all CPUs."""
+    """Measures wall time, and the CPU use of all other processes as a share of all CPUs."""
 
     def __init__(self, roots=()):
         self.roots = tuple(roots)

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Prefill, decode at depth and batched decode of llama.cpp through its C API (package llama-cpp-python).
+"""Measures prefill, decode at depth and batched decode of llama.cpp through its C API (package
+llama-cpp-python).
 
-The same tests as `kvasir bench`, the same JSON. Variants: default, weights not repacked, flash attention on or
-off, one KV buffer for all sequences or one for each. Run it with the interpreter of the environment that
-`setup_peers.sh` makes.
+The tests and the JSON are those of `kvasir bench`. Variants: default; weights not repacked; flash attention
+on or off; one KV buffer for all sequences or one for each. Run it with the interpreter of the environment
+that `setup_peers.sh` makes.
 """
 import argparse
 import ctypes
@@ -39,7 +40,7 @@ class Model:
 
 
 class Context:
-    """A KV cache of as many sequences as a test needs: with room for more, every test would pay for the widest."""
+    """A KV cache for as many sequences as a test needs. A larger one would slow down every test."""
 
     def __init__(self, model, args, sequences, tokens):
         self.model = model
@@ -53,7 +54,7 @@ class Context:
         params.n_threads = params.n_threads_batch = args.threads
         params.flash_attn_type = FLASH[args.flash]
         params.kv_unified = args.unified or sequences == 1
-        # Sliding layers keep their window only, as llama-server has it.
+        # Layers with a sliding window keep only the window, as in llama-server.
         params.swa_full = False
         self.handle = ll.llama_init_from_model(model.handle, params)
         if not self.handle:
@@ -72,7 +73,9 @@ class Context:
         ll.llama_memory_clear(self.memory, False)
 
     def rewind(self, sequences, position):
-        """Back to `position` tokens of each sequence; computed again where a recurrent state cannot go back."""
+        """Truncates each sequence to `position` tokens. Computes them again if a recurrent state cannot be
+        truncated.
+        """
         if position > 0 and all(ll.llama_memory_seq_rm(self.memory, s, position, -1) for s in range(sequences)):
             return
         self.forget()
@@ -80,7 +83,8 @@ class Context:
             self.prefill(sequence, position)
 
     def run(self, rows):
-        """rows: (sequence, position, wants logits). Returns the seconds of the computation alone."""
+        """Decodes `rows`: (sequence, position, wants logits). Returns the seconds of the computation alone.
+        """
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (sequence, position, logits) in enumerate(rows):
@@ -105,7 +109,7 @@ class Context:
         return took
 
     def decode(self, sequences, position, steps):
-        """Without the choice of the token, which Kvasir's figure contains."""
+        """Returns seconds without sampling. Kvasir's figure includes sampling."""
         return sum(self.run([(s, position + step, True) for s in range(sequences)]) for step in range(steps))
 
 
@@ -153,7 +157,7 @@ def main():
     parser.add_argument("--flash", choices=FLASH, default="auto")
     parser.add_argument("--unified", action="store_true", help="batched decode from one KV buffer")
     args = parser.parse_args()
-    # The library talks on stdout and stderr; the report is the only thing a caller should read.
+    # Disables the library's log, so that the output consists of the report alone.
     quiet = ll.llama_log_callback(lambda level, text, data: None)
     ll.llama_log_set(quiet, ctypes.c_void_p(0))
     measure(args)

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Draws OUT/speed.png and OUT/burst.png from OUT/samples.jsonl. Needs matplotlib, which the peers' environment has."""
+"""Draws OUT/speed.png and OUT/burst.png from OUT/samples.jsonl. Needs matplotlib, which the environment of
+the peers has.
+"""
 import pathlib
 import sys
 
@@ -14,7 +16,7 @@ COLOURS = {"kvasir": "#1b6ca8", "llama.cpp": "#c96f2e", "llama-server": "#c96f2e
 
 
 def panel(axes, title, rows, unit):
-    """Horizontal bars, one group a row, one bar a contender."""
+    """Draws horizontal bars: one group per row, one bar per contender."""
     y, labels, places = 0.0, [], []
     for label, bars in rows:
         start = y

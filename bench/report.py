@@ -7,7 +7,7 @@ import pathlib
 import statistics
 import sys
 
-# Above this share of the machine used by others, a row is no evidence.
+# If other processes use more than this share of the machine, the row is marked as invalid.
 DISTURBED = 0.05
 COLUMNS = ["model", "threads", "section", "row", "unit", "engine", "variant", "median", "spread", "rounds", "best",
            "kvasir_over_this", "bandwidth_gbs", "bandwidth_share", "sent", "computed", "ttft_p50", "ttft_max", "others_cpu",
@@ -34,7 +34,9 @@ class Contender:
 
 
 def ratio(kvasir, peer):
-    """Median over the rounds both ran in, so that a drift of the machine hits both sides of each pair."""
+    """Median ratio over the rounds that both ran in. A drift of the machine then affects both sides of each
+    pair.
+    """
     shared = kvasir.by_round.keys() & peer.by_round.keys()
     return median([kvasir.by_round[turn] / peer.by_round[turn] for turn in shared])
 
@@ -50,7 +52,7 @@ def rows(out):
 
 
 def best(contenders, engine):
-    """The best variant of an engine; a variant that ran in fewer rounds was already beaten in those."""
+    """The best variant of an engine. A variant with fewer rounds is excluded, because it lost in those."""
     own = [contender for contender in contenders if contender.engine == engine]
     rounds = max((len(contender.by_round) for contender in own), default=0)
     own = [contender for contender in own if len(contender.by_round) == rounds]
@@ -65,7 +67,7 @@ def named(contenders, engine, variant):
 
 
 def targets(key, contenders):
-    """(peer, what is asked of Kvasir's value over the peer's) for a row."""
+    """Returns (peer, sign, target of Kvasir's value divided by the peer's) for a row."""
     _model, _threads, section, label = key
     if section == "burst":
         return [(named(contenders, "llama-server", "default"), "<=", 0.2), (best(contenders, "vllm"), "<=", 1.0)]
@@ -84,7 +86,7 @@ def verdict(kvasir, peer, sign, goal):
 
 
 def others(contenders):
-    """CPU use of everybody else at worst, marked where it spoils the row."""
+    """Largest CPU use of other processes, with a mark if it invalidates the row."""
     worst = max(contender.of("others_cpu") for contender in contenders)
     return f"{worst:.0%}{' !' if worst > DISTURBED else ''}"
 
@@ -94,7 +96,7 @@ def number(value, digits=1):
 
 
 def cell(contender, kvasir):
-    """A peer's median, its variant, and Kvasir's value over it."""
+    """A peer's median, its variant, and Kvasir's value divided by it."""
     if contender is None:
         return ""
     found = ratio(kvasir, contender) if kvasir else None

@@ -1,5 +1,6 @@
-"""The HTTP servers under comparison: started on loopback in their own process groups, frozen while another is
-measured, always stopped."""
+"""The HTTP servers under comparison. Each runs on loopback in its own process group, is frozen while another
+one is measured, and is stopped at the end.
+"""
 import json
 import os
 import pathlib
@@ -12,7 +13,7 @@ import urllib.error
 
 from load import counter, get
 
-# The first start of vLLM compiles its model.
+# Long, because vLLM compiles its model at the first start.
 READY_LIMIT_S = 900
 STOP_LIMIT_S = 15
 
@@ -24,10 +25,13 @@ def free_port():
 
 
 class Server:
-    """One running server. `port` speaks OpenAI, `computed()` counts the prompt tokens that it really computed."""
+    """One running server. `port` serves OpenAI's API. `computed()` returns the number of prompt tokens that
+    it computed.
+    """
 
     name = variant = model = ""
-    # A frozen peer costs the one under measurement nothing. Members of a cluster would miss each other.
+    # A frozen peer uses no CPU during another one's measurement. Members of a cluster are not frozen, because
+    # the others would notice.
     freezable = True
 
     def __init__(self, logs):
@@ -77,7 +81,7 @@ class Server:
             self.process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             pass
-        # Children that outlive their parent are still of its group.
+        # Children that outlive their parent are still in its process group.
         self.signal(signal.SIGKILL)
         self.process.wait()
         self.process = None
@@ -87,7 +91,7 @@ class Server:
 
 
 class Kvasir(Server):
-    """A coordinator and one worker, as `kvasir up` starts them."""
+    """A coordinator and one worker, started by `kvasir up`."""
 
     name, variant, freezable = "kvasir", "default", False
 
@@ -119,7 +123,7 @@ class Kvasir(Server):
 
 
 class LlamaServer(Server):
-    """llama.cpp's own server. Variants: as it comes, or one slot, which keeps a prefix from request to request."""
+    """llama.cpp's server. Variants: the default, or one slot, which keeps a prefix between requests."""
 
     name, model = "llama-server", "any"
     FLAGS = {"default": [], "one slot": ["-np", "1"], "no repack": ["--no-repack"],
@@ -129,7 +133,7 @@ class LlamaServer(Server):
         self.variant = variant
         super().__init__(logs)
         self.port = free_port()
-        # Four slots by default, and all of them must have room for the longest request.
+        # There are four slots by default. Each must have room for the longest request.
         context = max(8192, 4 * (longest + 255) // 256 * 256)
         self.spawn([binary, "-m", model, "-t", threads, "-tb", threads, "-c", context, "--host", "127.0.0.1",
                     "--port", self.port, "--no-ui", "--metrics", *self.FLAGS[variant]],
@@ -152,7 +156,7 @@ class Vllm(Server):
         env = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
                "VLLM_CACHE_ROOT": str(cache), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
                "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": str(threads)}
-        # `vllm serve` asks for a package of another name; the module does not.
+        # `vllm serve` requires a package of another name. The module does not.
         self.spawn([python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "bench",
                     "--dtype", "bfloat16", "--enable-prefix-caching", "--enable-prompt-tokens-details",
                     "--host", "127.0.0.1", "--port", self.port], env=env)

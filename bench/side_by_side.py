@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Kvasir beside its peers: the same files, threads and prompts, in turns, with a bandwidth probe beside each row.
+"""Compares Kvasir with its peers: the same files, threads and prompts, in turns, with a bandwidth probe for
+each row.
 
-Needs a release build of `kvasir` and the peers of `setup_peers.sh`; everything else is found or made. Samples are
-written to OUT/samples.jsonl as they come, then OUT/table.csv, OUT/table.md and plots. A run that was cut short can
-be reported with `report.py OUT`.
+Needs a release build of `kvasir` and the peers of `setup_peers.sh`. Everything else is found or made. Samples
+are written to OUT/samples.jsonl at once; OUT/table.csv, OUT/table.md and plots follow at the end. For an
+interrupted run, `report.py OUT` writes the tables.
 """
 import argparse
 import contextlib
@@ -23,7 +24,7 @@ import servers
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 CATALOG = {"smollm2-135m": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3-270m": "gemma-3-270m-q4_k_m.gguf"}
-# Generated: shape and quantisation.
+# Generated models: shape and quantisation.
 SHAPES = {f"{shape}-{quant.replace('-', '_')}": (shape, quant)
           for shape, quants in (("qwen3-0.6b", ("q4-k-m", "q8-0", "q4-0")), ("qwen3.5-0.5b", ("q4-k-m", "q8-0")),
                                 ("granite-4-h-0.35b", ("q4-k-m", "q8-0")))
@@ -38,14 +39,15 @@ LLAMA_VARIANTS = {
     "no repack, no flash": ["--no-repack", "--flash", "off"],
 }
 LLAMA_BATCH_VARIANTS = {**LLAMA_VARIANTS, "unified": ["--unified"]}
-# A variant that is this far behind the best in the first round, in every row, does not run in later ones.
+# A variant below this share of the best one's rate, in every row of the first round, does not run in later
+# rounds.
 HOPELESS = 0.85
-# `kvasir bench` always measures a prefill; this one is too short to matter.
+# Tokens of a prefill. `kvasir bench` always measures one; this one is too short to matter.
 NO_PREFILL = "16"
 
 
 class Run:
-    """One comparison: its options, its samples, what is known of each model."""
+    """One comparison: its options, its samples, and the files of each model."""
 
     def __init__(self, args):
         self.args = args
@@ -96,7 +98,8 @@ class Run:
     # Rows that an engine measures by itself.
 
     def engine_rows(self, name, threads, section):
-        """One section of one model: Kvasir and the variants of llama.cpp in turns, for all rounds."""
+        """Measures one section of one model: Kvasir and the variants of llama.cpp in turns, for all rounds.
+        """
         args = self.args
         repeat = ["-r", str(args.repeat)]
         variants = LLAMA_VARIANTS
@@ -136,7 +139,7 @@ class Run:
 
     @staticmethod
     def has_hope(contender, best):
-        """Whether a variant came near the best of its engine in any row."""
+        """Whether a variant's rate is near the best of its engine in any row."""
         for rates in best.values():
             top = max((rate for (engine, _), rate in rates.items() if engine == contender[0]), default=0)
             if rates.get(contender[:2], 0) >= HOPELESS * top:
@@ -157,7 +160,7 @@ class Run:
         return answer["rows"]
 
     def probe(self, path, threads):
-        """The bandwidth of this moment, beside rows that do not measure it themselves."""
+        """Measures the current bandwidth for rows that do not measure it themselves."""
         if not self.args.skip_kvasir:
             self.run_engine("kvasir", [self.args.kvasir, "bench", path, "-p", NO_PREFILL, "-n", "0", "-r", "1",
                                        "-t", threads, "--json"], threads)
@@ -208,7 +211,8 @@ class Run:
                     self.probe(path, threads)
                     first = turn % len(running)
                     for server in running[first:] + running[:first]:
-                        # One seed per round and row: the engines get the same prompts, and nobody has seen them.
+                        # One seed per round and row: all engines get the same prompts, and no engine has
+                        # received them before.
                         sample = self.measured(server, lambda s: act(s, (name, label, turn)))
                         if sample:
                             self.record(model=name, threads=threads, section=section, row=label, engine=server.name,
@@ -219,7 +223,7 @@ class Run:
         server.thaw()
         try:
             before = server.computed()
-            # A server's children count as its own; frozen peers use nothing.
+            # CPU time of a server's children counts as its own. Frozen peers use none.
             with machine.Watch([server.process.pid]) as self.watch:
                 sample = act(server)
             if sample is not None:
@@ -237,7 +241,7 @@ class Run:
 
     def wide(self, server, seed, count=64, out=64):
         if server.name == "llama-server":
-            return None  # Four slots of 64; its batched decode has rows of its own.
+            return None  # It has 4 slots, not 64. Its batched decode has other rows.
         took = load.burst(server.port, server.model, [load.prompt(32, *seed, i) for i in range(count)], out, self.args.limit)
         return {"value": count * out / took["wall"], "unit": "t/s", "sent": took["sent"]}
 
@@ -245,7 +249,7 @@ class Run:
         prefix = load.prompt(shared, *seed)
         primed = 0
         if warm:
-            # One request alone, as a chat's first turn would be.
+            # One request alone, like a chat's first turn.
             before = server.computed()
             load.burst(server.port, server.model, [prefix + load.prompt(30, *seed, "first")], 16, self.args.limit)
             primed = server.computed() - before
@@ -317,7 +321,7 @@ def arguments():
 
 def main():
     args = arguments()
-    # So that servers are stopped on a terminated run, too.
+    # Exits on SIGTERM through `finally`, so that servers are stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run = Run(args)
     (args.out / "machine.json").write_text(json.dumps(facts(run), indent=1))

@@ -1,7 +1,7 @@
 //! Connection of the operator subcommands to a coordinator.
 
+use crate::home;
 use crate::ops_client::{self, Body, Call, Incoming};
-use crate::{home, status};
 use anyhow::Context;
 use serde_json::Value;
 use std::net::SocketAddr;
@@ -22,12 +22,23 @@ pub(crate) struct Access {
     pub(crate) key: Option<String>,
 }
 
+/// Ops address of the first coordinator in a data directory's `up.json`.
+fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
+    let path = dir.join("up.json");
+    let text = std::fs::read_to_string(&path).with_context(|| {
+        format!("{}: no cluster of `kvasir up` runs from this data directory; name a coordinator with --ops HOST:PORT", path.display())
+    })?;
+    let up: serde_json::Value = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+    let ops = up.pointer("/coordinators/0/ops").and_then(serde_json::Value::as_str);
+    ops.map(str::to_owned).with_context(|| format!("{}: the file names no coordinator", path.display()))
+}
+
 impl Access {
     /// Ops address of the coordinator.
     fn server(&self) -> anyhow::Result<SocketAddr> {
         let server = match (&self.ops, &self.data_dir) {
             (Some(ops), _) => ops.clone(),
-            (None, dir) => status::ops_of(dir.clone().map_or_else(home::up_data_dir, Ok)?)?,
+            (None, dir) => ops_of(dir.clone().map_or_else(home::up_data_dir, Ok)?)?,
         };
         ops_client::address(&server)
     }
@@ -72,4 +83,18 @@ pub(crate) fn parse(body: &str) -> anyhow::Result<Value> {
         return Ok(Value::Null);
     }
     serde_json::from_str(body).context("the coordinator's response is not valid JSON")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_without_a_cluster_is_explained() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = format!("{:#}", ops_of(dir.path().to_owned()).unwrap_err());
+        assert!(error.contains("--ops"), "{error}");
+        std::fs::write(dir.path().join("up.json"), r#"{"coordinators":[{"ops":"127.0.0.1:9"}]}"#).unwrap();
+        assert_eq!(ops_of(dir.path().to_owned()).unwrap(), "127.0.0.1:9");
+    }
 }

@@ -40,7 +40,7 @@ impl Admin {
     }
 
     /// Sends a request with an optional JSON body. Returns the JSON response; null if it is empty.
-    pub(crate) fn ask(
+    pub(crate) fn request(
         &self,
         method: &str,
         path: &str,
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_asked_stands_in_the_query_and_cannot_break_out_of_it() {
+    fn parameters_are_escaped_in_the_query() {
         let admin = Admin {
             access: Access::default(),
             model: Some("a b&c=d".into()),

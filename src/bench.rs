@@ -316,8 +316,9 @@ impl Stage {
         let vocab = self.decoder.spec().vocab;
         let tokens: Vec<u32> =
             (0..batch * rows).map(|i| ((i * 7919 + context * 13 + 11) % vocab) as u32).collect();
-        let part = |s: usize| StepSequence { rows: s * rows..(s + 1) * rows, context, segment_start: None };
-        let sequences: Vec<StepSequence> = (0..batch).map(part).collect();
+        let sequence =
+            |s: usize| StepSequence { rows: s * rows..(s + 1) * rows, context, segment_start: None };
+        let sequences: Vec<StepSequence> = (0..batch).map(sequence).collect();
         let tables = self.tables.of(placement, batch, self.capacity.div_ceil(BLOCK_TOKENS));
         let states = self.tables.states(batch, context);
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };

@@ -153,8 +153,8 @@ impl Revoke {
 }
 
 fn role(text: &str) -> Result<Role, String> {
-    let known = [Role::Coordinator, Role::Worker];
-    known
+    let roles = [Role::Coordinator, Role::Worker];
+    roles
         .into_iter()
         .find(|role| role.as_str() == text)
         .ok_or_else(|| "must be coordinator or worker".to_owned())

@@ -6,8 +6,6 @@
 
 mod bind;
 mod disk;
-#[cfg(test)]
-mod reference;
 mod units;
 
 pub(crate) use bind::{Bind, listen, listen_in_file};

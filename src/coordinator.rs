@@ -3,11 +3,11 @@
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
 use crate::{allocator, cluster_key, home, models, otlp};
-use coordinator::api::auth::KeyEntry;
+use api::auth::KeyEntry;
 use coordinator::config::Config;
 use coordinator::config::PeerEntry;
-use coordinator::models::ModelEntry;
 use coordinator::server::{self, StartError};
+use dispatch::models::ModelEntry;
 use proto::ids::NodeId;
 use router::routing::Routing;
 use serde::{Deserialize, Serialize};
@@ -373,7 +373,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_is_kept_and_what_is_not_is_explained() {
+    fn given_settings_are_kept_and_computed_ones_explained() {
         let set = CoordinatorSettings { lease: Some(Period(Duration::from_secs(9))), ..Default::default() };
         let (complete, explained) = set.complete().unwrap();
         assert_eq!(complete.lease, Some(Period(Duration::from_secs(9))));

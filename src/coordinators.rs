@@ -2,7 +2,7 @@
 
 use crate::access::Access;
 use crate::admin::{escape, word};
-use crate::status::columns;
+use crate::columns::columns;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::time::Duration;
@@ -36,7 +36,7 @@ enum Action {
 
 /// The contacted coordinator and the output format.
 #[derive(clap::Args)]
-struct Asked {
+struct GroupOptions {
     #[command(flatten)]
     access: Access,
     /// Print the group as one line of JSON.
@@ -49,7 +49,7 @@ struct Asked {
 #[command(after_help = "Example:\n  kvasir coordinators list --json")]
 struct List {
     #[command(flatten)]
-    asked: Asked,
+    options: GroupOptions,
 }
 
 /// Adds a coordinator: it replicates the log as a learner, and votes once it has caught up.
@@ -60,7 +60,7 @@ struct Add {
     #[arg(value_name = "NAME=HOST:PORT", value_parser = named)]
     coordinator: (String, String),
     #[command(flatten)]
-    asked: Asked,
+    options: GroupOptions,
 }
 
 /// Removes a coordinator from the group; its process keeps running until it is stopped.
@@ -70,7 +70,7 @@ struct Remove {
     /// Name of the coordinator.
     name: String,
     #[command(flatten)]
-    asked: Asked,
+    options: GroupOptions,
 }
 
 /// Transfers leadership to a coordinator.
@@ -80,7 +80,7 @@ struct Transfer {
     /// Name of the coordinator.
     name: String,
     #[command(flatten)]
-    asked: Asked,
+    options: GroupOptions,
 }
 
 fn named(text: &str) -> Result<(String, String), String> {
@@ -92,24 +92,24 @@ fn named(text: &str) -> Result<(String, String), String> {
 impl Coordinators {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         match self.action {
-            Action::List(List { asked }) => asked.show(),
-            Action::Add(Add { coordinator: (id, quic), asked }) => {
-                asked.access.json("POST", PATH, Some(&json!({"id": id, "quic": quic})), TIMEOUT)?;
-                asked.show()
+            Action::List(List { options }) => options.show(),
+            Action::Add(Add { coordinator: (id, quic), options }) => {
+                options.access.json("POST", PATH, Some(&json!({"id": id, "quic": quic})), TIMEOUT)?;
+                options.show()
             }
-            Action::Remove(Remove { name, asked }) => {
-                asked.access.json("DELETE", &format!("{PATH}/{}", escape(&name)), None, TIMEOUT)?;
-                asked.done(&format!("{name} is not a member any more"))
+            Action::Remove(Remove { name, options }) => {
+                options.access.json("DELETE", &format!("{PATH}/{}", escape(&name)), None, TIMEOUT)?;
+                options.done(&format!("{name} is not a member any more"))
             }
-            Action::Transfer(Transfer { name, asked }) => {
-                asked.access.json("POST", &format!("{PATH}/{}/lead", escape(&name)), None, TIMEOUT)?;
-                asked.done(&format!("{name} is the leader"))
+            Action::Transfer(Transfer { name, options }) => {
+                options.access.json("POST", &format!("{PATH}/{}/lead", escape(&name)), None, TIMEOUT)?;
+                options.done(&format!("{name} is the leader"))
             }
         }
     }
 }
 
-impl Asked {
+impl GroupOptions {
     fn show(&self) -> anyhow::Result<()> {
         let group = self.access.json("GET", PATH, None, TIMEOUT)?;
         let mut out = std::io::stdout().lock();
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_added_has_a_name_and_a_place() {
+    fn an_added_coordinator_needs_a_name_and_an_address() {
         assert_eq!(named("c3=10.0.0.4:7000"), Ok(("c3".into(), "10.0.0.4:7000".into())));
         for wrong in ["c3", "=10.0.0.4:7000", "c3=10.0.0.4"] {
             assert!(named(wrong).is_err(), "{wrong}");

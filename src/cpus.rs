@@ -40,8 +40,8 @@ impl FromStr for CpuSet {
     fn from_str(text: &str) -> Result<Self, InvalidCpuSet> {
         let refuse = || InvalidCpuSet(text.chars().take(64).collect());
         let mut cpus = Vec::new();
-        for part in text.split(',') {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
+        for range in text.split(',') {
+            let (first, last) = range.split_once('-').unwrap_or((range, range));
             let number =
                 |text: &str| text.parse::<usize>().ok().filter(|cpu| *cpu <= MAX_CPU).ok_or_else(refuse);
             let (first, last) = (number(first)?, number(last)?);
@@ -100,7 +100,7 @@ pub(crate) struct Shares {
 pub(crate) fn share(usable: &CpuSet, capacity: usize, workers: usize, threads: Option<usize>) -> Shares {
     let capacity = capacity.clamp(1, usable.0.len());
     let threads = threads.unwrap_or((capacity / workers.max(1)).max(1));
-    let enough = threads.checked_mul(workers).is_some_and(|wanted| wanted <= capacity);
+    let enough = threads.checked_mul(workers).is_some_and(|needed| needed <= capacity);
     let sets = if enough {
         usable.0.chunks_exact(threads).take(workers).map(|cpus| CpuSet(cpus.to_vec())).collect()
     } else {
@@ -118,7 +118,7 @@ pub(crate) struct GpuPlace {
 }
 
 /// Distributes `workers` over `gpus` round-robin; empty if there is no GPU.
-pub(crate) fn gpu_places(workers: usize, gpus: usize) -> Vec<GpuPlace> {
+pub(crate) fn place_on_gpus(workers: usize, gpus: usize) -> Vec<GpuPlace> {
     let place = |worker: usize| {
         let gpu = worker % gpus;
         GpuPlace { gpu: gpu as u32, workers: (workers - gpu).div_ceil(gpus) }
@@ -140,7 +140,7 @@ mod tests {
             (5, 2, vec![(0, 3), (1, 2), (0, 3), (1, 2), (0, 3)]),
         ] {
             let found: Vec<_> =
-                gpu_places(workers, gpus).iter().map(|place| (place.gpu, place.workers)).collect();
+                place_on_gpus(workers, gpus).iter().map(|place| (place.gpu, place.workers)).collect();
             assert_eq!(found, expected, "{workers} over {gpus}");
         }
     }
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn workers_get_disjoint_sets_while_there_are_enough_cpus() {
         let table = [
-            // usable, capacity, workers, asked, threads, sets
+            // usable, capacity, workers, requested, threads, sets
             ("0-1", 2, 2, None, 1, vec!["0", "1"]),
             ("0-7", 8, 2, None, 4, vec!["0-3", "4-7"]),
             ("0-7", 8, 3, None, 2, vec!["0-1", "2-3", "4-5"]),
@@ -168,8 +168,8 @@ mod tests {
             ("0-1", 2, 2, Some(2), 2, vec![]),
             ("4-7", 4, 1, Some(2), 2, vec!["4-5"]),
         ];
-        for (usable, capacity, workers, asked, threads, sets) in table {
-            let shares = share(&usable.parse().unwrap(), capacity, workers, asked);
+        for (usable, capacity, workers, requested, threads, sets) in table {
+            let shares = share(&usable.parse().unwrap(), capacity, workers, requested);
             let found: Vec<String> = shares.sets.iter().map(CpuSet::to_string).collect();
             assert_eq!(
                 (shares.threads, found),

@@ -72,18 +72,18 @@ impl Undrain {
 }
 
 impl Target {
-    fn change(&self, what: &str) -> anyhow::Result<()> {
-        let path = format!("/admin/v1/workers/{}/{what}", escape(&self.node));
+    fn change(&self, action: &str) -> anyhow::Result<()> {
+        let path = format!("/admin/v1/workers/{}/{action}", escape(&self.node));
         let answer = self.access.send("POST", &path, None, CHANGE_LIMIT)?.text()?;
         if answer.status == 404 {
-            bail!("{}", nobody(&self.node, &Cluster::ask(&self.access)?));
+            bail!("{}", unknown_worker(&self.node, &Cluster::fetch(&self.access)?));
         }
         answer.success().map(drop)
     }
 
     /// Current state of the worker; `None` if it has left.
     fn look(&self) -> anyhow::Result<Option<Worker>> {
-        let cluster = Cluster::ask(&self.access)?;
+        let cluster = Cluster::fetch(&self.access)?;
         Ok(cluster.workers.into_iter().find(|worker| worker.id == self.node))
     }
 
@@ -160,15 +160,15 @@ fn work(worker: &Worker) -> String {
 }
 
 /// Error text for an unknown worker.
-fn nobody(node: &str, cluster: &Cluster) -> String {
+fn unknown_worker(node: &str, cluster: &Cluster) -> String {
     if cluster.coordinators.iter().any(|coordinator| coordinator.id == node) {
         return format!(
             "{node} is a coordinator; only workers can be drained. A coordinator drains when it is stopped"
         );
     }
-    let known: Vec<&str> = cluster.workers.iter().map(|worker| worker.id.as_str()).collect();
-    let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-    format!("no worker has the id {node:?}; known workers: {known}")
+    let ids: Vec<&str> = cluster.workers.iter().map(|worker| worker.id.as_str()).collect();
+    let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
+    format!("no worker has the id {node:?}; known workers: {ids}")
 }
 
 #[cfg(test)]
@@ -189,14 +189,14 @@ mod tests {
     }
 
     #[test]
-    fn who_is_not_there_is_told_who_is() {
+    fn the_error_for_an_unknown_worker_names_the_known_ones() {
         let cluster: Cluster = serde_json::from_value(json!({
             "coordinators": [{"id": "c0", "role": "leader"}],
             "workers": [{"id": "w0", "epoch": 1, "state": "ready", "kv_used": 0, "kv_total": 1}],
         }))
         .unwrap();
-        assert!(nobody("w9", &cluster).contains("w0"));
-        assert!(nobody("c0", &cluster).contains("coordinator"));
-        assert!(nobody("w9", &Cluster::default()).contains("none"));
+        assert!(unknown_worker("w9", &cluster).contains("w0"));
+        assert!(unknown_worker("c0", &cluster).contains("coordinator"));
+        assert!(unknown_worker("w9", &Cluster::default()).contains("none"));
     }
 }

@@ -114,7 +114,7 @@ impl Embed {
         let mut encoded = Vec::with_capacity(texts.len());
         let mut left = texts.as_slice();
         while !left.is_empty() {
-            let (now, later) = left.split_at(limits.fit(left.iter().map(|text| text.tokens.len())).max(1));
+            let (now, rest) = left.split_at(limits.fit(left.iter().map(|text| text.tokens.len())).max(1));
             let together: Vec<&Text> = now.iter().collect();
             let mut step = encoder.run(&together)?;
             for (index, text) in now.iter().enumerate() {
@@ -125,7 +125,7 @@ impl Embed {
                 }
                 encoded.push(Encoded { rows: step.rows(index)?.concat(), tokens: text.tokens.len(), values });
             }
-            left = later;
+            left = rest;
         }
         let pooling = encoder.pooling();
         if let Some(out) = &self.out {

@@ -5,8 +5,8 @@ use crate::cluster_key;
 use crate::config::ConfigError;
 use anyhow::Context;
 use coordinator::config::Config;
-use coordinator::models::ModelEntry;
 use coordinator::server::{Coordinator, StartError};
+use dispatch::models::ModelEntry;
 use pki::Identity;
 use pki::ca::Authority;
 use proto::ids::{ClusterName, ModelId, NodeId, Role};
@@ -14,7 +14,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, SystemTime};
 
 /// Polling interval while the worker joins.
-const ASK_EVERY: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A coordinator in the worker's process.
 pub(crate) struct LocalCoordinator {
@@ -64,7 +64,7 @@ impl LocalCoordinator {
 
     pub(crate) async fn joined(&self) {
         while !self.coordinator.serves(&self.model) {
-            tokio::time::sleep(ASK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 

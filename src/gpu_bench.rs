@@ -161,14 +161,14 @@ fn decode(speed: &Speed, info: &GpuInfo, rows: &mut Rows) -> Result<()> {
         let of = json!({"part": "decode", "batch": batch, "context": context, "rows": prompt});
         rows.measure(of, |copies| {
             let found = model.step(batch, context, prompt)?;
-            let floor = (found.weight_bytes + found.kv_bytes) as f64 / copies;
+            let min_seconds = (found.weight_bytes + found.kv_bytes) as f64 / copies;
             Ok(json!({
                 "weight_bytes": found.weight_bytes,
                 "kv_bytes": found.kv_bytes,
                 "eager_ms": found.eager * 1e3,
                 "graph_ms": found.graph * 1e3,
                 "tokens_per_second": (batch * prompt) as f64 / found.graph,
-                "of_floor": floor / found.graph,
+                "of_floor": min_seconds / found.graph,
             }))
         })?;
     }
@@ -233,8 +233,8 @@ mod tests {
 
     #[test]
     fn a_row_that_fails_or_comes_too_late_is_counted() {
-        let soon = Instant::now() + Duration::from_secs(3600);
-        let mut rows = Rows { json: true, until: soon, copies: 1.0, failed: 0, skipped: 0 };
+        let deadline = Instant::now() + Duration::from_secs(3600);
+        let mut rows = Rows { json: true, until: deadline, copies: 1.0, failed: 0, skipped: 0 };
         rows.measure(json!({"part": "decode"}), |_| Err(kernels::Error::EmptyWindow)).unwrap();
         rows.measure(json!({"part": "decode"}), |copies| Ok(json!({"copies": copies}))).unwrap();
         rows.until = Instant::now();
@@ -288,9 +288,9 @@ mod tests {
         let json = results.iter().find(|path| path.extension().is_some_and(|end| end == "json")).unwrap();
         let report: Value = serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
         assert_eq!(report["commit"], "an unknown commit");
-        for part in ["check", "decode"] {
-            assert_eq!(report["parts"][part]["status"], "failed");
-            assert!(report["parts"][part]["why"].as_str().unwrap().contains("more than 1 s"), "{report}");
+        for section in ["check", "decode"] {
+            assert_eq!(report["parts"][section]["status"], "failed");
+            assert!(report["parts"][section]["why"].as_str().unwrap().contains("more than 1 s"), "{report}");
         }
         assert_eq!(report["parts"]["variants"]["status"], "skipped");
         let missing = std::process::Command::new("python3")

@@ -233,14 +233,14 @@ fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaErro
     // Before any measurement: a device that rejects kernels is useless.
     let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
     let copy_bytes_per_second = gpu.copy_bandwidth()?;
-    let one = gpu.allocate(size_of::<f32>())?;
-    let small = |gpu: &mut dyn Device| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, one, 1.0, None);
+    let scalar = gpu.allocate(size_of::<f32>())?;
+    let small = |gpu: &mut dyn Device| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, scalar, 1.0, None);
     let launch = timed(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
     let graph = record(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
     let no_graphs = || CudaError::Invalid { what: "this device cannot record CUDA graphs".into() };
     let graph = graph.ok_or_else(no_graphs)?;
     let replayed = timed(gpu, |gpu| gpu.replay(graph))?;
-    gpu.free(one)?;
+    gpu.free(scalar)?;
     let each = |seconds: f64| seconds * 1e6 / GRAPH_LAUNCHES as f64;
     Ok(Ceilings { copy_bytes_per_second, launch_us: each(launch), graph_launch_us: each(replayed) })
 }

@@ -181,8 +181,8 @@ async fn send(
 }
 
 async fn in_time<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    let late = |_| io::Error::new(ErrorKind::TimedOut, "no data was received in time");
-    tokio::time::timeout(limit, work).await.map_err(late)?
+    let timed_out = |_| io::Error::new(ErrorKind::TimedOut, "no data was received in time");
+    tokio::time::timeout(limit, work).await.map_err(timed_out)?
 }
 
 /// A streamed body. Holds the runtime that its connection runs on.

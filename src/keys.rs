@@ -2,8 +2,8 @@
 
 use crate::access::Access;
 use crate::admin::{escape, word};
+use crate::columns::columns;
 use crate::config::Period;
-use crate::status::columns;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -108,7 +108,7 @@ impl Keys {
         let mut out = std::io::stdout().lock();
         match self.action {
             Action::Create(create) => {
-                let made = create.access.json("POST", PATH, Some(&create.wanted()), TIMEOUT)?;
+                let made = create.access.json("POST", PATH, Some(&create.body()), TIMEOUT)?;
                 match create.json {
                     true => writeln!(out, "{made}")?,
                     false => {
@@ -139,13 +139,13 @@ impl Keys {
 }
 
 impl Create {
-    fn wanted(&self) -> Value {
-        let mut wanted = self.limits.json();
-        wanted["tenant"] = self.tenant.as_str().into();
-        wanted["models"] = self.models.clone().into();
-        wanted["admin"] = self.admin.into();
-        wanted["expires_s"] = self.expires.map(|period| period.millis().div_ceil(1000)).into();
-        wanted
+    fn body(&self) -> Value {
+        let mut body = self.limits.json();
+        body["tenant"] = self.tenant.as_str().into();
+        body["models"] = self.models.clone().into();
+        body["admin"] = self.admin.into();
+        body["expires_s"] = self.expires.map(|period| period.millis().div_ceil(1000)).into();
+        body
     }
 }
 

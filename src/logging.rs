@@ -26,7 +26,7 @@ pub(crate) fn start() -> Log {
 }
 
 /// Writes plain text to the log's destination.
-pub(crate) fn say(log: &mut Log, text: &str) {
+pub(crate) fn write_text(log: &mut Log, text: &str) {
     // Queueing never fails.
     let _queued = log.write_all(text.as_bytes());
 }
@@ -41,24 +41,24 @@ impl Drop for FlushAtEnd {
 }
 
 fn log_panic(panic: &PanicHookInfo<'_>) {
-    let what = panic.payload_as_str().unwrap_or("no text");
+    let text = panic.payload_as_str().unwrap_or("no text");
     let thread = std::thread::current();
     let thread = thread.name().unwrap_or("unnamed");
     let at = panic.location().map(ToString::to_string);
     // Captured only if RUST_BACKTRACE is set.
     let backtrace = Backtrace::capture();
     let backtrace = (backtrace.status() == BacktraceStatus::Captured).then(|| backtrace.to_string());
-    tracing::error!(thread, at, what, backtrace, "a thread panicked");
+    tracing::error!(thread, at, what = text, backtrace, "a thread panicked");
 }
 
 /// An error and its causes in one line. A cause whose text is already included is not repeated.
 pub(crate) fn in_one_line(error: &anyhow::Error) -> String {
-    error.chain().fold(String::new(), |told, cause| {
+    error.chain().fold(String::new(), |text, cause| {
         let cause = cause.to_string();
-        match told.contains(&cause) {
-            true => told,
-            false if told.is_empty() => cause,
-            false => told + ": " + &cause,
+        match text.contains(&cause) {
+            true => text,
+            false if text.is_empty() => cause,
+            false => text + ": " + &cause,
         }
     })
 }

@@ -186,8 +186,8 @@ impl Logits {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
         let at_once = if self.together { prompts.len() } else { 1 };
         options.max_rows = (self.chunk == 0).then_some((longest * at_once).max(512));
-        // Dropped after the engine, whose peers these are.
-        let mut _later = None;
+        // Dropped after the engine, which uses these processes.
+        let mut _processes = None;
         let mut local = if shards == 1 {
             local::open_with(&path, |path, progress| load::open(path, &options, progress))?
         } else {
@@ -201,7 +201,7 @@ impl Logits {
                 threads,
                 self.wire.into(),
             )?;
-            _later = Some(processes);
+            _processes = Some(processes);
             local::open_with(&path, |path, progress| load::open_replica(path, &options, replica, progress))?
         };
         let vocab = local.engine.decoder().spec().vocab;
@@ -271,7 +271,7 @@ impl Logits {
             }
             for state in &collected.states {
                 let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect();
-                let name = |part: &str| format!("p{i}.state.{}.{part}", state.layer);
+                let name = |field: &str| format!("p{i}.state.{}.{field}", state.layer);
                 tensors.push((name("conv"), Dtype::F32, state.conv_shape.to_vec(), bytes(&state.conv)));
                 let shape = state.recurrent_shape.to_vec();
                 tensors.push((name("recurrent"), Dtype::F32, shape, bytes(&state.recurrent)));

@@ -8,7 +8,10 @@ mod allocator;
 mod bench;
 mod ca;
 mod cluster_key;
+mod columns;
 mod config;
+#[cfg(test)]
+mod config_reference;
 mod coordinator;
 mod coordinators;
 mod cpus;
@@ -180,7 +183,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            logging::say(&mut log, &format!("kvasir: {}\n", logging::in_one_line(&error)));
+            logging::write_text(&mut log, &format!("kvasir: {}\n", logging::in_one_line(&error)));
             if error.chain().any(is_usage) {
                 ExitCode::from(BAD_USAGE)
             } else if error.chain().any(is_configuration) {
@@ -225,11 +228,11 @@ fn bad_usage(log: &mut Log, error: &clap::Error) -> ExitCode {
         let rendered = error.to_string();
         let reason = rendered.lines().next().unwrap_or_default().trim_start_matches("error: ");
         let error = ConfigError::Environment(format!("{variable}: {reason}"));
-        logging::say(log, &format!("kvasir: {error}\n"));
+        logging::write_text(log, &format!("kvasir: {error}\n"));
         return ExitCode::from(BAD_CONFIG);
     }
     if error.use_stderr() && !std::io::stderr().is_terminal() {
-        logging::say(log, &error.render().to_string());
+        logging::write_text(log, &error.render().to_string());
     } else {
         // If printing the error fails, nothing else can be done.
         let _ = error.print();

@@ -1,11 +1,10 @@
 //! `kvasir models`: the catalog, the model cache and file inspection. Also resolves MODEL arguments to files.
 
+use crate::columns::columns;
 use crate::config::{ConfigError, UsageError};
 use crate::home;
 use crate::http_client::network;
 use crate::progress::Bar;
-use crate::shipped;
-use crate::status::columns;
 use anyhow::Context;
 use hub::catalog::{self, Address, Downloaded, Entry, Listed, ModelName, Speed, Store};
 use model::ModelFile;
@@ -15,6 +14,9 @@ use proto::ids::ModelId;
 use speech::Bundle;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+
+/// Prefix of a digest given as MODEL.
+pub(crate) const DIGEST: &str = "blake3:";
 
 /// Lists, pulls, inspects and verifies models.
 #[derive(clap::Args)]
@@ -104,9 +106,9 @@ fn pulled(model: &str) -> Result<Source, String> {
     if Address::looks_like(model) {
         return Address::parse(model).map(Source::Address).map_err(|error| error.to_string());
     }
-    let known = || catalog::CATALOG.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ");
+    let names = || catalog::CATALOG.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ");
     let entry = catalog::find(model).map(Source::Entry);
-    entry.ok_or_else(|| format!("neither an address nor a catalog name; the catalog has {}", known()))
+    entry.ok_or_else(|| format!("neither an address nor a catalog name; the catalog has {}", names()))
 }
 
 /// Parses 64 hexadecimal digits.
@@ -151,7 +153,7 @@ impl Models {
                     if let Some(digests) = home::digests() {
                         digests.fill(&file)?;
                     }
-                    writeln!(out, "{}{}", shipped::DIGEST, ChunkId(file.digest()?))?;
+                    writeln!(out, "{}{}", DIGEST, ChunkId(file.digest()?))?;
                     return Ok(());
                 }
                 let summary = Summary::of(&file)?;
@@ -165,12 +167,12 @@ impl Models {
                 let text = match verify.model {
                     Source::Entry(entry) => {
                         store.verify(entry, &mut Bar::new())?;
-                        let known = if entry.sha256().is_empty() {
+                        let state = if entry.sha256().is_empty() {
                             "unchanged since its download"
                         } else {
                             "the pinned file"
                         };
-                        format!("{} is {known}", store.path(entry).display())
+                        format!("{} is {state}", store.path(entry).display())
                     }
                     Source::Address(address) => {
                         let record = store.verify_download(&address, &mut Bar::new())?;
@@ -192,8 +194,8 @@ fn table(listed: &[Listed], downloads: &[Downloaded], wide: bool) -> String {
     for Listed { entry, path, present, .. } in listed {
         let speed = entry.about.speed;
         let tokens = speed.tokens_per_second().map_or("-".to_owned(), |tokens| {
-            let most = if matches!(speed, Speed::Ceiling { .. }) { "~" } else { "" };
-            format!("{most}{tokens:.0}")
+            let prefix = if matches!(speed, Speed::Ceiling { .. }) { "~" } else { "" };
+            format!("{prefix}{tokens:.0}")
         });
         let digest = match (entry.not_served(), entry.sha256().is_empty()) {
             (Some(_), _) => "-",
@@ -329,22 +331,22 @@ pub(crate) fn resolve_here(model: &str) -> anyhow::Result<Option<Resolved>> {
 
 /// Resolves a bundle: a catalog name, downloaded on first use, or a directory, given as path or as `ID=DIR`.
 pub(crate) fn resolve_bundle(bundle: &str) -> anyhow::Result<Bundle> {
-    let (id, place) = match bundle.split_once('=') {
-        Some((id, place)) if !Path::new(bundle).exists() => (Some(id), place),
+    let (id, origin) = match bundle.split_once('=') {
+        Some((id, origin)) if !Path::new(bundle).exists() => (Some(id), origin),
         _ => (None, bundle),
     };
     let refuse = |rule: &str| ConfigError::field("operation", bundle, rule);
-    let dir = match catalog::find(place) {
+    let dir = match catalog::find(origin) {
         Some(entry) if entry.operation().is_some() => {
             let store = Store::from_env()?;
             if !store.is_present(entry) {
-                eprintln!("pulling {place} ({})", size(entry.bytes));
+                eprintln!("pulling {origin} ({})", size(entry.bytes));
             }
             let file = store.pull(entry, &network(false)?, &mut Bar::new())?;
             // The parent of FOLDER/FILE.
             file.ancestors().nth(2).unwrap_or(&file).to_path_buf()
         }
-        _ if Path::new(place).is_dir() => PathBuf::from(place),
+        _ if Path::new(origin).is_dir() => PathBuf::from(origin),
         Some(_) => return Err(refuse("this is not a bundle of operations; name it as the model").into()),
         None => return Err(refuse("must be a catalog name of a bundle of operations, or a directory").into()),
     };
@@ -396,11 +398,11 @@ mod tests {
     #[test]
     fn a_bundle_is_a_directory_or_a_name_for_operations() {
         let dir = tempfile::tempdir().unwrap();
-        let place = dir.path().canonicalize().unwrap().join("mine");
-        std::fs::create_dir(&place).unwrap();
-        let named = |id: &str| Bundle { id: ModelId::new(id).unwrap(), dir: place.clone() };
-        assert_eq!(resolve_bundle(place.to_str().unwrap()).unwrap(), named("mine"));
-        assert_eq!(resolve_bundle(&format!("other={}", place.display())).unwrap(), named("other"));
+        let path = dir.path().canonicalize().unwrap().join("mine");
+        std::fs::create_dir(&path).unwrap();
+        let named = |id: &str| Bundle { id: ModelId::new(id).unwrap(), dir: path.clone() };
+        assert_eq!(resolve_bundle(path.to_str().unwrap()).unwrap(), named("mine"));
+        assert_eq!(resolve_bundle(&format!("other={}", path.display())).unwrap(), named("other"));
         for wrong in ["smollm2-135m", "no-such-bundle"] {
             let error = resolve_bundle(wrong).unwrap_err();
             assert!(error.is::<ConfigError>() && error.to_string().contains(wrong), "{error}");

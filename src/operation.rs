@@ -9,7 +9,7 @@ use proto::operation::{
     TurnOptions, VoiceWindow,
 };
 use serde_json::{Value, json};
-use speech::{encode_speech, load_hearing};
+use speech::{encode_speech, load_audio_model};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use worker::cgroup::cpus;
@@ -61,8 +61,8 @@ pub(crate) struct OperationCommand {
 }
 
 fn operation(name: &str) -> Result<Operation, String> {
-    let known = || Operation::ALL.iter().map(|operation| operation.name()).collect::<Vec<_>>().join(", ");
-    Operation::from_name(name).ok_or_else(|| format!("unknown operation; known are {}", known()))
+    let names = || Operation::ALL.iter().map(|operation| operation.name()).collect::<Vec<_>>().join(", ");
+    Operation::from_name(name).ok_or_else(|| format!("unknown operation; known are {}", names()))
 }
 
 impl OperationCommand {
@@ -103,7 +103,7 @@ impl OperationCommand {
             let bytes: Vec<u8> = encoded.iter().flat_map(|value| value.to_le_bytes()).collect();
             return std::fs::write(path, bytes).with_context(|| path.display().to_string());
         }
-        let (backend, model) = load_hearing(operation, &bundle, |name| std::env::var(name).ok(), cpus())?;
+        let (backend, model) = load_audio_model(operation, &bundle, |name| std::env::var(name).ok(), cpus())?;
         let (rate, sound) = sound()?;
         let options = match operation {
             Operation::Vad => OperationOptions::Speech(SpeechOptions {
@@ -122,10 +122,10 @@ impl OperationCommand {
         let mut session = model.open(rate, &options)?;
         let mut outputs = Vec::new();
         for piece in sound.chunks(self.chunk as usize) {
-            session.hear(piece, &mut outputs)?;
+            session.push(piece, &mut outputs)?;
         }
         session.segment(true, &mut outputs)?;
-        while session.go_on(&mut outputs)? {}
+        while session.continue_segment(&mut outputs)? {}
         let events: Vec<Value> = outputs.iter().flat_map(events).collect();
         let mut out = std::io::stdout().lock();
         if self.json {

@@ -213,9 +213,10 @@ mod tests {
         assert_eq!(call.send(at).unwrap().copy_to(&mut out).unwrap(), 5);
         assert_eq!(out, b"\x00\xff\x01\x02\x03");
         let sent = String::from_utf8(served.join().unwrap()).unwrap();
-        for part in ["POST /x?y=z HTTP/1.0\r\n", "Content-Length: 2\r\n", "Authorization: Bearer secret\r\n"]
+        for expected in
+            ["POST /x?y=z HTTP/1.0\r\n", "Content-Length: 2\r\n", "Authorization: Bearer secret\r\n"]
         {
-            assert!(sent.contains(part), "{sent}");
+            assert!(sent.contains(expected), "{sent}");
         }
         let (at, _) = server(b"HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nabc");
         let cut = Call::new("GET", "/", LIMIT).send(at).unwrap().copy_to(&mut out).unwrap_err();

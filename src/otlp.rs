@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Most queued spans. Further spans are dropped and counted.
+/// Maximum number of queued spans. Further spans are dropped and counted.
 const QUEUE: usize = 4096;
-/// Most spans per batch.
+/// Maximum number of spans per batch.
 const BATCH: usize = 512;
 /// Time to collect spans before a batch is sent.
 const GATHER: Duration = Duration::from_millis(500);
@@ -78,7 +78,7 @@ pub(crate) fn start(
     exporter.set_resource(&resource.build());
     let Some(queue) = trace::install(ratio, QUEUE) else { return Ok(None) };
     let stop = Arc::new(AtomicBool::new(false));
-    let told = Arc::clone(&stop);
+    let stopped = Arc::clone(&stop);
     let send = move || {
         let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime,
@@ -88,7 +88,7 @@ pub(crate) fn start(
         };
         let scope = InstrumentationScope::builder("kvasir").with_version(env!("CARGO_PKG_VERSION")).build();
         let mut sender = Sender { queue, exporter, failure, scope, runtime, reached: true };
-        while !told.load(Ordering::Relaxed) {
+        while !stopped.load(Ordering::Relaxed) {
             sender.pass_on(GATHER);
         }
         sender.pass_on(Duration::ZERO);
@@ -125,7 +125,7 @@ impl Sender {
         let count = spans.len();
         let batch = spans.into_iter().map(|span| span_data(span, &self.scope)).collect();
         let sent = self.runtime.block_on(self.exporter.export(batch));
-        self.queue.told(count, sent.is_ok());
+        self.queue.record_export(count, sent.is_ok());
         match (&sent, self.failure.take()) {
             (Ok(()), _) if !self.reached => tracing::info!("the collector accepts traces again"),
             (Err(_), Some(error)) if self.reached => {

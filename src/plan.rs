@@ -5,13 +5,13 @@ mod apply;
 mod workers;
 
 use crate::access::Access;
+use crate::columns::columns;
 use crate::config::ConfigError;
 use crate::models::{Resolved, resolve_here, resolve_or_pull};
 use crate::numerics::KvTypeArg;
 use crate::spec::SpecArg;
-use crate::status::columns;
 use anyhow::Result;
-use coordinator::placement::{Placement, Replica, Workload, check_shards, most_shards};
+use coordinator::placement::{Placement, Replica, Workload, check_shards, max_shards};
 use kernels::backend::KvType;
 use model::costs::{DrafterStage, ModelCosts};
 use model::{GgmlType, ModelFile, ModelSpec};
@@ -145,18 +145,18 @@ impl Plan {
             return self.show(&self.report(&resolve_or_pull(&self.model)?)?);
         }
         // Validate the plan before anything is sent or measured.
-        let told = self.told()?;
+        let plan = self.requested_plan()?;
         match resolve_here(&self.model)? {
             Some(here) => {
                 let mut report = self.report(&here)?;
-                self.send(&here.id, &told)?;
+                self.send(&here.id, &plan)?;
                 report.applied = Some(true);
                 self.show(&report)?;
-                self.say_applied(here.id.as_str());
+                self.print_applied(here.id.as_str());
             }
             None => {
-                self.send_unseen(&told)?;
-                self.say_applied(&self.model);
+                self.send_unseen(&plan)?;
+                self.print_applied(&self.model);
             }
         }
         Ok(())
@@ -226,7 +226,7 @@ impl Plan {
             layers: costs.layers(),
             context: workload.context,
             sequences: workload.sequences,
-            max_shards: most_shards(&costs),
+            max_shards: max_shards(&costs),
             drafter: costs.drafter().map(|drafter| DrafterReport {
                 spec: self.spec.to_string(),
                 file: speculative_method.file().map(|path| path.display().to_string()),

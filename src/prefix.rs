@@ -1,8 +1,8 @@
 //! `kvasir prefix`: pins prefixes, which computes them ahead and protects them against eviction.
 
 use crate::admin::{Admin, escape, word};
+use crate::columns::columns;
 use crate::config::Period;
-use crate::status::columns;
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -35,7 +35,7 @@ enum Action {
     kvasir prefix pin --messages chat.json --worker worker-0 --ttl 30m")]
 struct Pin {
     #[command(flatten)]
-    what: PinTarget,
+    target: PinTarget,
     /// Time until the pin expires; 0s is until it is dropped.
     #[arg(long, value_name = "TIME", default_value = "1h")]
     ttl: Period,
@@ -99,18 +99,18 @@ impl PinTarget {
 impl Prefix {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         match self.action {
-            Action::Pin(Pin { what, ttl, admin }) => {
-                let (name, value) = what.field()?;
+            Action::Pin(Pin { target, ttl, admin }) => {
+                let (name, value) = target.field()?;
                 let body = json!({name: value, "ttl_s": ttl.0.as_secs()});
-                let answer = admin.ask("POST", PATH, &[], Some(&body))?;
+                let answer = admin.request("POST", PATH, &[], Some(&body))?;
                 admin.show(&answer, table)
             }
             Action::List(List { admin }) => {
-                let answer = admin.ask("GET", PATH, &[], None)?;
+                let answer = admin.request("GET", PATH, &[], None)?;
                 admin.show(&answer, table)
             }
             Action::Drop(Drop { id, admin }) => {
-                admin.ask("DELETE", &format!("{PATH}/{}", escape(&id)), &[], None)?;
+                admin.request("DELETE", &format!("{PATH}/{}", escape(&id)), &[], None)?;
                 admin.show(&json!({"id": id}), |_| String::new())
             }
         }
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_pinned_comes_as_text_messages_or_tokens() {
+    fn a_pinned_prefix_is_text_messages_or_tokens() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str, content: &str| {
             let path = dir.path().join(name);

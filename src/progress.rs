@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const WIDTH: u64 = 30;
 const REDRAW: Duration = Duration::from_millis(100);
 /// Interval of log lines.
-const SAY_EVERY: Duration = Duration::from_secs(30);
+const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Shows the progress of a pull or a check. Clears its line when dropped.
 #[derive(Debug)]
@@ -25,8 +25,8 @@ impl Bar {
 
     fn draw(&mut self, bytes: u64) {
         if !self.terminal {
-            let said = *self.drawn.get_or_insert_with(Instant::now);
-            if said.elapsed() >= SAY_EVERY {
+            let last = *self.drawn.get_or_insert_with(Instant::now);
+            if last.elapsed() >= LOG_INTERVAL {
                 self.drawn = Some(Instant::now());
                 tracing::info!("{}", plain(&self.label, bytes, self.total));
             }

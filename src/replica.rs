@@ -37,10 +37,10 @@ pub(crate) fn start(
     activations: ActivationType,
 ) -> anyhow::Result<(LaterProcesses, Replica)> {
     let dir = tempfile::tempdir().context("cannot create a directory for the identities of stages")?;
-    let runtime = node::runtime_beside_arithmetic(1)?;
+    let runtime = node::io_runtime(1)?;
     let ca = Authority::new(ClusterName::new("shards")?, SystemTime::now())?;
     let model = path.to_str().context("the model's path is not UTF-8")?;
-    let (mut children, mut later) = (Vec::new(), Vec::new());
+    let (mut children, mut stages) = (Vec::new(), Vec::new());
     for index in 1..shards {
         let name = format!("stage-{index}");
         let (identity, log) = (dir.path().join(&name), dir.path().join(format!("{name}.log")));
@@ -67,18 +67,18 @@ pub(crate) fn start(
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let started = runtime.block_on(async {
             let mut child = child::spawn(&arguments, &log, &[])?;
-            let said: StageAnnouncement = child::read_announcement(child.stdout.take()).await?;
-            anyhow::Ok((child, said))
+            let announcement: StageAnnouncement = child::read_announcement(child.stdout.take()).await?;
+            anyhow::Ok((child, announcement))
         });
-        let (child, said) = started.with_context(|| {
+        let (child, announcement) = started.with_context(|| {
             let log = std::fs::read_to_string(&log).unwrap_or_default();
             format!("{name} did not start: {}", log.trim_end())
         })?;
         children.push(child);
-        later.push(StageAddress { node, quic: said.quic.to_string() });
+        stages.push(StageAddress { node, quic: announcement.quic.to_string() });
     }
     let own = ca.issue(Role::Worker, NodeId::new("stage-0")?, SystemTime::now())?.identity()?;
-    let replica = Replica::new(runtime.handle().clone(), &own, later, activations)?;
+    let replica = Replica::new(runtime.handle().clone(), &own, stages, activations)?;
     Ok((LaterProcesses { children, runtime, _dir: dir }, replica))
 }
 

@@ -116,13 +116,13 @@ impl Run {
         let first = outcome.first_token.unwrap_or(*end);
         let prefill = first.duration_since(submitted).as_secs_f64();
         let decode = end.duration_since(first).as_secs_f64();
-        let later = finished.completion_tokens.saturating_sub(1);
+        let decoded = finished.completion_tokens.saturating_sub(1);
         eprintln!(
             "prompt {prompt_len} tokens in {prefill:.3} s ({:.0} t/s), {} tokens generated{}{}",
             prompt_len as f64 / prefill.max(1e-9),
             finished.completion_tokens,
-            if later > 0 {
-                format!(" ({:.1} t/s after the first)", f64::from(later) / decode.max(1e-9))
+            if decoded > 0 {
+                format!(" ({:.1} t/s after the first)", f64::from(decoded) / decode.max(1e-9))
             } else {
                 String::new()
             },
@@ -170,9 +170,9 @@ fn printer(outcome: Arc<Mutex<Outcome>>) -> impl FnMut(GenerateFrame) -> bool + 
                 tokens.iter().all(|token| print(&token.text))
             }
             GenerateFrame::Finished(finished) => {
-                let heard = print(&finished.tail);
+                let printed = print(&finished.tail);
                 outcome.finished = Some((finished, Instant::now()));
-                heard
+                printed
             }
             GenerateFrame::Failed(error) => {
                 outcome.failed = Some(error.to_string());

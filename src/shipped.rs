@@ -3,7 +3,7 @@
 use crate::config::{ByteSize, ConfigError};
 use crate::cpus;
 use crate::home;
-use crate::models::{Resolved, resolve_named};
+use crate::models::{DIGEST, Resolved, resolve_named};
 use anyhow::Context;
 use model::shard::{ChunkId, ShardStore};
 use pki::Identity;
@@ -14,12 +14,10 @@ use std::path::Path;
 use worker::defaults::Explained;
 use worker::weight_distribution::{self, ShippingConfig};
 
-/// Prefix of a digest given as MODEL.
-pub(crate) const DIGEST: &str = "blake3:";
 /// Default size of the shard store.
 pub(crate) const STORE_BYTES: ByteSize = ByteSize(256 << 30);
 
-/// Most lanes. A source accepts 256 connections from one host, some of which serve other purposes.
+/// Maximum number of lanes. A source accepts 256 connections from one host, not all of them for lanes.
 pub(crate) const MAX_LANES: usize = 16;
 
 /// Default number of lanes if `workers` workers share this machine's CPUs.
@@ -54,7 +52,7 @@ pub(crate) fn resolve(
         return Ok((resolve_named(model)?, shipping));
     }
     let store = store(bytes)?;
-    let (id, wanted) = match digest {
+    let (id, target) = match digest {
         Some((id, digest)) => (id, ModelRef::Digest(digest)),
         None => {
             let id = ModelId::new(model)?;
@@ -65,7 +63,7 @@ pub(crate) fn resolve(
     // Before the node has ports, tasks and state.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let held = runtime
-        .block_on(weight_distribution::find(&wanted, &store, from, listen, &identity))
+        .block_on(weight_distribution::find(&target, &store, from, listen, &identity))
         .context("the model has no manifest")?;
     tracing::info!(%id, digest = %ChunkId(held.manifest().digest()), "fetching the model from other workers");
     let resolved = Resolved { path: held.path().to_owned(), id };

@@ -1,7 +1,7 @@
 //! `kvasir snapshot`: saves a sequence's caches to a file, and other operations on sequences.
 
 use crate::admin::{Admin, escape, word};
-use crate::status::columns;
+use crate::columns::columns;
 use anyhow::{Context, ensure};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -150,20 +150,22 @@ impl Snapshot {
             Action::Restore(command) => command.run(),
             Action::Fork(Fork { sequence, name, admin }) => {
                 let body = json!({ "as": name });
-                let answer = admin.ask("POST", &sequence.path("/fork"), &sequence.query(), Some(&body))?;
+                let answer =
+                    admin.request("POST", &sequence.path("/fork"), &sequence.query(), Some(&body))?;
                 admin.show(&answer, stands)
             }
             Action::Reset(Reset { sequence, keep, admin }) => {
                 let body = json!({ "keep": keep });
-                let answer = admin.ask("POST", &sequence.path("/reset"), &sequence.query(), Some(&body))?;
+                let answer =
+                    admin.request("POST", &sequence.path("/reset"), &sequence.query(), Some(&body))?;
                 admin.show(&answer, stands)
             }
             Action::List(List { admin }) => {
-                let answer = admin.ask("GET", PATH, &[], None)?;
+                let answer = admin.request("GET", PATH, &[], None)?;
                 admin.show(&answer, table)
             }
             Action::Drop(Drop { sequence, admin }) => {
-                admin.ask("DELETE", &sequence.path(""), &sequence.query(), None)?;
+                admin.request("DELETE", &sequence.path(""), &sequence.query(), None)?;
                 admin.show(&json!({"id": sequence.id}), |_| String::new())
             }
         }
@@ -179,9 +181,9 @@ impl Save {
                 Medium::Disk => "disk",
             };
             let body = json!({"id": sequence.id, "medium": medium});
-            let answer = admin.ask("POST", PATH, &sequence.query(), Some(&body))?;
-            return admin.show(&answer, |kept| {
-                let [bytes, worker, medium] = ["bytes", "worker", "medium"].map(|name| word(kept, name));
+            let answer = admin.request("POST", PATH, &sequence.query(), Some(&body))?;
+            return admin.show(&answer, |snapshot| {
+                let [bytes, worker, medium] = ["bytes", "worker", "medium"].map(|name| word(snapshot, name));
                 format!("{worker} keeps {bytes} bytes ({medium})\n")
             });
         }
@@ -225,7 +227,7 @@ impl Restore {
             (None, Some(id)) => {
                 let body = json!({ "as": name });
                 let path = format!("{PATH}/{}/restore", escape(&id));
-                admin.ask("POST", &path, &choice(nth), Some(&body))?
+                admin.request("POST", &path, &choice(nth), Some(&body))?
             }
             (None, None) => anyhow::bail!("FILE or --kept ID is required"),
         };
@@ -233,7 +235,7 @@ impl Restore {
     }
 }
 
-/// Text for where a sequence is.
+/// Text for the location of a sequence.
 fn stands(sequence: &Value) -> String {
     let [id, worker, tokens, cached] = ["id", "worker", "tokens", "cached"].map(|name| word(sequence, name));
     format!("{id} at {worker}: {tokens} tokens, {cached} of them cached\n")

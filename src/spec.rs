@@ -31,7 +31,7 @@ impl SpecArg {
         Ok(match self {
             Self::Off => SpeculativeMethod::Off,
             Self::Ngram => SpeculativeMethod::Ngram,
-            Self::DraftMtp(None) => SpeculativeMethod::Appended,
+            Self::DraftMtp(None) => SpeculativeMethod::MtpHead,
             Self::DraftMtp(Some(model)) => SpeculativeMethod::Assistant(resolve_or_pull(model)?.path),
             Self::Draft(model) => SpeculativeMethod::Model(resolve_or_pull(model)?.path),
         })
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn written_data_is_read_again() {
         let texts = [
             "off",
             "ngram",

@@ -80,7 +80,7 @@ impl Stage {
         let node = &identity.name().node;
         let (endpoint, certificates) = (self.otlp_endpoint.as_deref(), self.otlp_certificate.as_deref());
         let _exporting = otlp::start(endpoint, certificates, None, "kvasir-worker", node)?;
-        let runtime = node::runtime_beside_arithmetic(lanes)?;
+        let runtime = node::io_runtime(lanes)?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             node::keep_renewed(&identity, &self.identity);

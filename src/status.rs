@@ -1,10 +1,10 @@
 //! `kvasir status`: shows a coordinator's view of its cluster.
 
 use crate::access::Access;
+use crate::columns::columns;
 use anyhow::Context;
 use serde::Deserialize;
 use std::io::Write;
-use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const PATH: &str = "/admin/v1/cluster";
@@ -210,7 +210,7 @@ pub(crate) struct Queue {
 
 impl Cluster {
     /// Queries the coordinator's current view.
-    pub(crate) fn ask(access: &Access) -> anyhow::Result<Self> {
+    pub(crate) fn fetch(access: &Access) -> anyhow::Result<Self> {
         let body = access.text("GET", PATH, TIMEOUT)?;
         serde_json::from_str(&body).context("the coordinator's response is not valid JSON")
     }
@@ -235,17 +235,6 @@ impl Status {
     }
 }
 
-/// Ops address of the first coordinator in a data directory's `up.json`.
-pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
-    let path = dir.join("up.json");
-    let text = std::fs::read_to_string(&path).with_context(|| {
-        format!("{}: no cluster of `kvasir up` runs from this data directory; name a coordinator with --ops HOST:PORT", path.display())
-    })?;
-    let up: serde_json::Value = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-    let ops = up.pointer("/coordinators/0/ops").and_then(serde_json::Value::as_str);
-    ops.map(str::to_owned).with_context(|| format!("{}: the file names no coordinator", path.display()))
-}
-
 /// Text about the next expiry, and about all certificates that expire within a month.
 fn certificates(cluster: &Cluster, now: SystemTime) -> String {
     const DAY: i64 = 24 * 60 * 60;
@@ -257,12 +246,12 @@ fn certificates(cluster: &Cluster, now: SystemTime) -> String {
     let mut ends: Vec<(i64, &str)> =
         coordinators.chain(workers).chain(authority).filter_map(|(id, ends)| Some((ends?, id))).collect();
     ends.sort_unstable();
-    let soon = ends.iter().filter(|(ends, _)| ends.saturating_sub(now) < MONTH).count();
+    let expiring = ends.iter().filter(|(ends, _)| ends.saturating_sub(now) < MONTH).count();
     let line = |(ends, id): &(i64, &str)| match ends.saturating_sub(now) {
         left if left <= 0 => format!("certificate of {id}: expired {} ago\n", span(left.saturating_neg())),
         left => format!("certificate of {id}: expires in {}\n", span(left)),
     };
-    ends.iter().take(soon.max(1)).map(line).collect()
+    ends.iter().take(expiring.max(1)).map(line).collect()
 }
 
 /// Formats a time in its largest unit.
@@ -325,8 +314,8 @@ fn table(cluster: &Cluster) -> String {
     }
     for Shipment { worker, wanted_bytes, present_bytes, struck } in &cluster.shipping {
         if present_bytes < wanted_bytes {
-            let (present, wanted) = (present_bytes >> 20, wanted_bytes >> 20);
-            text += &format!("{worker} fetches its model from other workers: {present} of {wanted} MiB\n");
+            let (present, total) = (present_bytes >> 20, wanted_bytes >> 20);
+            text += &format!("{worker} fetches its model from other workers: {present} of {total} MiB\n");
         }
         if !struck.is_empty() {
             text += &format!("{worker} received wrong bytes from {}\n", struck.join(", "));
@@ -349,8 +338,8 @@ fn table(cluster: &Cluster) -> String {
         text += if operators(&replica.planned_by) { "; planned by an operator\n" } else { "\n" };
     }
     for Unplanned { model, reason, planned_by } in &cluster.unplanned {
-        let what = if operators(planned_by) { "not every replica" } else { "no further replica" };
-        text += &format!("{what} of {model}: {reason}\n");
+        let scope = if operators(planned_by) { "not every replica" } else { "no further replica" };
+        text += &format!("{scope} of {model}: {reason}\n");
     }
     for BlockedFile { digest, reason } in &cluster.blocked {
         text += &format!("file {}.. is blocked: {reason}\n", digest.get(..16).unwrap_or(digest));
@@ -360,18 +349,6 @@ fn table(cluster: &Cluster) -> String {
     }
     let Queue { requests, tokens, inflight } = cluster.queue;
     text += &format!("requests: {requests} waiting ({tokens} tokens), {inflight} with workers\n");
-    text
-}
-
-/// Left-aligned columns, two spaces apart.
-pub(crate) fn columns(rows: &[Vec<String>]) -> String {
-    let width = |column: usize| rows.iter().filter_map(|r| r.get(column)).map(|c| c.chars().count()).max();
-    let mut text = String::new();
-    for row in rows {
-        let cells = row.iter().enumerate().map(|(i, cell)| format!("{cell:<w$}", w = width(i).unwrap_or(0)));
-        text += cells.collect::<Vec<_>>().join("  ").trim_end();
-        text.push('\n');
-    }
     text
 }
 
@@ -417,14 +394,5 @@ mod tests {
         assert!(text.contains("w0 0..2, w1 2..3; waiting (stage 1 is lost)\n"), "{text}");
         assert!(text.contains("replica of m: w2 0..3; serving; planned by an operator\n"), "{text}");
         assert!(text.contains("not every replica of m: the operator's plan: worker z is away\n"), "{text}");
-    }
-
-    #[test]
-    fn a_directory_without_a_cluster_is_explained() {
-        let dir = tempfile::tempdir().unwrap();
-        let error = format!("{:#}", ops_of(dir.path().to_owned()).unwrap_err());
-        assert!(error.contains("--ops"), "{error}");
-        std::fs::write(dir.path().join("up.json"), r#"{"coordinators":[{"ops":"127.0.0.1:9"}]}"#).unwrap();
-        assert_eq!(ops_of(dir.path().to_owned()).unwrap(), "127.0.0.1:9");
     }
 }

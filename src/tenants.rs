@@ -2,8 +2,8 @@
 
 use crate::access::Access;
 use crate::admin::{escape, word};
+use crate::columns::columns;
 use crate::keys::Limits;
-use crate::status::columns;
 use serde_json::Value;
 use std::io::Write;
 use std::time::Duration;
@@ -69,9 +69,9 @@ impl Tenants {
                 }
             }
             Action::Set(Set { tenant, limits, cache_group, access }) => {
-                let mut wanted = limits.json();
-                wanted["cache_group"] = cache_group.into();
-                access.json("PUT", &format!("{PATH}/{}", escape(&tenant)), Some(&wanted), TIMEOUT)?;
+                let mut body = limits.json();
+                body["cache_group"] = cache_group.into();
+                access.json("PUT", &format!("{PATH}/{}", escape(&tenant)), Some(&body), TIMEOUT)?;
                 writeln!(out, "the limits of {tenant} are set at all coordinators")?;
             }
         }

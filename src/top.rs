@@ -1,8 +1,9 @@
 //! `kvasir top`: shows a cluster's activity, refreshed periodically.
 
 use crate::access::Access;
+use crate::columns::columns;
 use crate::config::Period;
-use crate::status::{Cluster, Worker, columns};
+use crate::status::{Cluster, Worker};
 use std::collections::{BTreeMap, HashMap};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -70,7 +71,7 @@ struct Sample {
 
 impl Sample {
     fn take(access: &Access) -> anyhow::Result<Self> {
-        let cluster = Cluster::ask(access)?;
+        let cluster = Cluster::fetch(access)?;
         let series = Series::read(&access.text("GET", "/metrics", TIMEOUT)?);
         Ok(Self { at: Instant::now(), cluster, series })
     }

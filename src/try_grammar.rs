@@ -47,7 +47,7 @@ fn yield_to_others() {
     };
     let timer = libc::itimerval { it_interval: none, it_value: budget };
     // SAFETY: both calls change attributes of this process alone. The one non-null pointer is to a value that
-    // outlives the call, which only reads it; null says that the old value is not returned.
+    // outlives the call, which only reads it; null means that the old value is not returned.
     unsafe {
         // Neither call can fail for a lower priority and a time below one second.
         let _ = libc::nice(NICENESS);

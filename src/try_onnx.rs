@@ -37,11 +37,11 @@ pub(crate) fn in_use() {
 
 /// Sets resource limits. If the process exceeds them, the system ends it without a core dump.
 fn limit(limits: TrialLimits) -> io::Result<()> {
-    for (resource, most) in
+    for (resource, max) in
         [(libc::RLIMIT_AS, limits.memory), (libc::RLIMIT_CPU, limits.seconds), (libc::RLIMIT_CORE, 0)]
     {
-        let most = most as libc::rlim_t;
-        let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+        let max = max as libc::rlim_t;
+        let limit = libc::rlimit { rlim_cur: max, rlim_max: max };
         // SAFETY: it reads a value that outlives the call, and changes a limit of this process alone.
         if unsafe { libc::setrlimit(resource, &raw const limit) } != 0 {
             return Err(io::Error::last_os_error());

@@ -24,7 +24,7 @@ pub(crate) struct Unblock {
 
 impl Unblock {
     pub(crate) fn run(self) -> anyhow::Result<()> {
-        let blocked = Cluster::ask(&self.access)?.blocked;
+        let blocked = Cluster::fetch(&self.access)?.blocked;
         let mut begin_so = blocked.iter().filter(|file| file.digest.starts_with(&self.digest));
         let file = begin_so.next();
         let file =

@@ -6,6 +6,7 @@ mod data_dir;
 mod nodes;
 mod supervisor;
 
+use crate::columns::columns;
 use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::{CoordinatorSettings, RoutingArg};
 use crate::cpus::{self, CpuSet, GpuPlace};
@@ -14,9 +15,9 @@ use crate::role::RoleArg;
 use crate::spec::SpecArg;
 use crate::worker::WorkerSettings;
 use crate::{home, models};
-use ::coordinator::api::auth::KeyEntry;
-use ::coordinator::consensus::table::MAX_VOTERS;
 use anyhow::Context;
+use api::auth::KeyEntry;
+use consensus::table::MAX_VOTERS;
 use data_dir::DataDir;
 use nodes::Nodes;
 use pki::ca::Authority;
@@ -31,7 +32,7 @@ use supervisor::Supervisor;
 
 const DEFAULT_MODEL: &str = "smollm2-135m";
 /// Assumed speed of each stage. Workers of one machine are equal, so the value has no effect.
-const ALIKE: ByteSize = ByteSize(20_000_000_000);
+const ASSUMED_BANDWIDTH: ByteSize = ByteSize(20_000_000_000);
 /// More workers on one machine are assumed to be a typing error.
 const MAX_WORKERS: usize = 64;
 
@@ -200,7 +201,7 @@ impl Plan {
         }
         settings.state_type.unwrap_or(StateTypeArg::F32).with_tau(settings.state_tau)?;
         let shares = cpus::share(&usable, cpus::capacity(), workers, settings.threads);
-        let gpus = cpus::gpu_places(workers, gpus);
+        let gpus = cpus::place_on_gpus(workers, gpus);
         Ok(Self { coordinators, workers, shards, shares, gpus, settings })
     }
 
@@ -280,7 +281,7 @@ impl Plan {
                 spec: self.settings.spec.clone(),
                 snapshot_dir: Some(dir.snapshots(&name)),
                 pool: self.shards.map(|_| true),
-                bandwidth: self.shards.map(|_| ALIKE),
+                bandwidth: self.shards.map(|_| ASSUMED_BANDWIDTH),
                 ..WorkerSettings::default()
             };
             workers.push((name, settings));
@@ -356,11 +357,11 @@ fn count(
     field: &'static str,
     given: Option<usize>,
     default: usize,
-    most: usize,
+    max: usize,
 ) -> Result<usize, ConfigError> {
     match given.unwrap_or(default) {
-        found if (1..=most).contains(&found) => Ok(found),
-        found => Err(ConfigError::field(field, found, format!("1 to {most}"))),
+        found if (1..=max).contains(&found) => Ok(found),
+        found => Err(ConfigError::field(field, found, format!("1 to {max}"))),
     }
 }
 
@@ -376,7 +377,8 @@ fn nth(field: &'static str, first: SocketAddr, index: usize) -> Result<SocketAdd
     Ok(SocketAddr::new(first.ip(), port))
 }
 
-/// Free UDP ports on loopback. Coordinators must know each other's ports before they start.
+/// Free UDP ports on loopback. The settings of a coordinator contain the ports of the others, so they are
+/// chosen before the start.
 fn free_ports(count: usize) -> std::io::Result<Vec<SocketAddr>> {
     // All sockets stay open until the last one is bound, so that no two ports are equal.
     let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -416,7 +418,7 @@ fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
         .map_or_else(String::new, |node| format!("dashboard: http://{}/\n", reachable(node.ops)));
     format!(
         "{}\nready: {} ({})\n{dashboard}\n{curl}\nCtrl-C stops the cluster.\n",
-        crate::status::columns(&rows),
+        columns(&rows),
         nodes.model(),
         up_file.display()
     )

@@ -5,7 +5,7 @@ use crate::cpus::{self, CpuSet};
 use crate::front::LocalCoordinator;
 use crate::home;
 use crate::models::resolve_bundle;
-use crate::node::{Announcement, Explained, NodeArgs, StopSignals, runtime_beside_arithmetic};
+use crate::node::{Announcement, Explained, NodeArgs, StopSignals, io_runtime};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
 use crate::plan::{compute, decode_bandwidth};
@@ -13,7 +13,7 @@ use crate::role::RoleArg;
 use crate::shipped;
 use crate::spec::SpecArg;
 use crate::try_grammar;
-use coordinator::models::ModelEntry;
+use dispatch::models::ModelEntry;
 use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
 use speech::SessionLimits;
@@ -198,9 +198,9 @@ struct Plan {
 impl WorkerSettings {
     /// Refuses a value out of its limits, with the field, the value and the limit.
     fn check(&self) -> Result<(), ConfigError> {
-        let within = |field, value: Option<usize>, least: usize, most: usize| match value {
-            Some(value) if !(least..=most).contains(&value) => {
-                Err(ConfigError::field(field, value, format!("{least} to {most}")))
+        let within = |field, value: Option<usize>, min: usize, max: usize| match value {
+            Some(value) if !(min..=max).contains(&value) => {
+                Err(ConfigError::field(field, value, format!("{min} to {max}")))
             }
             _ => Ok(()),
         };
@@ -515,7 +515,7 @@ impl Worker {
             }
             _ => {}
         }
-        let runtime = runtime_beside_arithmetic(config.shipping.lanes)?;
+        let runtime = io_runtime(config.shipping.lanes)?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             let front = match settings.http {
@@ -591,7 +591,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_is_kept_and_what_is_not_is_explained() {
+    fn given_settings_are_kept_and_computed_ones_explained() {
         let set = WorkerSettings { model: tiny_model(), chunk: Some(48), ..Default::default() };
         let plan = set.plan().unwrap();
         assert_eq!(plan.config.engine.chunk, Some(48));

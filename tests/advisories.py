@@ -1,8 +1,10 @@
-"""Published advisories (RustSec) against every Cargo.lock here. `python tests/advisories.py`
+"""Checks every Cargo.lock against published advisories (RustSec). `python tests/advisories.py`
 
-Against the extract that is committed, advisories.toml beside this, or with KVASIR_ADVISORY_DB=DIR against all of a database,
-which is a checkout of github.com/rustsec/advisory-db. With --extract, too, the extract is made anew of that database: after
-a crate was added, and when advisories were published. What deny.toml passes over must have a reason there, and be of use."""
+Uses the committed extract advisories.toml, or with KVASIR_ADVISORY_DB=DIR a whole database, which is a
+checkout of github.com/rustsec/advisory-db. With --extract it also writes the extract again from that
+database. Do so after a crate was added or when advisories were published. Every exception in deny.toml must
+have a reason and match an advisory.
+"""
 
 import json
 import os
@@ -24,13 +26,13 @@ def locks():
 
 
 def packages(lock):
-    """Names and versions of what comes from a registry."""
+    """Names and versions of the packages that come from a registry."""
     found = tomllib.loads(lock.read_text()).get("package", [])
     return {(package["name"], package["version"]) for package in found if "source" in package}
 
 
 def order(version):
-    """What versions are ordered by, as semver.org has it; a pre-release comes before its release."""
+    """Sort key of a version by semver.org. A pre-release sorts before its release."""
     core, _, pre = version.split("+")[0].partition("-")
     numbers = [int(part) for part in core.split(".")]
     parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in pre.split(".")] if pre else [(2,)]
@@ -38,7 +40,7 @@ def order(version):
 
 
 def bounds(requirement):
-    """A comparison as Cargo reads it, as a list of operators and versions that must all hold."""
+    """Parses one comparison of a Cargo requirement into (operator, version) pairs that must all hold."""
     operator, version = re.fullmatch(r"\s*(>=|<=|>|<|=|\^|~)?\s*([\w.+*-]+)\s*", requirement).groups()
     if version == "*":
         return []
@@ -111,7 +113,7 @@ def write_extract(database, names):
     ]
     for name in sorted(names & set(database)):
         for advisory in database[name]:
-            # JSON's strings and lists are TOML's.
+            # JSON strings and lists are valid TOML.
             lines += ["", "[[advisory]]", f"package = {json.dumps(name)}"]
             lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in advisory.items()]
     EXTRACT.write_text("\n".join(lines) + "\n")
@@ -133,7 +135,7 @@ def exceptions(text):
 
 
 def check(found, database, passed_over):
-    """What is wrong with packages, given with their lock files."""
+    """Returns the errors of (name, version, lock file) triples."""
     wrong, of_use = [], set()
     for name, version, lock in sorted(found):
         for advisory in database.get(name, []):
@@ -149,7 +151,7 @@ def check(found, database, passed_over):
 
 
 def check_this():
-    """The rules, on versions whose answers are known."""
+    """Tests the rules on versions with known results."""
     for version, requirement, expected in [
         ("0.11.7", ">= 0.11.7", True),
         ("0.11.6", ">= 0.11.7", False),

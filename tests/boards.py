@@ -1,5 +1,9 @@
-"""Asks a real Prometheus before a running cluster for every expression of the boards and the alerts: one that finds nothing
-names a metric or a label that does not exist. `python tests/boards.py BINARY MODEL.gguf`"""
+"""Queries a real Prometheus, which scrapes a running cluster, for every expression of the boards and the
+alerts.
+
+An expression without a result names a metric or a label that does not exist. `python tests/boards.py BINARY
+MODEL.gguf`
+"""
 
 import http.server
 import json
@@ -24,7 +28,7 @@ sys.path.insert(0, str(ROOT / "deploy/k8s/overlays/monitoring"))
 import boards  # noqa: E402
 
 PATIENCE = 60
-# Alerts whose expressions find nothing in a cluster that is well and has no GPU.
+# Alerts whose expressions have no result in a healthy cluster without a GPU, with the reason.
 NOT_HERE = {
     "KvasirSourceStruck": "counted from the first worker on that sends wrong chunks; worker/tests/shipping asks for it by name after one has",
     "KvasirHostMemoryShort": boards.UNIFIED,
@@ -32,7 +36,7 @@ NOT_HERE = {
 
 
 def ask(url, body=None, method=None):
-    """The JSON of an answer and its headers."""
+    """Returns the JSON of an answer, and its headers."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
@@ -57,7 +61,7 @@ def free_port():
 
 
 class Prometheus:
-    """Scrapes the nodes as the monitors of the overlay have the operator do it."""
+    """A Prometheus that scrapes the nodes as the operator does with the monitors of the overlay."""
 
     def __init__(self, nodes, directory):
         self.port = free_port()
@@ -77,7 +81,7 @@ class Prometheus:
         self.process = subprocess.Popen(["prometheus", *flags], stdout=log, stderr=log)
 
     def query(self, path, expression, **more):
-        """What is found by an expression; none while it does not answer."""
+        """Returns the result of an expression, or None while Prometheus does not answer."""
         query = urllib.parse.urlencode({"query": expression, **more})
         try:
             answer, _ = ask(f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}")
@@ -88,19 +92,19 @@ class Prometheus:
         return answer["data"]
 
     def series(self, expression):
-        """How many series an expression has now."""
+        """Number of series of an expression now."""
         found = self.query("query", expression)
         return len(found["result"]) if found else 0
 
     def traces(self, expression):
-        """The traces that an expression's buckets lead to."""
+        """Trace ids of the exemplars of an expression."""
         now = time.time()
         found = self.query("query_exemplars", expression, start=now - 600, end=now + 1) or []
         return {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes spans, so that requests are traced, and forgets them."""
+    """An OTLP receiver that discards all spans. With it, requests are traced."""
 
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))
@@ -113,7 +117,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
 
 class Load:
-    """Requests of all kinds, at each coordinator in turn, until it is stopped."""
+    """Sends requests of all kinds to the coordinators in turn until `stop`."""
 
     def __init__(self, nodes):
         self.nodes, self.model, self.ends = nodes, nodes["model"], threading.Event()
@@ -138,7 +142,7 @@ class Load:
                 try:
                     ask(self.api(at + turn), {"model": self.model, **body})
                 except OSError:
-                    # The one that is refused, and whatever was under way at the worker that was killed.
+                    # The invalid request, and requests in flight at the worker that is killed.
                     pass
             turn += 1
             self.ends.wait(0.1)
@@ -150,7 +154,7 @@ class Load:
 
 
 def change_things(nodes, data_dir):
-    """What operators do, and a worker that dies while a request is under way."""
+    """Drains and undrains a worker. Kills a worker while a request is in flight."""
     ops = f"http://{nodes['coordinators'][0]['ops']}/admin/v1/workers"
     worker = nodes["workers"][-1]["id"]
 
@@ -158,7 +162,7 @@ def change_things(nodes, data_dir):
         try:
             return ask(f"{ops}/{worker}/{change}", {}, "POST")
         except urllib.error.HTTPError as error:
-            # Not agreed on in time, where a disk is slow: to be asked again.
+            # With a slow disk the change is not committed in time. It is sent again.
             assert error.code == 503, error.read().decode()
 
     for change in ("drain", "undrain"):
@@ -176,7 +180,9 @@ def change_things(nodes, data_dir):
 
 
 def expressions():
-    """Name, expression and why the test cluster cannot show it, of everything that is asked for."""
+    """Yields (name, expression, reason why the test cluster has no result for it, or None) of all boards and
+    alerts.
+    """
     for board, (_, panels) in boards.BOARDS.items():
         for panel in panels:
             for expression, _ in panel["queries"]:
@@ -196,7 +202,9 @@ def files_are_written():
 
 
 def latencies_lead_to_traces():
-    """Which targets ask for exemplars, of the boards as they are written; and where these lead."""
+    """Checks that the boards ask for exemplars of exactly the right targets, and the destination of their
+    links. Returns these expressions by panel.
+    """
     asked = {}
     for path in sorted((boards.HERE / "boards").iterdir()):
         for panel in json.loads(path.read_text())["panels"]:

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Broken model files: mutants of the tiny fixtures through the commands that read them.
+"""Broken model files: runs mutants of the tiny fixtures through the commands that read them.
 
     tests/fuzz.py BINARY SECONDS [SEED]
 
-A mutant is answered or refused: exit code 0, 1 or 64. A signal, a panic, more than 20 s or more than 3 GB is a finding; its file
-is kept and named. Half of the time goes to seed 1, half to SEED, by default of the clock."""
+A command may accept or refuse a mutant: exit code 0, 1 or 64. A signal, a panic, more than 20 s of CPU time
+or more than 3 GB is a finding. The mutant's file is then kept and its path printed. Half of the time goes to
+seed 1, half to SEED (default: the clock).
+"""
 import glob, os, random, resource, shutil, struct, subprocess, sys, tempfile, threading, time
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 TIME, MEMORY = 20, 3 << 20  # seconds; KiB
-# GGUF's types of values: 8 is a string, 9 an array.
+# GGUF value types. 8 is a string, 9 an array.
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 EDGES = [0, 1, 2, 3, 7, 16, 31, 33, 64, 127, 255, 256, 1023, 4096, 16385, 65535, 65536, 1 << 20, (1 << 24) + 1, 1 << 30, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 53,
@@ -40,7 +42,7 @@ class Reader:
 
 
 class File:
-    """A GGUF file that can be written as it never should be."""
+    """A GGUF file that can be written with invalid contents."""
 
     def __init__(self, data):
         r = Reader(data)
@@ -54,7 +56,7 @@ class File:
         self.tensors = [[r.text(), [r.take("Q") for _ in range(r.take("I"))], r.take("I"), r.take("Q")] for _ in range(tensors)]
         self.head = r.at + -r.at % 32
         self.weights = bytearray(data[self.head:])
-        # What the head says instead of the truth.
+        # Wrong counts and lengths to write into the header. None: the right ones.
         self.counts = [None, None]
         self.lengths = {}
 
@@ -87,7 +89,7 @@ class File:
 
 
 def raw(r, data, file):
-    """Any bytes of the head."""
+    """Changes arbitrary bytes of the header."""
     data = bytearray(data)
     for _ in range(r.choice([1, 1, 2, 8])):
         at, how = r.randrange(file.head), r.randrange(5)
@@ -118,11 +120,12 @@ def metadata(r, data, file):
         if how == 0 and len(file.entries) > 1: file.entries.remove(entry)
         elif how == 1: file.entries.append(list(entry))
         elif how == 2:
-            # Another type, and a value of it.
+            # Another type with a value of that type.
             kind = r.choice([*FORMATS, STRING, ARRAY, 13, 1 << 31])
             entry[1:] = [kind, b"x" if kind == STRING else [4, []] if kind == ARRAY else 1]
         elif how == 3:
-            # Arrays in arrays, written as bytes: this program's own recursion ends sooner.
+            # Nested arrays, written as bytes, because a recursive writer would exceed Python's recursion
+            # limit.
             depth = r.choice([2, 50, 5000, 100000])
             file.entries.append([b"deep", 99, 0])
             written = file.bytes()
@@ -199,11 +202,11 @@ def command(binary, path, kind):
 
 
 def outcome(args):
-    """What is wrong with how the command ends, and the end of what it says."""
+    """Returns what is wrong with the exit of the command (or None), and the end of its standard error."""
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(args, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
                                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (TIME, TIME + 1)))
-        # Also where it waits and uses no CPU.
+        # The limit of CPU time does not end a command that waits.
         late = threading.Timer(6 * TIME, child.kill)
         late.start()
         _, status, used = os.wait4(child.pid, 0)

@@ -1,5 +1,7 @@
-"""What the guides say of the program stands in its sources: error texts, flags, variables; and their links lead somewhere.
-`python tests/guides.py`"""
+"""Checks the guides against the sources: error texts, flags and variables exist, and links have a target.
+
+`python tests/guides.py`
+"""
 
 import pathlib
 import re
@@ -12,12 +14,12 @@ SOURCES = [
     for path in (ROOT / crate).rglob("*.rs")
     if "tests" not in path.parts
 ]
-# Of other programs.
+# Flags of other programs.
 FOREIGN = {"--help", "--all", "--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
 
 
 def literals():
-    """All string literals of the sources, joined over continued lines."""
+    """All string literals of the sources, with continued lines joined."""
     texts = []
     for path in SOURCES:
         for literal in re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text(), re.DOTALL):
@@ -44,7 +46,7 @@ def flags_and_variables_are_the_programs():
     for page in PAGES:
         text = page.read_text()
         if page.name == "migrating.md":
-            # The first column is the other program's.
+            # The first column has flags of the other program.
             text = re.sub(r"^\|((?:[^|\\]|\\.)*)\|", "", text, flags=re.MULTILINE)
             text = re.sub(r"^Not there:.*$(\n.+)*", "", text, flags=re.MULTILINE)
         code = "\n".join(re.findall(r"`([^`]*)`", text.replace("```", "`")))

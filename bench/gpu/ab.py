@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Variants of the products, as variants.py compiles them, beside each other on a GPU: a line of JSON for each, with the time
-of a launch, the share of the copy bandwidth, and whether the bits are those of `base`. It needs CuPy, and ends with 1 where
-a variant gives other bits.
+"""Compares variants of the product kernels on a GPU.
+
+Reads the variants that variants.py compiled. Prints one line of JSON for each: the time of a launch, the
+share of the copy bandwidth, and whether the bits equal those of `base`. Needs CuPy. Exits with 1 if a
+variant's bits differ.
 
     bench/gpu/ab.py FOLDER --seconds 50
 """
@@ -14,16 +16,16 @@ import time
 import cupy as cp
 import numpy as np
 
-# Bytes of a unit (32 rows of 256 columns) in device memory, see kernels/cuda/src/pack.rs.
+# Bytes of a unit (32 rows of 256 columns) in device memory. See kernels/cuda/src/pack.rs.
 UNIT_BYTES = {"q4_k": 4608, "q6_k": 6720, "mxfp4": 4352}
 UNIT_ROWS, UNIT_COLS = 32, 256
 SHAPES = [(14336, 4096), (4096, 4096), (4096, 14336)]
-# Tokens of one block of each kernel, and which kernel is tried with how many tokens.
+# BLOCK_TOKENS: tokens of one block of each kernel. PLAN: pairs of a number of tokens and the kernel to run.
 BLOCK_TOKENS = {"mul_1": 1, "mul_4": 4, "mul_8": 8, "mul_32": 32, "mul_128": 128}
 PLAN = [(1, "mul_1"), (4, "mul_4"), (8, "mul_8"), (32, "mul_32"), (64, "mul_32"), (64, "mul_128"), (128, "mul_32"),
         (128, "mul_128"), (512, "mul_32"), (512, "mul_128"), (2048, "mul_128")]
 MOST_TOKENS = 2048
-# A matrix is repeated until the copies are more than any cache.
+# Each matrix is copied until all copies together exceed any cache.
 SPREAD_BYTES = 400 << 20
 COPY_BYTES = 1 << 29
 RUNS = 3
@@ -39,7 +41,9 @@ class Bench:
         self.copies = 2 * COPY_BYTES / self.timed(copy)
 
     def timed(self, work):
-        """Seconds of what `work` launches, recorded as a graph: the median of some runs behind a first."""
+        """Seconds of the launches of `work`, recorded as a graph: the median of RUNS runs after one warm-up
+        run.
+        """
         with self.stream:
             work()
             self.stream.synchronize()
@@ -58,7 +62,9 @@ class Bench:
 
 
 def activations(rng, cols):
-    """Rows of 8-bit blocks as kernels/cuda/src/rowwise.cu writes them: 32 values, scale, scaled sum, sums."""
+    """Random rows of 8-bit blocks in the layout of kernels/cuda/src/rowwise.cu: 32 values, scale, scaled sum,
+    sums.
+    """
     blocks = cols // 32
     rows = np.zeros((MOST_TOKENS, blocks, 48), np.uint8)
     quants = rng.integers(-127, 128, (MOST_TOKENS, blocks, 32), np.int8)
@@ -74,7 +80,9 @@ def activations(rng, cols):
 
 
 def compare(bench, ty, modules, shape, until):
-    """Prints a line for each variant and number of tokens; how many gave other bits."""
+    """Prints one line for each variant and number of tokens. Returns the number of lines with other bits than
+    `base`.
+    """
     rows, cols = shape
     rng = np.random.default_rng(1)
     units = cols // UNIT_COLS

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Small models of every layer kind on a device, a line of JSON each: beside their references (f32 throughout), and beside
-the CPU with 8-bit activations, as models are served. It ends with 1 where one is too far off.
+"""Runs small models of every layer kind on a device and prints one line of JSON for each.
+
+Compares with the reference of each model (all f32), and with the CPU on 8-bit activations, the default of a
+worker. Exits with 1 if a difference is too large.
 
     bench/gpu/oracle.py --kvasir target/release/kvasir --device cuda --seconds 80
 """
@@ -18,13 +20,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/fixtures"
 CHUNK = 64
 RUN_LIMIT_S = 60
-# Relative distances of logits: sums in another order, and rows quantised to 8 bits that fell to the other side.
+# Limits of the relative distance of logits. Sources of a distance: sums in another order; with 8-bit
+# activations also values that are rounded to another integer.
 F32_AT_MOST, INT8_AT_MOST = 1e-4, 2e-2
 TYPES = {"F32": np.float32, "I32": np.int32, "U32": np.uint32, "I64": np.int64}
 
 
 def tensors(path):
-    """The arrays of a safetensors file."""
+    """Returns the arrays of a safetensors file."""
     data = pathlib.Path(path).read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:begin])
@@ -38,7 +41,7 @@ class Runner:
         self.kvasir, self.device = kvasir, device
 
     def run(self, model, prompts, count, *more, device=None):
-        """Logits of prompts and `count` tokens that follow, on a device."""
+        """Returns the logits of prompts and of `count` greedy tokens after them."""
         with tempfile.TemporaryDirectory() as folder:
             ids, out = pathlib.Path(folder) / "ids.json", pathlib.Path(folder) / "out.safetensors"
             ids.write_text(json.dumps(prompts))
@@ -50,7 +53,7 @@ class Runner:
             return tensors(out)
 
     def beside_cpu(self, model, prompts, count):
-        """The largest distance from the CPU, and whether the same tokens follow."""
+        """Returns the largest distance between device and CPU, and whether the generated tokens are equal."""
         gpu, cpu = (self.run(model, prompts, count, device=device) for device in (None, "cpu"))
         off = max(distance(gpu[f"p{i}.logits"], cpu[f"p{i}.logits"]) for i in range(len(prompts)))
         return off, all(np.array_equal(gpu[f"p{i}.greedy"], cpu[f"p{i}.greedy"]) for i in range(len(prompts)))
@@ -71,7 +74,7 @@ class Runner:
 
 
 def distance(found, wanted):
-    """Relative distance of the rows that both have."""
+    """Relative distance over the rows that both arrays have (rows without NaN)."""
     rows = ~np.isnan(found).any(-1) & ~np.isnan(wanted).any(-1)
     if not rows.any():
         return float("inf")
@@ -88,7 +91,7 @@ def main():
     jobs = []
     for folder in sorted((FIXTURES / "tiny").iterdir()):
         model, reference = folder / f"{folder.name}-f32.gguf", folder / "ref.safetensors"
-        # An assistant guesses for another model and continues nothing by itself.
+        # An assistant drafts tokens for another model and generates nothing by itself.
         if model.exists() and reference.exists() and "assistant" not in folder.name:
             known = tensors(reference)
             if "p0.greedy" in known:
@@ -101,7 +104,7 @@ def main():
         else:
             try:
                 row = job()
-            except Exception as error:  # noqa: BLE001: the next model says more than a trace of this one
+            except Exception as error:  # noqa: BLE001: the other models still run
                 row = {"holds": False, "why": f"{type(error).__name__}: {error}"}
         bad += not row["holds"]
         print(json.dumps({"model": name, **row}), flush=True)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes a llama with random Q4_K and Q6_K weights, as large as asked for, with the vocabulary of a small one.
+"""Writes a llama model with random Q4_K and Q6_K weights, of any size, with the vocabulary of a small model.
 
     bench/gpu/random_gguf.py tests/fixtures/tiny/llama/llama-f32.gguf 8b.gguf
     bench/gpu/random_gguf.py SMALL OUT --shape 2,256,4,2,64,512,4096
 
---shape is `8b` (Llama 3.1 8B's, 4.9 GB) or layers, width, heads, key/value heads, width of a head, width between, context.
-What it says makes no sense; how fast it says it is what counts.
+--shape is `8b` (that of Llama 3.1 8B, 4.9 GB), or a list: layers, width, heads, key/value heads, width of a
+head, width of the feed-forward layer, context. The output of the model is meaningless. It serves to measure
+speed.
 """
 import argparse
 import os
@@ -15,14 +16,15 @@ SHAPES = {"8b": "32,4096,32,8,128,14336,40960"}
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 TEXT, ARRAY = 8, 9
 F32, Q4_K, Q6_K = 0, 12, 14
-# Bytes of a block of 256 values, and where its scales stand: small ones, so that nothing overflows.
+# Bytes of a block of 256 values, and offset and value of its scales. The scales are small, so that nothing
+# overflows.
 BLOCKS = {Q4_K: (144, [(0, 2e-5), (2, 1.5e-4)]), Q6_K: (210, [(208, 1e-5)])}
 RANDOM_BLOCKS = 4096
 ALIGNMENT = 32
 
 
 def skip(file, kind):
-    """Passes over a value of a GGUF's head."""
+    """Skips a value of a GGUF header."""
     if kind == TEXT:
         file.seek(struct.unpack("<Q", file.read(8))[0], 1)
     elif kind == ARRAY:
@@ -34,7 +36,9 @@ def skip(file, kind):
 
 
 def head_of(path, changed):
-    """The keys of a GGUF with some values changed, how many they are, and the size of its vocabulary."""
+    """Returns the key/value section of a GGUF with some values changed, the number of its keys, and its
+    vocabulary size.
+    """
     head, vocabulary = b"", 0
     with open(path, "rb") as file:
         magic, _version, _tensors, keys = struct.unpack("<4sIQQ", file.read(24))
@@ -56,11 +60,11 @@ def head_of(path, changed):
 
 
 def layout(shape, vocabulary):
-    """All tensors: name, type, columns, rows."""
+    """Returns all tensors as (name, type, columns, rows)."""
     layers, width, heads, kv_heads, head, between, _context = shape
     tensors = [("token_embd.weight", Q6_K, width, vocabulary), ("output_norm.weight", F32, width, 1)]
     for layer in range(layers):
-        # As Q4_K_M has it: more bits in the first and last eighth and in every third layer.
+        # Q4_K_M uses Q6_K in the first and the last eighth of the layers, and in every third layer between.
         more = Q6_K if layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2 else Q4_K
         parts = [("attn_norm", F32, width, 1), ("ffn_norm", F32, width, 1), ("attn_q", Q4_K, width, heads * head),
                  ("attn_k", Q4_K, width, kv_heads * head), ("attn_v", more, width, kv_heads * head),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Everything that a GPU has to show, by one command in under ten minutes.
+"""Runs all GPU measurements with one command, in less than ten minutes.
 
     bench/gpu/run.py --out DIR                # builds what it needs, then all parts
     bench/gpu/run.py --only check,attention   # some
@@ -7,16 +7,23 @@
     bench/gpu/run.py --limit oracle=30        # another limit for a part
     bench/gpu/run.py --render FILE.json       # the table of a run again
 
-Parts, the most telling first: `check` (every kernel against the CPU), `products` (large matrices, share of the copy
-bandwidth), `attention` (blocks in order and in none), `decode` (a step of an 8B model with random weights, as a graph),
-`oracle` (small models of every layer kind beside their references), `answers` (`kvasir up` on the GPU beside the CPU),
-`tokens` (`kvasir bench`), `variants` (products compiled in several ways, where pack.sh has sent them), `sanitizer` (every
-kernel under compute-sanitizer, if there is one).
+Parts, the most important first:
 
-A part that fails, takes too long or finds no time left is noted, and the next one begins. The report is written before
-the first part and after each one, as JSON and as a table: to --out, or without it to target/bench/gpu. Neither git nor a
-network nor a model is needed: without --model, `answers` uses a model of the fixtures, and `tokens` one of an 8B model's
-shape with random weights. What a machine without Rust and NVRTC needs is packed by bench/gpu/pack.sh.
+- `check`: every kernel against the CPU
+- `products`: large matrices, as a share of the copy bandwidth
+- `attention`: KV blocks in order and in random order
+- `decode`: a step of an 8B model with random weights, as a graph
+- `oracle`: small models of every layer kind against their references
+- `answers`: `kvasir up` on the GPU against the CPU
+- `tokens`: `kvasir bench`
+- `variants`: products compiled in several ways, if pack.sh has packed them
+- `sanitizer`: every kernel under compute-sanitizer, if it is installed
+
+If a part fails or exceeds its limit, the report says so and the next part begins. A part that has no time
+left is skipped. The report is written before the first part and after each part, as JSON and as a table, to
+--out (default: target/bench/gpu). Git, a network and a model are not needed. Without --model, `answers` uses
+a model of the fixtures, and `tokens` a model with the shape of an 8B model and random weights.
+bench/gpu/pack.sh packs the files that a machine without Rust and NVRTC needs.
 """
 import argparse
 import json
@@ -37,11 +44,11 @@ from load import post_json  # noqa: E402
 from machine import facts  # noqa: E402
 from servers import Kvasir  # noqa: E402
 
-# Seconds that a part may take.
+# Limit of each part in seconds.
 LIMITS = {"build": 280, "compiler": 60, "check": 100, "products": 75, "attention": 75, "decode": 75, "oracle": 90,
           "answers": 60, "tokens": 120, "variants": 60, "sanitizer": 240}
 MEASURED = list(LIMITS)[2:]
-# A part is not begun with less time left.
+# Seconds. With less time left a part is skipped.
 LEAST_S = 10
 NVRTC = "nvidia-cuda-nvrtc==13.0.88"
 SANITIZER = "nvidia-cuda-sanitizer-api==13.0.85"
@@ -50,18 +57,19 @@ QUESTIONS = [("What is the capital of France?", "Paris"), ("What is two plus two
 COMPLETED = ["Hello, world", "The capital of France is", "1 2 3 4 5 6"]
 HERE = pathlib.Path(__file__).resolve().parent
 SMALL_MODEL = ROOT / "tests/fixtures/tiny/llama/llama-f32.gguf"
-# What is wanted. A product of few megabytes is bound by its launch, whatever the memory does.
+# Targets. They hold for products of at least LARGE_BYTES, because the launch limits the speed of smaller
+# ones.
 LARGE_BYTES = 50e6
 LONG_CONTEXT = 4096
 PAGED_AT_MOST, OF_COPY_AT_LEAST = 1.02, 0.85
 
 
 class Failed(Exception):
-    """Why a part gave nothing, or not all; what it gave is its second argument."""
+    """A part failed or is incomplete. Arguments: the reason, and the partial results if there are any."""
 
 
 class Skipped(Exception):
-    """Why a part has nothing to do here."""
+    """A part does not apply. The argument is the reason."""
 
 
 def too_long(_signal, _frame):
@@ -69,12 +77,14 @@ def too_long(_signal, _frame):
 
 
 def told_to_end(_signal, _frame):
-    # Not an `Exception`: it ends the run, behind the report.
+    # Not an `Exception`: ends the run after the report is written.
     raise KeyboardInterrupt
 
 
 def command(argv, limit, env=None):
-    """Runs a program: its exit code (None: its time ran out), what it printed up to then, and the end of its errors."""
+    """Runs a program. Returns its exit code (None after a timeout), its output, and the end of its standard
+    error.
+    """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen([str(a) for a in argv], stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT,
                                    env={**os.environ, **(env or {})}, start_new_session=True)
@@ -83,7 +93,7 @@ def command(argv, limit, env=None):
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            # What it has started must not keep the GPU from the next part.
+            # Ends all processes of the group, because they may still use the GPU.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -106,7 +116,9 @@ def build(_args, limit):
 
 
 def pip(wheel, limit):
-    """Installs into the environment in which Kvasir looks, next to its executables."""
+    """Installs a wheel into the environment next to Kvasir's executables, where Kvasir searches for
+    libraries.
+    """
     venv = ROOT / "target/cuda-venv"
     if not (venv / "bin/pip").exists():
         command([sys.executable, "-m", "venv", venv], limit)
@@ -117,7 +129,7 @@ def pip(wheel, limit):
 
 
 def compiler(args, limit):
-    # Without devices nothing is measured: this only says what is there.
+    # Without devices gpu-check measures nothing. It only prints which libraries exist.
     _, out, _ = command([args.kvasir, "gpu-check", "--json"], limit, env={"CUDA_VISIBLE_DEVICES": "-1"})
     if '"nvrtc":null' not in out:
         return {"installed": False}
@@ -135,7 +147,7 @@ def check(args, limit):
 
 def rows(part):
     def run(args, limit):
-        # The program stops by itself a little before it would be stopped.
+        # The program ends itself before its limit.
         code, out, err = command([args.kvasir, "gpu-bench", part, "--json", "--seconds", int(limit * 0.8)], limit)
         found = {"rows": [json.loads(line) for line in out.splitlines() if line.endswith("}")]}
         if code != 0:
@@ -145,7 +157,9 @@ def rows(part):
 
 
 def script(name, argv, limit):
-    """Runs a script of this folder that prints an object a line: the lines, and a failure with those that came."""
+    """Runs a script of this folder that prints one JSON object a line. Returns the objects. A failure has
+    those printed so far.
+    """
     code, out, err = command([sys.executable, HERE / name, *argv, "--seconds", int(limit * 0.9)], limit)
     found = {"rows": [json.loads(line) for line in out.splitlines() if line.startswith("{")]}
     if code != 0:
@@ -184,7 +198,7 @@ def answers(args, limit):
             finally:
                 server.stop()
     if not args.model:
-        # A model that says nothing sensible says the same on every device, in f32.
+        # The output of a random model is meaningless, but in f32 it is the same on every device.
         if said[args.device] != said["cpu"]:
             raise Failed("the GPU completes otherwise than the CPU", found)
         return found
@@ -212,7 +226,7 @@ def tokens(args, limit):
 
 
 def sanitizer_program():
-    """compute-sanitizer of a toolkit or of pip, or None."""
+    """Path of compute-sanitizer, from a CUDA toolkit or from pip, or None."""
     places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer"]
     places += (ROOT / "target/cuda-venv").glob("lib/python3*/site-packages/nvidia/**/compute-sanitizer")
     return next((place for place in places if place and os.access(place, os.X_OK) and pathlib.Path(place).is_file()), None)
@@ -256,13 +270,13 @@ def percent(share):
 
 
 def measured(report, part):
-    """Rows of a part that have a figure."""
+    """Rows of a part that have a result."""
     found = report["parts"].get(part, {}).get("found") or {}
     return [row for row in found.get("rows", []) if row.get("part") == part and "error" not in row]
 
 
 def product_bytes(row):
-    """Bytes of the weights that a product reads: what it takes, at the rate that it reached."""
+    """Bytes of the weights that a product reads: its time multiplied by its rate."""
     return row["us"] * row["gbs"] * 1e3
 
 
@@ -272,7 +286,7 @@ def device_of(report):
 
 
 def verdicts(report):
-    """What the issue asks for, what was found, and whether it holds."""
+    """Returns rows of (target, result, whether the target is reached)."""
     parts, lines = report["parts"], []
 
     def add(what, found, holds):
@@ -369,7 +383,9 @@ def render(report):
 
 
 def write(report, args, earlier):
-    """Writes the report, under the device's name once that is known, and removes the one of before."""
+    """Writes the report and removes the previous version if it has another name. The name has the device's
+    name.
+    """
     device = device_of(report)
     name = re.sub(r"[^a-z0-9]+", "-", device.get("name", "none").lower()).strip("-")
     path = args.out / f"gpu-{name}-{report['machine']['date']}"
@@ -382,7 +398,9 @@ def write(report, args, earlier):
 
 
 def commit(kvasir):
-    """What is measured: a copy of the tree may have neither git nor a repository, but what was packed says it."""
+    """Returns the commit of `kvasir`. A packed executable has a file with its commit, because there may be no
+    git there.
+    """
     packed = kvasir.parent / "commit"
     if packed.is_file():
         return packed.read_text().strip()
@@ -394,7 +412,7 @@ def commit(kvasir):
 
 
 def environment(kvasir):
-    """Kernels that were packed, and the driver where the loader does not know it, for all that is started."""
+    """Sets the environment of all programs: the folders of packed kernels and of Kvasir's files."""
     cubins = kvasir.parent / "cubins"
     if cubins.is_dir():
         os.environ.setdefault("KVASIR_CUBINS", str(cubins))
@@ -412,15 +430,15 @@ def limits(parser, given):
 
 
 def run_part(name, args, limit):
-    """One part within its limit: its status, what it found, and why not more."""
-    signal.setitimer(signal.ITIMER_REAL, limit + LEAST_S)  # For what waits for something else than a program's end.
+    """Runs one part within its limit. Returns its status, its results and the reason of a failure."""
+    signal.setitimer(signal.ITIMER_REAL, limit + LEAST_S)  # For waits other than for the end of a program.
     try:
         return {"status": "ok", "found": PARTS[name](args, limit)}
     except Skipped as reason:
         return {"status": "skipped", "why": str(reason)}
     except Failed as error:
         return {"status": "failed", "why": str(error.args[0]), "found": error.args[1] if len(error.args) > 1 else None}
-    except Exception as error:  # noqa: BLE001: the next part says more than a trace of this one
+    except Exception as error:  # noqa: BLE001: the other parts still run
         return {"status": "failed", "why": f"{type(error).__name__}: {error}"}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -455,7 +473,7 @@ def main():
     signal.signal(signal.SIGTERM, told_to_end)
     report = {"machine": facts(), "commit": commit(args.kvasir), "parts": {}}
     until = time.monotonic() + args.seconds
-    # Where nothing can be written, nothing is measured.
+    # Fails here, before any measurement, if the folder cannot be written.
     args.out.mkdir(parents=True, exist_ok=True)
     path = write(report, args, None)
     try:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compiles the products of some weight types in several ways, for ab.py to compare on a device.
+"""Compiles the products of some weight types in several ways. ab.py compares them on a device.
 
     bench/gpu/variants.py OUT                 # OUT/TYPE.VARIANT.cubin, for sm_90
     bench/gpu/variants.py OUT --arch sm_121a
     bench/gpu/variants.py --check             # whether every change still finds its place in the sources
 
-It needs NVRTC 13, in the folder that KVASIR_CUDA_LIBRARIES names or on the loader's path, and no GPU.
+Needs NVRTC 13, in the folder KVASIR_CUDA_LIBRARIES or on the loader's path. Needs no GPU.
 """
 import argparse
 import ctypes
@@ -16,7 +16,8 @@ import re
 import sys
 
 SOURCES = pathlib.Path(__file__).resolve().parents[2] / "kernels/cuda/src"
-# Prompts: two blocks on a multiprocessor instead of one, with half the registers for each thread, which some formats spill.
+# For prompts: two blocks per multiprocessor instead of one. A thread has half the registers, so some formats
+# spill.
 OCCUPANCY = [
     ("PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1,", "PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 2,"),
     ("    Fragments f;\n    f.load(tile, 0, g, q);\n#pragma unroll 1", "#pragma unroll 1"),
@@ -25,7 +26,7 @@ OCCUPANCY = [
      "            Fragments now;\n"
      "            now.load(tile + (u64)(block / UNIT_BLOCKS) * UNIT_BYTES, block % UNIT_BLOCKS, g, q);"),
 ]
-# Weights are asked for before they are needed: the unit after the next one, into the second-level cache.
+# Prefetches weights into the L2 cache, the unit after the next one.
 AHEAD = """template <class P> __device__ __forceinline__ void ahead(const P &p, const u8 *tile, u32 u, u32 end) {
     if (u >= end) return;
     for (u32 at = 128 * p.lane(); at < UNIT_BYTES; at += 4096)
@@ -44,7 +45,7 @@ PREFETCH = [
      "            if (block % UNIT_BLOCKS == 0) ahead(p, tile, block / UNIT_BLOCKS + 1, units);\n"),
 ]
 VARIANTS = {"base": [], "occupancy": OCCUPANCY, "prefetch": PREFETCH, "both": OCCUPANCY + PREFETCH}
-# BITS, LEVELS, OFFSET, SCALING as kernels/cuda/src/source/matmul.rs has them.
+# BITS, LEVELS, OFFSET and SCALING, as in kernels/cuda/src/source/matmul.rs.
 TYPES = {"q4_k": ("4", "PLAIN", "0", "SUPER_MIN"), "q6_k": ("6", "PLAIN", "32", "SIXTEENTHS"), "mxfp4": ("4", "E2M1", "0", "E8M0")}
 
 
@@ -53,7 +54,9 @@ def read(name):
 
 
 def source(ty, changes):
-    """The products of a type, with changes; each must find its place."""
+    """Returns the source of a type's products with changes applied. Exits if a change does not match the
+    source.
+    """
     bits, levels, offset, scaling = TYPES[ty]
     text = read("matmul/quantised.cu")
     for old, new in changes:
@@ -80,7 +83,7 @@ class Compiler:
         return data.raw
 
     def compile(self, name, text, arch):
-        """Machine code, and the compiler's log."""
+        """Returns the CUBIN and the compiler's log."""
         headers = ["prelude.cuh", "math.cuh"]
         texts = (ctypes.c_char_p * len(headers))(*[read(header).encode() for header in headers])
         names = (ctypes.c_char_p * len(headers))(*[header.encode() for header in headers])

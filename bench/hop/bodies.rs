@@ -34,7 +34,7 @@ pub(crate) struct Bodies {
     kind: Kind,
     words: Vec<&'static str>,
     /// Prefixes or documents.
-    parts: Vec<String>,
+    contexts: Vec<String>,
     random: Random,
     tail: String,
 }
@@ -46,21 +46,21 @@ impl Bodies {
         let plain = |c: char| c.is_ascii_alphanumeric() || ".,;()-".contains(c);
         let words: Vec<&str> = TEXT.split_whitespace().filter(|word| word.chars().all(plain)).collect();
         // Parts do not depend on the seed, so that a later run repeats prefixes of an earlier one.
-        let part = |number, length| {
+        let context = |number, length| {
             let mut text = String::new();
             words_into(&words, &mut Random::new(number), length, &mut text);
             text
         };
-        let parts = match kind {
+        let contexts = match kind {
             Kind::Short | Kind::Cold => Vec::new(),
-            Kind::Prefix => (0..PREFIXES).map(|number| part(number, LONG_WORDS * 9 / 10)).collect(),
-            Kind::Rag => (0..DOCUMENTS).map(|number| part(number, DOCUMENT_WORDS)).collect(),
+            Kind::Prefix => (0..PREFIXES).map(|number| context(number, LONG_WORDS * 9 / 10)).collect(),
+            Kind::Rag => (0..DOCUMENTS).map(|number| context(number, DOCUMENT_WORDS)).collect(),
         };
         let include_usage = if stream { r#","stream_options":{"include_usage":true}"# } else { "" };
         let tail = format!(
             r#""}}],"model":"{model}","max_tokens":{tokens},"temperature":0,"ignore_eos":true,"stream":{stream}{include_usage}}}"#
         );
-        Self { kind, words, parts, random: Random::new(1_000 + seed), tail }
+        Self { kind, words, contexts, random: Random::new(1_000 + seed), tail }
     }
 
     /// Appends the next request's body.
@@ -71,7 +71,7 @@ impl Bodies {
             Kind::Cold => LONG_WORDS,
             Kind::Prefix => {
                 let at = self.random.below(PREFIXES);
-                body.push_str(&self.parts[at as usize]);
+                body.push_str(&self.contexts[at as usize]);
                 LONG_WORDS / 10
             }
             Kind::Rag => {
@@ -81,7 +81,7 @@ impl Bodies {
                     let _ = write!(
                         body,
                         "\\n<document rank=\\\"{rank}\\\">\\n{}\\n</document>",
-                        self.parts[at as usize]
+                        self.contexts[at as usize]
                     );
                 }
                 body.push_str("\\n\\n");

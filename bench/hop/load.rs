@@ -23,37 +23,37 @@ pub(crate) struct Args {
     /// Kind of bodies.
     #[arg(long, value_enum)]
     body: Kind,
-    /// Tokens to ask for.
+    /// Tokens to request.
     #[arg(long, default_value_t = 16)]
     tokens: u32,
-    /// Answers as server-sent events.
+    /// Request answers as server-sent events.
     #[arg(long)]
     stream: bool,
-    /// Requests at a time.
+    /// Concurrent requests.
     #[arg(long, default_value_t = 1)]
     concurrency: usize,
-    /// Requests each second, whether earlier ones are answered or not; in place of a fixed concurrency.
+    /// Requests per second, sent without waiting for earlier ones; instead of a fixed concurrency.
     #[arg(long)]
     rate: Option<f64>,
     /// Duration of the load.
     #[arg(long, default_value_t = 5.0)]
     seconds: f64,
-    /// Seconds before what is finished counts as finished in time.
+    /// Length of the warm-up in seconds. Requests that finish in it do not count as finished in time.
     #[arg(long, default_value_t = 0.0)]
     warm: f64,
     /// Number of requests, instead of a duration.
     #[arg(long)]
     requests: Option<u64>,
-    /// Seconds after which there are enough of them.
+    /// Limit of the duration in seconds.
     #[arg(long, requires = "requests")]
     at_most: Option<f64>,
     /// Seed of new texts: equal seeds give equal requests.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Process whose CPU time and memory are told too.
+    /// Process whose CPU time and memory are also reported.
     #[arg(long)]
     watch: Option<u32>,
-    /// Requests between two looks at the watched process's memory.
+    /// Requests between two readings of the watched process's memory.
     #[arg(long)]
     memory_every: Option<u64>,
 }
@@ -81,7 +81,7 @@ struct Run {
     bodies: RefCell<Bodies>,
     tally: RefCell<Tally>,
     idle: RefCell<Vec<Connection>>,
-    begun: Instant,
+    started: Instant,
     sent: RefCell<u64>,
     /// The generator's share of a CPU while sending, in the open loop. Accepted requests finish much later.
     own_share: RefCell<Option<f64>>,
@@ -100,7 +100,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         bodies: RefCell::new(bodies),
         tally: RefCell::default(),
         idle: RefCell::default(),
-        begun: Instant::now(),
+        started: Instant::now(),
         sent: RefCell::new(0),
         own_share: RefCell::default(),
     });
@@ -109,7 +109,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         Some(rate) => local.run_until(open_loop(&run, rate)).await,
         None => local.run_until(closed_loop(&run)).await,
     }
-    let wall = run.begun.elapsed().as_secs_f64();
+    let wall = run.started.elapsed().as_secs_f64();
     let own = run.own_share.take().unwrap_or(cpu_seconds(std::process::id())? / wall);
     let watched = run.args.watch.map(cpu_seconds).transpose()?.zip(before).map(|(now, before)| now - before);
     run.tally.take().print(&run.args, wall, own, watched);
@@ -120,13 +120,13 @@ async fn closed_loop(run: &Rc<Run>) {
     let clients = (0..run.args.concurrency).map(|_| {
         let run = Rc::clone(run);
         tokio::task::spawn_local(async move {
-            while run.goes_on() {
-                run.one().await;
+            while run.continues() {
+                run.send_one().await;
             }
         })
     });
     for client in clients.collect::<Vec<_>>() {
-        // A panic of a client is printed to stderr; its remaining requests are missing in the count.
+        // The panic of a client is printed to stderr. Its remaining requests are missing in the count.
         let _ = client.await;
     }
 }
@@ -134,18 +134,18 @@ async fn closed_loop(run: &Rc<Run>) {
 async fn open_loop(run: &Rc<Run>, rate: f64) {
     let mut requests = Vec::new();
     let mut due = 0u64;
-    while run.goes_on() {
-        let at = run.begun + Duration::from_secs_f64(due as f64 / rate);
+    while run.continues() {
+        let at = run.started + Duration::from_secs_f64(due as f64 / rate);
         tokio::time::sleep_until(at.into()).await;
         // Timers are coarse: send all requests that are due.
-        while due as f64 / rate <= run.begun.elapsed().as_secs_f64() && run.goes_on() {
+        while due as f64 / rate <= run.started.elapsed().as_secs_f64() && run.continues() {
             let run = Rc::clone(run);
-            requests.push(tokio::task::spawn_local(async move { run.one().await }));
+            requests.push(tokio::task::spawn_local(async move { run.send_one().await }));
             due += 1;
         }
     }
     let own = cpu_seconds(std::process::id()).ok();
-    *run.own_share.borrow_mut() = own.map(|own| own / run.begun.elapsed().as_secs_f64());
+    *run.own_share.borrow_mut() = own.map(|own| own / run.started.elapsed().as_secs_f64());
     for request in requests {
         // As above.
         let _ = request.await;
@@ -153,18 +153,18 @@ async fn open_loop(run: &Rc<Run>, rate: f64) {
 }
 
 impl Run {
-    fn goes_on(&self) -> bool {
+    fn continues(&self) -> bool {
         match self.args.requests {
-            Some(most) => {
-                let enough = |limit| self.begun.elapsed().as_secs_f64() >= limit;
-                *self.sent.borrow() < most && !self.args.at_most.is_some_and(enough)
+            Some(max) => {
+                let enough = |limit| self.started.elapsed().as_secs_f64() >= limit;
+                *self.sent.borrow() < max && !self.args.at_most.is_some_and(enough)
             }
-            None => self.begun.elapsed().as_secs_f64() < self.args.seconds,
+            None => self.started.elapsed().as_secs_f64() < self.args.seconds,
         }
     }
 
     /// Sends one request and records its result.
-    async fn one(&self) {
+    async fn send_one(&self) {
         *self.sent.borrow_mut() += 1;
         let mut connection = self.idle.borrow_mut().pop().unwrap_or_default();
         connection.fill(&self.head, &mut self.bodies.borrow_mut());
@@ -176,7 +176,7 @@ impl Run {
             Ok(Outcome::Finished) => {
                 tally.finished.push(micros);
                 let counted = self.args.warm..self.args.seconds;
-                tally.in_time += u64::from(counted.contains(&self.begun.elapsed().as_secs_f64()));
+                tally.in_time += u64::from(counted.contains(&self.started.elapsed().as_secs_f64()));
                 self.idle.borrow_mut().push(connection);
             }
             Ok(Outcome::Refused { retry_after }) => {
@@ -264,10 +264,10 @@ impl Connection {
     /// A server may close a persistent connection while the next request is sent. As in HTTP clients, that
     /// request is sent once more on a new connection.
     async fn exchange(&mut self, address: SocketAddr) -> anyhow::Result<Outcome> {
-        let kept = self.stream.is_some();
+        let reused = self.stream.is_some();
         self.answer.clear();
         match self.attempt(address).await {
-            Err(_) if kept && self.answer.is_empty() => self.attempt(address).await,
+            Err(_) if reused && self.answer.is_empty() => self.attempt(address).await,
             outcome => outcome,
         }
     }
@@ -329,8 +329,8 @@ async fn more(stream: &mut TcpStream, answer: &mut Vec<u8>) -> anyhow::Result<()
     Ok(())
 }
 
-fn find(text: &[u8], what: &[u8]) -> Option<usize> {
-    text.windows(what.len()).position(|window| window == what)
+fn find(text: &[u8], pattern: &[u8]) -> Option<usize> {
+    text.windows(pattern.len()).position(|window| window == pattern)
 }
 
 fn content_length(head: &[u8]) -> Option<usize> {

@@ -21,11 +21,11 @@ enum Command {
     Worker(worker::Args),
     /// An OpenAI server that answers without computing.
     Server(server::Args),
-    /// A relay from HTTP to such workers that does nothing else: what any costs.
+    /// A relay from HTTP to dummy workers that does nothing else: the lower bound for any relay.
     Relay(relay::Args),
-    /// Requests, and how long they took; one line of JSON.
+    /// Send requests and print their latencies as one line of JSON.
     Load(load::Args),
-    /// The coordinator's steps from a body to a placed request, one by one, in this process.
+    /// Run the coordinator's steps from a body to a placed request in this process, and time each.
     Parts(parts::Args),
 }
 

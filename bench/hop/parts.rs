@@ -4,12 +4,12 @@
 
 use super::bodies::{Bodies, Kind};
 use anyhow::{Context, anyhow};
-use coordinator::api::auth::{Caller, Keys};
-use coordinator::api::documents::Popularity;
-use coordinator::api::fields::Fields;
-use coordinator::api::plan::{self, GenerationPlan, Sources};
-use coordinator::api::prompt::messages;
-use coordinator::models::{ModelEntry, Models, OfferedModel};
+use api::auth::{Caller, Keys};
+use api::documents::Popularity;
+use api::fields::Fields;
+use api::plan::{self, GenerationPlan, Sources};
+use api::prompt::messages;
+use dispatch::models::{ModelEntry, Models, OfferedModel};
 use proto::block::{BlockId, ClusterKey};
 use proto::event::{KvEvent, KvEventBatch, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId};
@@ -36,13 +36,13 @@ pub(crate) struct Args {
     /// The model's file, for its tokenizer and chat template.
     #[arg(long)]
     model_file: PathBuf,
-    /// Its name.
+    /// The model's name.
     #[arg(long, default_value = "smollm2-135m")]
     model: String,
     /// Kind of bodies [default: all kinds].
     #[arg(long, value_enum)]
     body: Option<Kind>,
-    /// Requests that are timed, after as many that are not.
+    /// Timed requests, after a warm-up of as many.
     #[arg(long, default_value_t = 400)]
     requests: usize,
 }
@@ -58,7 +58,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         for number in 0..2 * args.requests {
             body.clear();
             bodies.next(&mut body);
-            let (parts, tokens) = bench.one(body.as_bytes())?;
+            let (parts, tokens) = bench.time_request(body.as_bytes())?;
             if number >= args.requests {
                 times.iter_mut().zip(parts).for_each(|(times, took)| times.push(took));
                 sizes = (sizes.0 + body.len(), sizes.1 + tokens);
@@ -123,8 +123,8 @@ impl Bench {
                 models: vec![served.clone()],
             };
             balancer.change(now, TableChange::Join(register), 1)?;
-            let nothing = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: vec![] };
-            balancer.replayed(&node, EPOCH, Some(nothing))?;
+            let no_events = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: vec![] };
+            balancer.replayed(&node, EPOCH, Some(no_events))?;
             held.insert(node, Default::default());
         }
         Ok(Self {
@@ -144,7 +144,7 @@ impl Bench {
     }
 
     /// Time of each part, and the number of prompt tokens.
-    fn one(&mut self, body: &[u8]) -> anyhow::Result<([u64; PARTS.len()], usize)> {
+    fn time_request(&mut self, body: &[u8]) -> anyhow::Result<([u64; PARTS.len()], usize)> {
         self.step();
         let mut took = Vec::with_capacity(PARTS.len());
         let plan = timed(&mut took, || self.plan(body))?;
@@ -160,7 +160,7 @@ impl Bench {
         anyhow::ensure!(tokens == *prompt, "planned otherwise");
 
         let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain_of(self.root, prompt).into());
-        let ask = RouteRequest {
+        let request = RouteRequest {
             request_id: RequestId::new("bench")?,
             tenant: "tenant".into(),
             model: self.served.id.clone(),
@@ -174,8 +174,8 @@ impl Bench {
             deadline: self.now + Duration::from_secs(60),
             trace: None,
         };
-        let node = timed(&mut took, || self.place(ask))?;
-        let batch = self.say(&node, &chain);
+        let node = timed(&mut took, || self.place(request))?;
+        let batch = self.kv_events(&node, &chain);
         timed(&mut took, || self.balancer.events(&node, batch))?;
         Ok((took.try_into().map_err(|_| anyhow!("a part is missing"))?, prompt.len()))
     }
@@ -218,8 +218,8 @@ impl Bench {
     }
 
     /// Queues a request and runs it to its end, with periodic work once per request.
-    fn place(&mut self, ask: RouteRequest) -> anyhow::Result<NodeId> {
-        let (tickets, actions) = self.balancer.submit(self.now, &[Arc::new(ask)], self.random)?;
+    fn place(&mut self, request: RouteRequest) -> anyhow::Result<NodeId> {
+        let (tickets, actions) = self.balancer.submit(self.now, &[Arc::new(request)], self.random)?;
         let node = actions.into_iter().find_map(|action| match action {
             Action::Assign(_, assignment) => Some(assignment.node),
             _ => None,
@@ -233,10 +233,10 @@ impl Bench {
     }
 
     /// A worker's KV events for a computed prompt.
-    fn say(&mut self, node: &NodeId, chain: &[BlockId]) -> KvEventBatch {
+    fn kv_events(&mut self, node: &NodeId, chain: &[BlockId]) -> KvEventBatch {
         let (held, sequence) = self.held.entry(node.clone()).or_default();
-        let known = chain.iter().take_while(|unit| held.contains(*unit)).count();
-        let (before, new) = chain.split_at(known);
+        let held_units = chain.iter().take_while(|unit| held.contains(*unit)).count();
+        let (before, new) = chain.split_at(held_units);
         held.extend(new);
         let parent = before.last().copied().unwrap_or(self.root);
         let events = vec![KvEvent::Stored { parent, units: new.to_vec(), medium: Medium::Device }];
@@ -245,9 +245,9 @@ impl Bench {
     }
 }
 
-fn timed<T>(took: &mut Vec<u64>, part: impl FnOnce() -> T) -> T {
+fn timed<T>(took: &mut Vec<u64>, operation: impl FnOnce() -> T) -> T {
     let start = Instant::now();
-    let made = part();
+    let made = operation();
     took.push(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
     made
 }

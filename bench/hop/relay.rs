@@ -33,7 +33,7 @@ use transport::{Connection, Endpoint, EndpointConfig, Incoming};
 const BYTES_PER_TOKEN: usize = 4;
 /// Prompts are prepared for multiples of this many tokens, up to the longest.
 const STEP: usize = 64;
-const MOST_TOKENS: usize = 16 << 10;
+const MAX_TOKENS: usize = 16 << 10;
 
 /// Identity of the relay.
 #[derive(clap::Args)]
@@ -51,12 +51,12 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let loopback = ([127, 0, 0, 1], 0).into();
     let endpoint = Endpoint::bind(loopback, &identity, EndpointConfig::new(Epoch(1), [Role::Worker]))?;
     let listener = TcpListener::bind(loopback).await.context("binding")?;
-    let told = serde_json::json!({
+    let addresses = serde_json::json!({
         "pid": std::process::id(),
         "http": listener.local_addr()?.to_string(),
         "quic": endpoint.address().to_string(),
     });
-    println!("{told}");
+    println!("{addresses}");
     let relay = Arc::new(Relay::new(args.model)?);
     tokio::spawn(serve(listener, Arc::clone(&relay)));
     while let Some(connection) = endpoint.accept().await {
@@ -95,7 +95,7 @@ impl Relay {
             turn: TenantTurn::of_root(BlockId([0; 16])),
         };
         // Two bytes per token on the wire, as in most vocabularies.
-        let prompts = (0..=MOST_TOKENS / STEP).map(|steps| vec![40_000; steps * STEP].into()).collect();
+        let prompts = (0..=MAX_TOKENS / STEP).map(|steps| vec![40_000; steps * STEP].into()).collect();
         Ok(Self { request, prompts, answer, workers: Mutex::default(), turn: AtomicUsize::new(0) })
     }
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""What a router adds to a request: Kvasir's coordinator, sglang-router and smg in front of backends that compute nothing.
+"""Measures the cost of a router: Kvasir's coordinator, sglang-router and smg in front of backends that
+compute nothing.
 
     cargo build --release && cargo build --release -p kvasir-bench --bin hop
     bench/hop/run.py                          # all rows, three rounds
     bench/hop/run.py --quick                  # one round, short
     bench/hop/run.py --million                # memory over a million requests, Kvasir only
 
-Kvasir's coordinator talks to two dummy workers over QUIC with certificates, the peers to two dummy OpenAI servers over
-HTTP; one such server is also asked directly, and its times are subtracted. All of them answer 16 tokens at once. Peers:
-`python3 -m venv target/peers/routers && target/peers/routers/bin/pip install sglang-router==0.3.2 smg==1.13.0`.
+Kvasir's coordinator sends to two dummy workers over QUIC with certificates. The peers send to two dummy
+OpenAI servers over HTTP. One such server also receives requests directly; its times are subtracted. All
+backends return 16 tokens at once. Peers: `python3 -m venv target/peers/routers &&
+target/peers/routers/bin/pip install sglang-router==0.3.2 smg==1.13.0`.
 """
 import argparse
 import json
@@ -28,14 +30,15 @@ from servers import Server, free_port  # noqa: E402
 
 MODEL = "smollm2-135m"
 BACKENDS = 2
-# Requests after which the memory of a router grows no more.
+# Number of requests after which a router's memory no longer grows.
 FILLING = 10_000
 KINDS = [("short", 1), ("short", 32), ("short", 256), ("prefix", 1), ("prefix", 32), ("prefix", 256), ("rag", 1),
          ("rag", 32), ("cold", 1)]
 
 
 class Backend(Server):
-    """A dummy OpenAI server; asked directly, it is the row that all others are compared with."""
+    """A dummy OpenAI server. Requests sent to it directly are the row that all other rows are compared with.
+    """
 
     name, variant = "direct", "server"
 
@@ -47,7 +50,7 @@ class Backend(Server):
 
 
 class Peer(Server):
-    """Another router in front of such servers."""
+    """Another router in front of dummy OpenAI servers."""
 
     variant = "cache_aware"
 
@@ -76,9 +79,9 @@ class Peer(Server):
 
 
 class Kvasir(Server):
-    """A coordinator as an operator starts it, and dummy workers."""
+    """A coordinator with the flags of an operator, and dummy workers."""
 
-    # Leases would run out while it is frozen; idle, its workers' reports cost next to nothing.
+    # Not frozen, because leases would expire. The reports of idle workers cost next to nothing.
     name, variant, freezable = "kvasir", "coordinator", False
 
     def front(self, args, at):
@@ -118,7 +121,7 @@ class Kvasir(Server):
 
 
 class Relay(Kvasir):
-    """A relay to such workers that does nothing else, and they nothing but answer."""
+    """A relay to dummy workers that does nothing else. The workers send no reports."""
 
     name, variant = "bare relay", "relay"
 
@@ -154,7 +157,7 @@ def load(args, server, **flags):
     return row
 
 
-# Seconds that Kvasir's coordinator has spent on texts to tokens; its threads compute while they are in there.
+# Seconds that threads of Kvasir's coordinator have spent on tokenising, and bytes of text tokenised.
 TOKENISING = "kvasir_tokenise_seconds_total"
 TOKENISED = "kvasir_tokenised_bytes_total"
 
@@ -194,11 +197,12 @@ def rounds(args, logs):
                  if not wanted or kind in wanted or f"{kind}:{concurrency}" in wanted]
         for server in servers:
             for kind in sorted({kind for kind, _ in kinds} - {"cold"}):
-                # What "seen before" means: every prefix and document has been in many requests.
+                # Warms up caches, so that every prefix and document has been in many requests.
                 load(args, server, body=kind, requests=200 if kind == "short" else 400, concurrency=8, seed=999)
             if any(kind != "short" for kind, _ in kinds):
-                # What is kept of texts has its size then. Until then memory is taken for the first time, which a virtual
-                # machine's host may have to find: between 0.2 and 4 ms of each 2 MiB, from one minute to the next.
+                # Fills the memos of texts to their final size. Before, the process allocates new memory. A
+                # virtual machine's host may need between 0.2 and 4 ms for each 2 MiB of it, and this changes
+                # from one minute to the next.
                 load(args, server, body="prefix", requests=FILLING, concurrency=32, seed=998)
         for number in range(args.rounds):
             for kind, concurrency in kinds:
@@ -206,7 +210,6 @@ def rounds(args, logs):
                 for server in turn:
                     [other.freeze() for other in servers if other is not server]
                     server.thaw()
-                    # Freshly thawed connections and caches of the CPU are not what is measured.
                     seed = 1 + number * 100 + concurrency
                     row = measure(args, server, kind, concurrency, not args.whole, seed)
                     row["round"] = number
@@ -226,7 +229,9 @@ def spread(values):
 
 
 def table(samples):
-    """Medians over rounds, lowest and highest in brackets. Added: against the direct row of the same round."""
+    """Medians over rounds, with minimum and maximum in brackets. "Added" is relative to the direct row of the
+    same round.
+    """
     direct = {(row["round"], row["body"], row["concurrency"]): row for row in samples if row["router"] == "direct"}
     lines = ["| body | at a time | router | p50 us | added p50 us | p99 us | requests/s | router CPU us | of it tokenising |",
              "|---|---|---|---|---|---|---|---|---|"]
@@ -246,7 +251,7 @@ def table(samples):
 
 
 def million(args, logs):
-    """Memory over many short requests: two halves, and how much the second half has added."""
+    """Measures memory over many short requests, and its growth per request in the second half."""
     server = Kvasir(logs, args)
     try:
         row = load(args, server, body="short", requests=args.requests, concurrency=64, at_most=args.at_most,

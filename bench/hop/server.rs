@@ -16,7 +16,7 @@ use tokio::net::TcpListener;
 /// Options of the server.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where.
+    /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1:0")]
     http: SocketAddr,
     /// The model's name.
@@ -52,7 +52,7 @@ struct Answers {
 impl Answers {
     fn new(args: &Args) -> Self {
         let Args { model, tokens, .. } = args;
-        let (text, usage) = said(*tokens);
+        let (text, usage) = text_and_usage(*tokens);
         let whole = format!(
             r#"{{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"{model}","choices":[{{"index":0,"message":{{"role":"assistant","content":"{text}"}},"logprobs":null,"finish_reason":"length"}}],"usage":{usage}}}"#
         );
@@ -85,7 +85,7 @@ impl Answers {
 }
 
 /// The text of an answer, and its usage.
-fn said(tokens: usize) -> (String, String) {
+fn text_and_usage(tokens: usize) -> (String, String) {
     let all = 100 + tokens;
     let usage = format!(r#"{{"prompt_tokens":100,"completion_tokens":{tokens},"total_tokens":{all}}}"#);
     (" word".repeat(tokens), usage)
@@ -93,7 +93,7 @@ fn said(tokens: usize) -> (String, String) {
 
 /// An answer of `tokens` tokens as events.
 pub(super) fn streamed_answer(model: &str, tokens: usize) -> Bytes {
-    let (text, usage) = said(tokens);
+    let (text, usage) = text_and_usage(tokens);
     let chunk = |delta: &str, finish: &str| {
         format!(
             "data: {{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"{model}\",\

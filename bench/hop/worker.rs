@@ -29,7 +29,7 @@ use transport::{Connection, Endpoint, EndpointConfig, GenerateCall, Incoming};
 const LIMIT: Duration = Duration::from_secs(5);
 const MAX_MODEL_LEN: u32 = 1 << 20;
 /// Most units reported as held.
-const MOST_UNITS: usize = 1 << 16;
+const MAX_UNITS: usize = 1 << 16;
 const CHAIN_BYTES: usize = 64 << 20;
 
 /// Identity of the worker, and its coordinators.
@@ -44,13 +44,13 @@ pub(crate) struct Args {
     /// The model's file, for its tokenizer's digest.
     #[arg(long)]
     model_file: PathBuf,
-    /// Its name.
+    /// The model's name.
     #[arg(long, default_value = "smollm2-135m")]
     model: String,
     /// Tokens of an answer.
     #[arg(long, default_value_t = 16)]
     tokens: u32,
-    /// Neither name units nor tell of any.
+    /// Neither compute unit ids nor report KV events.
     #[arg(long)]
     silent: bool,
 }
@@ -174,20 +174,20 @@ impl Shared {
         let chain = self.chains.chain(root, prompt);
         let mut held = self.held.lock();
         let leading = chain.iter().take_while(|unit| held.units.contains(*unit)).count();
-        let Some((known, new)) = chain.split_at_checked(leading).filter(|(_, new)| !new.is_empty()) else {
+        let Some((stored, new)) = chain.split_at_checked(leading).filter(|(_, new)| !new.is_empty()) else {
             return;
         };
         held.units.extend(new);
         held.order.extend(new);
-        let parent = known.last().copied().unwrap_or(root);
+        let parent = stored.last().copied().unwrap_or(root);
         let mut events = vec![KvEvent::Stored { parent, units: new.to_vec(), medium: Medium::Device }];
-        let over = held.order.len().saturating_sub(MOST_UNITS);
-        let gone: Vec<BlockId> = held.order.drain(..over).collect();
-        if !gone.is_empty() {
-            gone.iter().for_each(|unit| {
+        let over = held.order.len().saturating_sub(MAX_UNITS);
+        let evicted: Vec<BlockId> = held.order.drain(..over).collect();
+        if !evicted.is_empty() {
+            evicted.iter().for_each(|unit| {
                 held.units.remove(unit);
             });
-            events.push(KvEvent::Removed { units: gone, medium: Medium::Device });
+            events.push(KvEvent::Removed { units: evicted, medium: Medium::Device });
         }
         let first_sequence = held.sequence + 1;
         held.sequence += events.len() as u64;
@@ -211,7 +211,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                     let runs = vec![(BlockId([0; 16]), held.order.iter().copied().collect(), Medium::Device)];
                     KvSnapshot { epoch: shared.epoch, sequence: held.sequence, runs, resume_points: vec![] }
                 };
-                // If the coordinator does not wait for it, it asks again.
+                // If the coordinator no longer waits for it, it requests another one.
                 let _ = reply.send(&snapshot).await;
             }
             _ => {}

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Ten times more than a cluster can do, whether it answers or not.
+"""Sends ten times the requests that a cluster has capacity for.
 
     cargo build --release && cargo build --release -p kvasir-bench --bin hop
     bench/overload/run.py                     # about four minutes
 
-A real `kvasir up` with two workers. First its capacity: so many clients, each asking again when it has its answer. Then
-an open loop at ten times that rate, which does not wait for answers, for 10 s that do not count and 30 s that do; then what has been accepted finishes.
-Printed: what a refusal took, what was finished in these 30 s against the capacity, the generator's share of a CPU (a
-generator that is the bottleneck measures itself), memory before and after, and the KV that sequences still hold.
+Runs a real `kvasir up` with two workers. First it measures the capacity in a closed loop: each client sends
+its next request when it has received its answer. Then an open loop sends ten times that rate without waiting
+for answers. Its first 10 s do not count, the next 30 s do. Then the accepted requests finish.
+
+Prints the times of refusals; the requests finished in these 30 s relative to the capacity; the generator's
+share of a CPU, because a generator at its limit measures itself; memory before and after; and the KV that
+sequences still hold.
 """
 import argparse
 import json
@@ -43,14 +46,15 @@ class Cluster(Server):
         return json.loads(get(f"http://127.0.0.1:{self.ops}/admin/v1/cluster"))
 
     def kv_held(self):
-        """Bytes of KV that sequences hold; what is merely cached does not count."""
+        """Bytes of KV that sequences hold. Cached blocks do not count."""
         return sum(worker["kv_used"] for worker in self.status()["workers"])
 
     def queued(self):
         return counter(get(f"http://127.0.0.1:{self.ops}/metrics"), "kvasir_queue_requests")
 
     def settle(self):
-        """Workers report four times a second; what is stuck stays stuck."""
+        """Waits at most 5 s until no KV is held and no request is queued. Workers report four times a second.
+        """
         deadline = time.monotonic() + 5
         while (self.kv_held() or self.queued()) and time.monotonic() < deadline:
             time.sleep(0.25)

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How often greedy answers change with the order of the documents in the prompt.
+"""Measures how often greedy answers change with the order of the documents in the prompt.
 
     bench/rag/greedy.py --questions 100
 
-Asks each question twice of one `kvasir up`: with the documents in the order of their rank, and with the `documents` field,
-which the coordinator orders by popularity. Popularity has settled before: the questions are asked once without counting.
-Prints, of the answers of `--out` tokens, the share that differ at all and that differ in their first token, and beside it
-the share that differ when only the sentence that tells the rank is added, so that order and sentence are not confused.
+Sends each question twice to one `kvasir up`: with the documents in rank order, and with the `documents`
+field, whose documents the coordinator orders by popularity. Before that, all questions are sent once, so that
+popularity has settled. The answers have `--out` tokens. Prints the share of answers that differ, and the
+share that differ in their first token. Prints the same shares for prompts that differ only in the added
+sentence with the ranks, so that the effects of order and sentence are separate.
 """
 import argparse
 import json
@@ -22,7 +23,7 @@ from traffic import Traffic, by_popularity, by_rank  # noqa: E402
 
 
 def by_rank_told(request):
-    """Documents by rank, written as the coordinator writes them."""
+    """Prompt with the documents in rank order, in the coordinator's format."""
     texts = "".join(f"<document id=\"{d['id']}\">\n{d['text']}\n</document>\n" for d in request["documents"])
     ranks = ", ".join(d["id"] for d in request["documents"])
     system, user = by_popularity(request)["messages"]

@@ -1,4 +1,4 @@
-"""Two plots as SVG, written by hand: bars of a replay, and lines of simulated fleets."""
+"""Draws two plots as SVG: bars of a replay, and lines of simulated fleets."""
 import math
 from xml.sax.saxutils import escape
 
@@ -6,7 +6,7 @@ COLOURS = ["#0b3c5d", "#1b6ca8", "#7fb2d6", "#a8a8a8", "#c96f2e", "#5b8c3a"]
 
 
 class Canvas:
-    """Shapes in pixels from the upper left."""
+    """Shapes in pixels from the top left corner."""
 
     def __init__(self, width, height):
         self.size, self.shapes = (width, height), []
@@ -34,7 +34,7 @@ class Canvas:
 
 
 def bars(path, rows, panels):
-    """`rows`: (name, {key: value}); `panels`: (title, key, format). One bar for each row in each panel."""
+    """`rows`: (name, {key: value}). `panels`: (title, key, format). One bar per row in each panel."""
     names, wide, line = 130, 190, 20
     canvas = Canvas(names + len(panels) * (wide + 20), 40 + line * len(rows))
     for at, (name, _) in enumerate(rows):
@@ -51,7 +51,9 @@ def bars(path, rows, panels):
 
 
 def lines(path, series, columns, panels):
-    """`series`: {name: [row]}; a row has `workers`, `load` and what panels show. `columns`: loads; `panels`: (title, key)."""
+    """`series`: {name: [row]}. A row has `workers`, `load` and the keys of the panels. `columns`: loads.
+    `panels`: (title, key).
+    """
     wide, high, left, top = 230, 150, 40, 46
     canvas = Canvas(left + len(columns) * (wide + 30), top + len(panels) * (high + 50))
     for at, name in enumerate(series):

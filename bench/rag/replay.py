@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
-"""Replays RAG traffic through routers in front of the same Kvasir workers, and tells what the workers computed.
+"""Replays RAG traffic through routers in front of the same Kvasir workers, and reports what the workers
+computed.
 
     bench/rag/replay.py --questions 300 --concurrency 8 --rounds 3
     bench/rag/replay.py --questions 300 --only smg-cache_aware-by_rank --append
 
-First it measures the workers' rates, all workers at once, for `bench/fleet`; then come the runs, in rounds, each round
-in another order. With `--append` the results of earlier calls stay, rates too: so a replay can be made in parts. Policies: Kvasir's (prefix), its own least-load and round-robin, and `sglang-router` and `smg` with their cache_aware
-policy in front of workers that are plain OpenAI servers (`kvasir worker --http`). Each policy gets fresh workers with
-empty caches and the same questions, with documents by rank; Kvasir also with the `documents` field. Needs both peers:
-`python3 -m venv target/peers/routers && target/peers/routers/bin/pip install sglang-router==0.3.2 smg==1.13.0`.
+First it measures the workers' rates for `bench/fleet`, with all workers running at once. Then come the runs
+in rounds. Each round has another order. With `--append` the results and rates of earlier calls are kept, so
+that a replay can be made in parts.
+
+Policies: Kvasir's `prefix`, `least-load` and `round-robin`; and the cache_aware policy of `sglang-router` and
+`smg` in front of workers that are plain OpenAI servers (`kvasir worker --http`). Each policy gets fresh
+workers with empty caches and the same questions, with documents by rank. Kvasir also runs with the
+`documents` field. Needs both peers: `python3 -m venv target/peers/routers && target/peers/routers/bin/pip
+install sglang-router==0.3.2 smg==1.13.0`.
 """
 import argparse
 import asyncio
@@ -36,7 +41,7 @@ PULL_RATE = "kvasir_block_transfer_rate_bytes"
 
 
 class Cluster(Server):
-    """`kvasir up` with a routing of its own."""
+    """`kvasir up` with one routing policy."""
 
     name, freezable = "kvasir", False
 
@@ -74,7 +79,7 @@ class Worker(Server):
 
 
 class Router(Server):
-    """A peer in front of such workers."""
+    """A peer in front of Kvasir workers that are plain OpenAI servers."""
 
     freezable = False
 
@@ -96,7 +101,9 @@ class Router(Server):
             raise
 
     def wait_for_workers(self, args):
-        """It says that it is healthy before it has found its workers."""
+        """Waits until a request succeeds. The router reports that it is healthy before it has found its
+        workers.
+        """
         body = {"model": model_id(args), "messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1, "stream": True,
                 "stream_options": {"include_usage": True}}
         deadline = time.monotonic() + 60
@@ -116,7 +123,9 @@ class Router(Server):
 
 
 async def ask(port, body):
-    """One streamed chat; seconds to its first event, and tokens of its prompt and of these cached."""
+    """Sends one streamed chat. Returns the seconds to its first token, its prompt tokens, and how many of
+    them were cached.
+    """
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     started = time.monotonic()
@@ -138,7 +147,7 @@ async def ask(port, body):
 
 
 async def replay(port, bodies, concurrency):
-    """All bodies, so many at a time, in their order."""
+    """Sends all bodies in order, `concurrency` at a time."""
     waiting, answers = list(enumerate(bodies))[::-1], [None] * len(bodies)
 
     async def client():
@@ -163,8 +172,11 @@ def metric(ports, name):
 
 
 def believed(server):
-    """Tokens by which a router that predicts was wrong, and what was pulled. More than predicted is never found; less only
-    where blocks were evicted meanwhile, or where a pull has failed, which is counted apart."""
+    """Returns the errors of a router's predictions in tokens, and the figures of its KV transfers.
+
+    Fails if more tokens were cached than predicted. Fewer are allowed only if blocks were evicted meanwhile,
+    or if a transfer failed, which has its own counter.
+    """
     if not hasattr(server, "router_ops"):
         return {}
     lines = get(f"http://127.0.0.1:{server.router_ops}/metrics").splitlines()
@@ -181,7 +193,9 @@ def believed(server):
 
 
 def rates(args):
-    """`kvasir bench` in as many processes as there are workers, at once: as fast as they are beside each other."""
+    """Runs `kvasir bench` in one process per worker, all at once, so that the rates include their effect on
+    each other.
+    """
     command = [args.kvasir, "bench", args.model, "-p", "128,512,2048", "-n", "32", "-d", "0,2048", "-b", "1,8,32", "-t", "1",
                "-r", str(args.bench_repeats), "--json"]
     benches = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(args.workers)]

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What a replay and the simulator say, as one page.
+"""Writes the pages and plots of a replay and of the simulator.
 
     bench/rag/report.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --words 40 --plots docs/measurements
 
-From the folder that bench/rag/replay.py has filled it makes runs.md (medians over rounds and seeds), against.jsonl (the
-same runs simulated, and how far off that is), fleet.jsonl (2 to 64 workers), fleet.md, and the plots rag-replay.svg and
-rag-fleet.svg. What one cache without bounds would compute, the floor, comes from the simulator, which knows the tokens.
+Reads the folder of bench/rag/replay.py. Writes runs.md (medians over rounds and seeds), against.jsonl (the
+same runs simulated, with the errors of the simulation), fleet.jsonl (2 to 64 workers), fleet.md, and the
+plots rag-replay.svg and rag-fleet.svg. The floor is the number of tokens that one unbounded cache would
+compute. It comes from the simulator, which has the tokens.
 """
 import argparse
 import json
@@ -36,8 +37,9 @@ def table(head, rows):
 
 
 def medians(runs, floors):
-    """Of each contender, the median over rounds and seeds of each figure; `above`: of what it computed beyond the floor, in
-    per cent of that."""
+    """Median of each figure over rounds and seeds, for each contender. `above`: tokens computed beyond the
+    floor, in per cent of the floor.
+    """
     found = {}
     figures = ("computed", "above", "hit_ratio", "load_cov", "seconds", "ttft_p50", "ttft_p99")
     runs = [{**run, "above": 100 * (run["computed"] / floors[name(run), run["seed"]] - 1)} for run in runs]
@@ -63,7 +65,7 @@ def runs_page(out, runs, floors):
 
 
 def simulate(args, runs, seed, options):
-    """What the simulator prints with the questions of that seed."""
+    """Returns the simulator's rows for the questions of a seed."""
     traffic = args.results / f"traffic-{seed}.jsonl"
     with open(traffic, "w") as file:
         subprocess.run([ROOT / "bench/rag/traffic.py", "--questions", str(args.questions), "--documents", str(args.documents),
@@ -81,7 +83,7 @@ def write(path, rows):
 
 
 def against(args, runs):
-    """Each real run beside the same one simulated."""
+    """Simulates each real run. Returns rows with both results."""
     rows = []
     for seed in sorted({run["seed"] for run in runs}):
         own = args.results / f"runs-{seed}.jsonl"
@@ -110,7 +112,9 @@ def fleet_page(out, rows, compared):
 
 
 def worst_margins(rows):
-    """Of each seed, fleet and load: Kvasir's TTFT p99 over the best of the others', by rank; the largest."""
+    """Kvasir's TTFT p99 relative to the best other contender with documents by rank, for each seed, fleet and
+    load. Largest first.
+    """
     margins = []
     for key in sorted({(row["seed"], row["workers"], row["load"]) for row in rows}):
         found = {name(row): row["ttft_p99"] for row in rows if (row["seed"], row["workers"], row["load"]) == key}
@@ -148,7 +152,7 @@ def main():
     compared = against(args, runs)
     floors = {(name(row), row["seed"]): row["floor"] for row in compared}
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    # So many questions that a p99 is not a matter of three of them.
+    # Enough questions that a p99 depends on more than three of them.
     sizes = [(workers, max(60, 2000 // workers)) for workers in (2, 4, 16, 64)]
     fleets = [row for seed in seeds for workers, each in sizes
               for row in simulate(args, runs, seed, ["--workers", str(workers), "--questions", str(each)])]

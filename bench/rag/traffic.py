@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""RAG traffic: questions that each bring a few documents out of many, some of which are asked for far more often.
+"""RAG traffic: each question has a few of many documents, and some documents are much more frequent than
+others.
 
     bench/rag/traffic.py --questions 4000 > target/bench/traffic.jsonl
 
-prints the questions, each as a client without help writes it and with the `documents` field: what `bench/fleet` reads.
+prints the questions for `bench/fleet`, each in two forms: with the documents in the prompt, and with the
+`documents` field.
 """
 import argparse
 import json
@@ -13,10 +15,11 @@ WORDS = 12_000
 
 
 class Traffic:
-    """The same questions for every server, in the same order.
+    """The same questions in the same order for every server.
 
-    `documents` texts of `length` words; each question has from `least` to `most` of them, drawn by Zipf's law with
-    exponent `skew`, ranked at random: a retriever's order depends on the question.
+    There are `documents` texts of `length` words. Each question has `least` to `most` of them, drawn by
+    Zipf's law with exponent `skew`. Their rank is random, because a retriever's order depends on the
+    question.
     """
 
     def __init__(self, documents=200, length=120, least=3, most=8, skew=1.0, seed=1):
@@ -51,14 +54,14 @@ def _word(number):
 
 
 def by_rank(request):
-    """The prompt as a client without help writes it: documents in the order of their rank."""
+    """Chat with the documents in the prompt, in rank order."""
     texts = "\n".join(f"<document id=\"{d['id']}\">\n{d['text']}\n</document>" for d in request["documents"])
     content = f"Documents:\n{texts}\n\n{request['question']}"
     return {"messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]}
 
 
 def by_popularity(request):
-    """Documents as a field: the server orders them."""
+    """Chat with the `documents` field. The server orders the documents."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request["question"]}]
     return {"messages": messages, "documents": request["documents"]}
 

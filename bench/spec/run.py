@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What guesses are worth: decode speed of `kvasir run` with and without --spec, in turns, and whether both say the same.
+"""Measures the gain of draft tokens: decode speed of `kvasir run` with and without --spec, in turns.
 
   python3 bench/spec/run.py --kvasir target/release/kvasir [--spec ngram] [--threads 1] [--repeat 3] [--tasks quote] [--json FILE]
 
-Tasks: `quote` goes on with a document that stands in the prompt (greedy), as an answer does that quotes its sources;
-`adversarial` is drawn at temperature 1 behind a prompt whose runs of tokens come again and again and each time go on
-otherwise. A row is the median over prompts of the ratio of medians over repetitions.
+Fails if the outputs differ. Tasks: `quote` continues a document of the prompt (greedy), like an answer that
+quotes its sources. `adversarial` samples at temperature 1 after a prompt whose repeated token runs continue
+differently each time. A row is the median over prompts of the ratio of medians over repetitions.
 """
 
 import argparse
@@ -41,14 +41,14 @@ DOCUMENTS = [
 
 
 def quote(index):
-    """All documents, then one of them again as far as its first words."""
+    """Prompt with all documents, then the first words of one of them again."""
     sources = "\n\n".join(f"Document {at + 1}: {text}" for at, text in enumerate(DOCUMENTS))
     begin = " ".join(DOCUMENTS[index].split()[:6])
     return [f"{sources}\n\nDocument {index + 1} again, word for word: {begin}", "--temperature", "0"]
 
 
 def adversarial(seed):
-    """Runs that repeat and go on differently, and draws that follow none of them."""
+    """Prompt with runs that repeat and continue differently. Sampling follows none of them."""
     words = "red blue green stone river lamp cloud iron paper glass wheel salt".split()
     lines = [
         f"The value of the {words[at % len(words)]} is {(at * 7919 + seed * 104729) % 9973}, and the value of the"

@@ -35,7 +35,7 @@ struct Bytes {
     /// Kvasir: full layers keep everything, windows their window, recurrent layers one state.
     live: usize,
     /// The same with all checkpoints of the policy.
-    kept: usize,
+    with_checkpoints: usize,
     /// A uniform cache: every attention layer keeps everything, whatever its window.
     uniform: usize,
     /// A state at every block boundary, windows kept whole.
@@ -69,7 +69,7 @@ fn bytes(spec: &ModelSpec, tokens: usize) -> Bytes {
     }
     Bytes {
         live: held + state,
-        kept: held + state * (1 + checkpoints(tokens)),
+        with_checkpoints: held + state * (1 + checkpoints(tokens)),
         uniform: uniform + state,
         dense: uniform + state * tokens / BLOCK,
     }
@@ -101,7 +101,7 @@ fn main() -> Result<()> {
                 stem.to_string_lossy(),
                 spec.arch,
                 human(found.live),
-                times(found.kept),
+                times(found.with_checkpoints),
                 times(found.uniform),
                 times(found.dense),
             );

@@ -1,5 +1,5 @@
 //! An engine controlled by lines on stdin, with the whole model or as the first stage of a replica whose
-//! other stages it starts as processes; see run.py beside it.
+//! other stages it starts as processes; see `run.py` in this directory.
 //!
 //! A line `STREAMS PROMPT TOKENS` computes STREAMS prompts of PROMPT tokens at once and generates TOKENS
 //! tokens for each. The response is one line of JSON. Speed does not depend on the tokens, so they are
@@ -30,20 +30,20 @@ mod wire;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// See the module.
+/// Engines with stages, and the cost of their connections
 #[derive(Debug, Parser)]
 enum Tool {
-    /// Be an engine
+    /// Run an engine
     Engine(Args),
-    /// Measure what a byte between stages costs
+    /// Measure the cost of a byte between stages
     Wire {
         /// Steps to send
         #[arg(long, default_value_t = 4000)]
         steps: usize,
-        /// Rows of each
+        /// Rows per step
         #[arg(long, default_value_t = 128)]
         rows: usize,
-        /// Pairs of endpoints that the steps are shared out to, all at a time
+        /// Pairs of endpoints, which send the steps at the same time
         #[arg(long, default_value_t = 1)]
         lanes: usize,
         /// Threads that move the bytes [default: one for one lane, else as many as there are CPUs]
@@ -59,7 +59,7 @@ struct Args {
     /// The kvasir binary
     #[arg(long, default_value = "target/release/kvasir")]
     kvasir: PathBuf,
-    /// CPU of each stage behind the first; as many as there are. This process is placed by whoever starts it
+    /// CPU of each later stage; their number is the number of later stages. The caller pins this process
     #[arg(long, value_delimiter = ',')]
     cpus: Vec<usize>,
 }
@@ -111,8 +111,8 @@ fn engine(args: &Args, runtime: &Runtime) -> Result<()> {
         let line = line?;
         let numbers: Vec<usize> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
         let [streams, prompt, tokens] = numbers[..] else { bail!("{line:?} is not STREAMS PROMPT TOKENS") };
-        let said = run(&mut engine, &mut salt, streams, prompt, tokens)?;
-        println!("{said}");
+        let result = run(&mut engine, &mut salt, streams, prompt, tokens)?;
+        println!("{result}");
         std::io::stdout().flush()?;
     }
     drop(engine);
@@ -126,7 +126,7 @@ fn start(args: &Args, runtime: &Runtime, dir: &std::path::Path) -> Result<(Stage
         return Ok((stages, None));
     }
     let ca = Authority::new(ClusterName::new("bench")?, SystemTime::now())?;
-    let mut later = Vec::new();
+    let mut addresses = Vec::new();
     for (index, cpu) in args.cpus.iter().enumerate() {
         let node = NodeId::new(format!("stage-{}", index + 1))?;
         let identity = dir.join(node.as_str());
@@ -139,12 +139,12 @@ fn start(args: &Args, runtime: &Runtime, dir: &std::path::Path) -> Result<(Stage
         stages.0.push(child);
         let mut line = String::new();
         BufReader::new(stdout).read_line(&mut line)?;
-        let said: Value = serde_json::from_str(&line).context("a stage's first line")?;
-        let quic = said["quic"].as_str().context("a stage that does not say where it listens")?;
-        later.push(StageAddress { node, quic: quic.to_owned() });
+        let message: Value = serde_json::from_str(&line).context("a stage's first line")?;
+        let quic = message["quic"].as_str().context("a stage that does not say where it listens")?;
+        addresses.push(StageAddress { node, quic: quic.to_owned() });
     }
     let own = ca.issue(Role::Worker, NodeId::new("stage-0")?, SystemTime::now())?.identity()?;
-    let replica = Replica::new(runtime.handle().clone(), &own, later, ActivationType::F32)?;
+    let replica = Replica::new(runtime.handle().clone(), &own, addresses, ActivationType::F32)?;
     Ok((stages, Some(replica)))
 }
 
@@ -155,7 +155,7 @@ struct Token {
     last: bool,
 }
 
-fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>) -> EngineRequest {
+fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, sender: Sender<Token>) -> EngineRequest {
     let mut count = 0;
     let sink = move |frame: GenerateFrame| {
         if let GenerateFrame::Tokens(new) = frame {
@@ -163,7 +163,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>)
             for _ in new {
                 count += 1;
                 // The receiver outlives the engine's work.
-                let _ = heard.send(Token { at, first: count == 1, last: count == tokens });
+                let _ = sender.send(Token { at, first: count == 1, last: count == tokens });
             }
         }
         true
@@ -193,34 +193,34 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
         tokenizer_digest: b"bench",
         adapter: b"",
     });
-    let (heard, hears) = channel();
+    let (sender, receiver) = channel();
     let start = Instant::now();
     for _ in 0..streams {
         *salt += 1;
         let first = *salt;
         let prompt = (0..prompt as u32).map(|i| (i * 7919 + first * 104_729 + 11) % vocab).collect();
-        engine.submit(Instant::now(), request(prompt, tokens, root, heard.clone()));
+        engine.submit(Instant::now(), request(prompt, tokens, root, sender.clone()));
     }
-    drop(heard);
+    drop(sender);
     let mut times: Vec<Token> = Vec::with_capacity(streams * tokens);
     let mut prompts = Vec::new();
     while engine.has_work() {
         if engine.step(Instant::now())? == StepOutcome::Idle && engine.has_work() {
             bail!("internal error: the scheduler has work but planned an empty step");
         }
-        let heard = times.len();
-        times.extend(hears.try_iter());
-        if times[heard..].iter().any(|token| token.first) {
+        let seen = times.len();
+        times.extend(receiver.try_iter());
+        if times[seen..].iter().any(|token| token.first) {
             prompts = busy_seconds(engine);
         }
     }
     ensure!(times.len() == streams * tokens, "{} tokens of {}", times.len(), streams * tokens);
     let all_in = times.iter().filter(|token| token.first).map(|token| token.at).max().unwrap_or(start);
-    let one_out = times.iter().filter(|token| token.last).map(|token| token.at).min().unwrap_or(start);
+    let first_end = times.iter().filter(|token| token.last).map(|token| token.at).min().unwrap_or(start);
     let prefill = (streams * prompt) as f64 / (all_in - start).as_secs_f64();
     // While all streams decode.
-    let decoded = times.iter().filter(|token| token.at > all_in && token.at <= one_out).count();
-    let decode = decoded as f64 / one_out.saturating_duration_since(all_in).as_secs_f64().max(1e-9);
+    let decoded = times.iter().filter(|token| token.at > all_in && token.at <= first_end).count();
+    let decode = decoded as f64 / first_end.saturating_duration_since(all_in).as_secs_f64().max(1e-9);
     // Since all prompts were computed.
     let busy: Vec<f64> =
         busy_seconds(engine).iter().zip(prompts).map(|(after, before)| after - before).collect();

@@ -1,21 +1,24 @@
 #!/usr/bin/env python3
-"""A model over two and three stages beside one engine and beside two independent ones: one thread each, a CPU each.
+"""Measures a model over two and three stages against one engine and two independent engines.
 
     cargo build --release && cargo build --release -p kvasir-bench --bin stages --bin make-model
     bench/stages/run.py                       # five rounds
     bench/stages/run.py --rounds 1 --quick    # one, short
     bench/stages/run.py --rows stream         # one stream only; streams: 8 of them; prefill
 
-Processes are up at the same time and wait while another is measured; each is pinned to its CPU. S is what two
-independent engines do together, each with half of the work, over what one does alone with that half: as much as these
-CPUs and their memory have to give. That may change from one second to the next on a virtual machine, so what stages do is
-compared with what the two do right before and right after it. One stream over stages is on each of the CPUs in turn, so it
-is compared with one engine on the one and one on the other, by turns, three times in a round. A process may be some
-percent faster or slower than another of its kind for as long as it lives, by where its memory lies, so every round of
-this has new ones. A third stage shares the second one's CPU: the first and the last make the logits of one stream together.
+Each engine or stage has one thread. All processes run at the same time, each on its own CPU. Those that are
+not measured wait. S is the rate of two independent engines together, each with half of the work, divided by
+the rate of one engine alone with that half. It is the most that these CPUs and their memory allow. On a
+virtual machine S may change from one second to the next. So the stages' rate is compared with the rate of the
+two engines immediately before and after it.
 
-Where `bench/setup_peers.sh --only llama.cpp` has been run, llama.cpp does the same in the same rounds: one engine with a
-thread, and the model split over two of its RPC servers with a thread and a CPU each.
+One stream over stages uses the CPUs in turn. So it is compared with one engine on either CPU, in turns, three
+times per round. A process may be some percent faster or slower than another one for its whole life, depending
+on where its memory lies. So every round of this row starts new processes. A third stage shares the CPU of the
+second one. The first and the last stage compute the logits of one stream together.
+
+If `bench/setup_peers.sh --only llama.cpp` has been run, llama.cpp does the same in the same rounds: one
+engine with one thread, and the model split over two of its RPC servers with one thread and one CPU each.
 """
 import argparse
 import json
@@ -35,7 +38,7 @@ TURNS = 3
 
 
 class Engine:
-    """One process that answers lines."""
+    """One process that reads a line per run and returns a line with its rates."""
 
     def __init__(self, args, cpu, later=()):
         argv = ["taskset", "-c", str(cpu), args.stages, "engine", args.model, "--kvasir", args.kvasir]
@@ -61,7 +64,7 @@ class Engine:
 
 
 def both(engines, *work):
-    """What engines do together, at the same time."""
+    """Runs the same work on all engines at the same time. Returns the sums of their rates."""
     answers = [None] * len(engines)
 
     def one(index):
@@ -76,22 +79,26 @@ def both(engines, *work):
 
 
 def between(pair, two, streams, prompt, tokens, key):
-    """What two engines do together, before and after stages do it, and what these do."""
+    """Returns the rate of two engines together (mean of one run before and one run after the stages' run),
+    and the stages' rate.
+    """
     before = both(pair, streams[0], prompt, tokens)[key]
     stages = two.run(streams[1], prompt, tokens)[key]
     return (before + both(pair, streams[0], prompt, tokens)[key]) / 2, stages
 
 
 def one_stream(args, tokens):
-    """Tokens per second of one stream on new processes, which take turns; of a token, how long each stage computes and
-    how much more it takes, in ms: less than nothing where stages compute at the same time."""
+    """Measures one stream on new processes, in turns. Returns tokens per second, and for stages, per token in
+    ms: the busy time of each stage, and the rest of the time. The rest is negative if stages compute at the
+    same time.
+    """
     engines = {"first": Engine(args, 0), "two": Engine(args, 0, [1]),
                "second": Engine(args, 1), "three": Engine(args, 0, [1, 1])}
     answers = {name: [] for name in engines}
     for turn in range(TURNS + 1):
         for name, engine in engines.items():
             answer = engine.run(1, 32, tokens)
-            # The first one warms up.
+            # The first turn is a warm-up.
             if turn:
                 answers[name].append(answer)
     for engine in engines.values():
@@ -106,7 +113,7 @@ def one_stream(args, tokens):
 
 
 class Llama:
-    """llama.cpp: alone, and split over two servers that stay up."""
+    """llama.cpp alone, and split over two RPC servers that keep running."""
 
     def __init__(self, args):
         self.model, self.bin = args.model, args.llama
@@ -118,7 +125,7 @@ class Llama:
         self.split = ["--rpc", ",".join(f"127.0.0.1:{port}" for port in self.ports), "-ngl", 99]
 
     def run(self, split, streams, prompt, tokens):
-        """Tokens per second of prefill and of decode; what is loaded before does not count."""
+        """Returns tokens per second of prefill and of decode. Loading the model does not count."""
         room = streams * (prompt + tokens)
         argv = [self.bin / "llama-batched-bench", "-m", self.model, "-t", 1, "-c", room, "-npp", prompt, "-ntg", tokens,
                 "-npl", streams, "--output-format", "jsonl", *(self.split if split else ["-ngl", 0])]
@@ -199,7 +206,7 @@ def main():
                 row["llama_prefill"] = llama.run(False, 1, prompt, 1)["prefill"]
                 row["llama_two_prefill"] = llama.run(True, 1, prompt, 1)["prefill"]
         print(json.dumps(row), flush=True)
-        # The first round warms up, and lets the stages learn how long steps take.
+        # The first round is a warm-up, in which the stages also measure the time of their steps.
         if number:
             rounds.append(row)
     for engine in filter(None, (alone, other, two, llama)):

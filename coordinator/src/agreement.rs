@@ -16,16 +16,16 @@ mod news;
 mod replicas;
 mod settings;
 
-use crate::api::auth::Keys;
 use crate::config::{Config, PeerEntry};
-use crate::consensus::core::{CoreError, Outbound, RaftRole, Settings};
-use crate::consensus::driver::{self, Driver, Handle, Network};
-use crate::consensus::message::GroupId;
-use crate::consensus::storage::{Disk, Loaded, StorageError};
-use crate::consensus::table::{Change, GroupMember, Level, Refusal, Table, WorkerDrained};
-use crate::consensus::telemetry::RaftMetrics;
-use crate::dispatch::Dispatch;
+use api::auth::Keys;
 use changes::Session;
+use consensus::core::{CoreError, Outbound, RaftRole, Settings};
+use consensus::driver::{self, Driver, Handle, Network};
+use consensus::message::GroupId;
+use consensus::storage::{Disk, Loaded, StorageError};
+use consensus::table::{Change, GroupMember, Level, Refusal, Table, WorkerDrained};
+use consensus::telemetry::RaftMetrics;
+use dispatch::Dispatch;
 use founding::{DraftFile, Founding};
 use members::MemberReply;
 use mesh::Mesh;
@@ -111,7 +111,7 @@ pub enum ChangeError {
     /// The table refused the change.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// The group's state rules the change out. The text says what to do.
+    /// The group's state rules the change out. The text names the remedy.
     #[error("{0}")]
     Explained(String),
 }
@@ -139,9 +139,9 @@ struct Shared {
     /// A member has reported that this incarnation was removed. A coordinator that was away at the time
     /// cannot learn this from its own log. Not persisted: members report it again after a restart.
     removed: AtomicBool,
-    /// The Raft storage was damaged and put aside: this coordinator founds no group, and asks to rejoin.
+    /// The Raft storage was damaged and put aside: this coordinator founds no group and sends rejoin requests.
     lost: bool,
-    heard: Mutex<LatestNews>,
+    latest: Mutex<LatestNews>,
     /// The settings that must be equal on all coordinators.
     settings: OwnSettings,
     compared: Mutex<Compared>,
@@ -159,7 +159,7 @@ struct Shared {
     /// Serializes replica plans; used on the leader.
     replicas: tokio::sync::Mutex<Option<Session>>,
     /// Orders sent to the leader, by number, that wait for a reply.
-    asked: Mutex<HashMap<u64, oneshot::Sender<MemberReply>>>,
+    pending_orders: Mutex<HashMap<u64, oneshot::Sender<MemberReply>>>,
     /// Orders received from other coordinators.
     orders: mpsc::Sender<(NodeId, u64, MemberRequest)>,
 }
@@ -207,7 +207,7 @@ impl Agreement {
         };
         let lost = Disk::was_put_aside(&path);
         let file = DraftFile(directory.join("founding"));
-        let (orders, given) = mpsc::channel(MAX_ORDERS);
+        let (orders, received_orders) = mpsc::channel(MAX_ORDERS);
         let shared = Arc::new(Shared {
             node: node.clone(),
             dispatch,
@@ -218,7 +218,7 @@ impl Agreement {
             seat: OnceLock::new(),
             removed: AtomicBool::new(false),
             lost,
-            heard: Mutex::default(),
+            latest: Mutex::default(),
             settings,
             compared: Mutex::default(),
             identity: identity.clone(),
@@ -228,11 +228,11 @@ impl Agreement {
             operators: tokio::sync::Mutex::new(None),
             members: tokio::sync::Mutex::new(None),
             replicas: tokio::sync::Mutex::new(None),
-            asked: Mutex::default(),
+            pending_orders: Mutex::default(),
             orders,
         });
-        let hears = Arc::clone(&shared);
-        let deliver = Arc::new(move |peer: &NodeId, told| hears.hear(peer, told));
+        let receiver = Arc::clone(&shared);
+        let deliver = Arc::new(move |peer: &NodeId, message| receiver.on_message(peer, message));
         let mesh = Mesh::start(endpoint, &others, &shared.dispatch, deliver);
         let mesh = Arc::new(mesh);
         let at = own.first().map_or_else(|| endpoint.address().to_string(), |own| own.quic.clone());
@@ -241,7 +241,7 @@ impl Agreement {
                 file.forget()?;
                 let incarnation = loaded.identity.incarnation;
                 let _first = shared.seat.set(GroupMember { node, incarnation, quic: at, level: Level::OWN });
-                shared.take_part(loaded, disk, &mesh)?;
+                shared.start_raft(loaded, disk, &mesh)?;
                 None
             }
             None => {
@@ -255,10 +255,10 @@ impl Agreement {
             blank = shared.found(waiting, &mesh)?;
         }
         let tasks = vec![
-            tokio::spawn(Arc::clone(&shared).live(blank, Arc::clone(&mesh))),
+            tokio::spawn(Arc::clone(&shared).report_status(blank, Arc::clone(&mesh))),
             tokio::spawn(Arc::clone(&shared).follow(Arc::clone(&mesh))),
-            tokio::spawn(Arc::clone(&shared).obey(Arc::clone(&mesh), given)),
-            tokio::spawn(Arc::clone(&shared).settle()),
+            tokio::spawn(Arc::clone(&shared).serve_orders(Arc::clone(&mesh), received_orders)),
+            tokio::spawn(Arc::clone(&shared).settle_keys()),
         ];
         Ok(Some(Arc::new(Self { shared, mesh, tasks, started: Instant::now() })))
     }
@@ -283,9 +283,9 @@ impl Agreement {
     }
 
     /// The committed epoch of a worker, if it is later than `epoch`.
-    pub fn later_life(&self, node: &NodeId, epoch: Epoch) -> Option<Epoch> {
-        let known = self.shared.table()?.workers().worker(node)?.epoch;
-        (known > epoch).then_some(known)
+    pub fn newer_epoch(&self, node: &NodeId, epoch: Epoch) -> Option<Epoch> {
+        let committed = self.shared.table()?.workers().worker(node)?.epoch;
+        (committed > epoch).then_some(committed)
     }
 
     /// A worker has joined here: applies its committed drain state, and proposes its epoch.
@@ -311,7 +311,8 @@ impl Agreement {
     /// Waits until the other coordinators have sent their settings, at most 2 s after the start. A worker
     /// uses the cluster key of the first coordinator that accepts it, so that key must be the right one.
     pub async fn settings_compared(&self) {
-        while self.started.elapsed() < COMPARE_LIMIT && !self.shared.compared.lock().knows(&self.mesh.peers())
+        while self.started.elapsed() < COMPARE_LIMIT
+            && !self.shared.compared.lock().has_all(&self.mesh.peers())
         {
             tokio::time::sleep(COMPARE_EVERY).await;
         }
@@ -324,8 +325,8 @@ impl Agreement {
 
     /// The status of each coordinator, this one first.
     pub fn standings(&self) -> Vec<Standing> {
-        let heard = self.shared.heard.lock();
-        let peers = self.mesh.peers().into_iter().map(|node| heard.standing(&node));
+        let latest = self.shared.latest.lock();
+        let peers = self.mesh.peers().into_iter().map(|node| latest.standing(&node));
         std::iter::once(self.shared.own()).chain(peers).collect()
     }
 
@@ -355,8 +356,8 @@ impl Network for ByMesh {
 }
 
 impl Shared {
-    fn hear(&self, peer: &NodeId, told: GroupMessage) {
-        match told {
+    fn on_message(&self, peer: &NodeId, message: GroupMessage) {
+        match message {
             GroupMessage::Raft(frame) => {
                 // Without a group, the frame is for an earlier incarnation of this disk.
                 if let Some(member) = self.member.get() {
@@ -364,26 +365,26 @@ impl Shared {
                 }
             }
             GroupMessage::News(news) => {
-                self.heard.lock().news(peer, news);
+                self.latest.lock().news(peer, news);
                 self.news.notify_one();
             }
-            GroupMessage::Seat(seat) => self.heard.lock().seat(peer, seat),
-            GroupMessage::Removed(life) => self.told_removed(peer, life),
-            GroupMessage::Settings(settings) => self.compared.lock().hear(peer, settings),
+            GroupMessage::Seat(seat) => self.latest.lock().seat(peer, seat),
+            GroupMessage::Removed(incarnation) => self.on_removed(peer, incarnation),
+            GroupMessage::Settings(settings) => self.compared.lock().insert(peer, settings),
             GroupMessage::Spending(spending) => self.keys.spent_elsewhere(peer, &spending),
             GroupMessage::MemberRequest(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
             GroupMessage::MemberReply(number, answer) => {
-                if let Some(asked) = self.asked.lock().remove(&number) {
-                    let _gone = asked.send(answer);
+                if let Some(reply) = self.pending_orders.lock().remove(&number) {
+                    let _gone = reply.send(answer);
                 }
             }
         }
     }
 
     /// Starts Raft with the state of the disk.
-    fn take_part(&self, loaded: Loaded, disk: Disk, mesh: &Arc<Mesh>) -> Result<(), CoreError> {
+    fn start_raft(&self, loaded: Loaded, disk: Disk, mesh: &Arc<Mesh>) -> Result<(), CoreError> {
         let group = loaded.identity.group;
         let network = ByMesh(Arc::clone(mesh));
         let on_fatal = Box::new(driver::abort);
@@ -399,9 +400,9 @@ impl Shared {
     /// Joins or founds the group if all required news has arrived; otherwise returns the disk.
     fn found(&self, mut blank: Blank, mesh: &Arc<Mesh>) -> Result<Option<Blank>, GroupError> {
         let mut group = None;
-        for (peer, news) in self.heard.lock().all_news() {
+        for (peer, news) in self.latest.lock().all_news() {
             match news {
-                News::Draft(draft) => blank.founding.hear(peer, draft.clone()),
+                News::Draft(draft) => blank.founding.add_draft(peer, draft.clone()),
                 News::Member(member) => group = Some(member.group),
             }
         }
@@ -421,12 +422,12 @@ impl Shared {
         let path = blank.file.0.with_file_name(CONSENSUS_FILE);
         blank.disk.format(&loaded).map_err(|source| GroupError::Storage { path, source })?;
         blank.file.forget()?;
-        self.take_part(loaded, blank.disk, mesh)?;
+        self.start_raft(loaded, blank.disk, mesh)?;
         Ok(None)
     }
 
     /// Sends status messages to the peers, and founds the group with them if there is none.
-    async fn live(self: Arc<Self>, mut blank: Option<Blank>, mesh: Arc<Mesh>) {
+    async fn report_status(self: Arc<Self>, mut blank: Option<Blank>, mesh: Arc<Mesh>) {
         let mut outside = false;
         loop {
             if let Some(waiting) = blank.take() {
@@ -455,7 +456,7 @@ impl Shared {
             }
             let follows = || self.member.get().is_some_and(|m| m.handle.status().role == RaftRole::Learner);
             if self.lost && (outside || follows()) {
-                self.ask_to_rejoin(&mesh);
+                self.request_rejoin(&mesh);
             }
             let spending = self.keys.spending();
             let peers = mesh.peers();
@@ -465,8 +466,8 @@ impl Shared {
                 spending
                     .iter()
                     .for_each(|spending| mesh.send(&peer, GroupMessage::Spending(spending.clone())));
-                if let Some(life) = self.removed_life(&peer) {
-                    mesh.send(&peer, GroupMessage::Removed(life));
+                if let Some(incarnation) = self.removed_incarnation(&peer) {
+                    mesh.send(&peer, GroupMessage::Removed(incarnation));
                 }
                 news.iter().for_each(|news| mesh.send(&peer, GroupMessage::News(news.clone())));
                 self.seat
@@ -510,7 +511,7 @@ impl Shared {
     }
 
     /// After the first linearizable read, keys that are not in the table are invalid.
-    async fn settle(self: Arc<Self>) {
+    async fn settle_keys(self: Arc<Self>) {
         loop {
             if let Some(Member { handle, .. }) = self.member.get()
                 && handle.read(Instant::now() + CHANGE_LIMIT).await.is_ok()
@@ -537,10 +538,10 @@ impl Shared {
     /// Compares settings with the peers, logs differences, and returns the message to send.
     fn compare(&self, peers: &[NodeId]) -> SettingDigests {
         let ends = self.identity.validities().map_or(0, |validities| validities.node.ends);
-        let own = self.settings.told(ends, &[]);
+        let own = self.settings.digests(ends, &[]);
         let mut compared = self.compared.lock();
         compared.keep(peers, &self.node);
-        compared.hear(&self.node, own);
+        compared.insert(&self.node, own);
         let (mut odd_here, mut must_not_serve) = (Vec::new(), false);
         for Difference { setting, odd, own, binding } in compared.differences(&self.node) {
             if own {
@@ -572,9 +573,10 @@ impl Shared {
         }
         drop(compared);
         if must_not_serve {
-            self.dispatch.let_idle_go("a setting of this coordinator differs from the other coordinators");
+            self.dispatch
+                .remove_idle_workers("a setting of this coordinator differs from the other coordinators");
         }
-        self.settings.told(ends, &odd_here)
+        self.settings.digests(ends, &odd_here)
     }
 
     fn own(&self) -> Standing {

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_appended_over_restarts_and_old_files_go() {
+    fn lines_are_appended_over_restarts_and_old_files_are_deleted() {
         let dir = tempfile::tempdir().unwrap();
         let note = |what: &str| {
             let log = Log::open(dir.path(), 1_000).unwrap();

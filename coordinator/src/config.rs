@@ -1,9 +1,9 @@
 //! The coordinator's configuration file.
 
-use crate::api::auth::KeyEntry;
-use crate::api::cors::Cors;
-use crate::consensus::table::MAX_VOTERS;
-use crate::models::ModelEntry;
+use api::auth::KeyEntry;
+use api::cors::Cors;
+use consensus::table::MAX_VOTERS;
+use dispatch::models::ModelEntry;
 use proto::ids::NodeId;
 use router::admission::{BadWeight, QueueLimits, TenantWeights};
 use router::balancer::Policy;
@@ -151,13 +151,13 @@ pub enum ConfigError {
     },
     /// Unusable keys.
     #[error("[[keys]]: {0}")]
-    Keys(#[from] crate::api::auth::KeysError),
+    Keys(#[from] api::auth::KeysError),
 }
 
 impl Config {
     /// Checks what can be checked without starting.
     pub fn check(&self) -> Result<(), ConfigError> {
-        crate::api::auth::Keys::check(&self.keys)?;
+        api::auth::Keys::check(&self.keys)?;
         if self.keys.is_empty() && !self.http.ip().is_loopback() {
             return Err(ConfigError::KeysRequired { http: self.http });
         }
@@ -228,11 +228,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn the_error_names_the_field() {
         let open = SocketAddr::from(([0, 0, 0, 0], 8080));
         let exposed = Config { http: open, ..Config::default() };
         assert_eq!(exposed.check(), Err(ConfigError::KeysRequired { http: open }));
-        let key = crate::api::auth::tests::entry("k", "t", false);
+        let key = KeyEntry { sha256: "0".repeat(64), tenant: "t".into(), admin: false };
         assert_eq!(Config { keys: vec![key], ..exposed }.check(), Ok(()));
         let field = |config: Config| match config.check() {
             Err(ConfigError::OutOfRange { field, .. }) => field,
@@ -248,11 +248,11 @@ mod tests {
             peers: names.iter().map(|name| peer(name)).collect(),
             ..Config::default()
         };
-        let kept = |config| Config { data_dir: Some("state".into()), ..config };
-        assert_eq!(kept(group(&["a", "b", "c"])).check(), Ok(()));
+        let with_dir = |config| Config { data_dir: Some("state".into()), ..config };
+        assert_eq!(with_dir(group(&["a", "b", "c"])).check(), Ok(()));
         assert!(matches!(group(&["a", "b"]).check(), Err(ConfigError::Peers { .. })));
-        assert!(matches!(kept(group(&["a", "a"])).check(), Err(ConfigError::Peers { .. })));
-        let six = kept(group(&["a", "b", "c", "d", "e", "f"])).check();
+        assert!(matches!(with_dir(group(&["a", "a"])).check(), Err(ConfigError::Peers { .. })));
+        let six = with_dir(group(&["a", "b", "c", "d", "e", "f"])).check();
         assert!(matches!(six, Err(ConfigError::Peers { .. })));
         assert_eq!(field(Config { lease_ms: 1_000, ..Config::default() }), "lease_ms");
     }

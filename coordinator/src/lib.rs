@@ -1,11 +1,11 @@
-//! The coordinator of a cluster: HTTP API, dispatch, consensus, operations port. The crate `router` decides
-//! which worker serves a request.
+//! The coordinator of a cluster: HTTP API, dispatch, operations port. The crate `router` decides which
+//! worker serves a request, the crate `consensus` keeps what all coordinators agree on.
 //!
 //! Read in this order:
 //!
-//! - [`consensus`]: what all coordinators agree on; [`agreement`] runs it in this process
+//! - [`agreement`]: runs the crate `consensus`, what all coordinators agree on, in this process
 //! - [`replicas`]: models over several workers, planned by [`placement`]
-//! - [`dispatch`]: turns actions into traffic; the life of a generation
+//! - [`dispatch`]: turns actions into traffic; the course of a generation
 //! - [`workers`]: the workers' connections
 //! - [`api`] and [`ops`]: HTTP
 //! - [`server`]: starts and stops all of it
@@ -17,18 +17,10 @@
 //! This crate does no arithmetic (no dependency on `kernels`) and executes no models.
 
 pub mod agreement;
-pub mod api;
 pub mod audit;
 pub mod config;
-pub mod consensus;
-pub mod dispatch;
-mod http_ext;
-pub mod metrics;
-pub mod models;
 pub mod ops;
 pub mod placement;
-pub mod quota;
-mod random;
 pub mod replicas;
 pub mod server;
 pub mod workers;

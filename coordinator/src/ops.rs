@@ -3,34 +3,34 @@
 pub mod cluster;
 pub mod coordinators;
 pub mod dashboard;
-mod keep;
 mod keys;
 mod plans;
 pub mod prefixes;
 pub mod relabel;
+mod sequence_access;
 pub mod snapshots;
 
 use crate::agreement::{Agreement, ChangeError};
-use crate::api::Endpoint;
-use crate::api::auth::{Caller, Keys};
-use crate::api::error::ApiError;
-use crate::api::origin::from_elsewhere;
-use crate::api::turns::Turns;
 use crate::audit::{Audit, Record};
-use crate::consensus::table::{Change, Refusal};
-use crate::consensus::telemetry::RaftMetrics;
-use crate::dispatch::Dispatch;
-use crate::http_ext::Peer;
-use crate::metrics::Metrics;
-use crate::models::Models;
 use crate::replicas::Replicas;
+use api::Endpoint;
+use api::auth::{Caller, Keys};
+use api::error::ApiError;
+use api::http_ext::Peer;
+use api::origin::from_elsewhere;
+use api::turns::Turns;
 use axum::extract::{Path, Request, State};
 use axum::http::{Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use consensus::table::{Change, Refusal};
+use consensus::telemetry::RaftMetrics;
 use dashboard::Feed;
+use dispatch::Dispatch;
+use dispatch::metrics::Metrics;
+use dispatch::models::Models;
 use model::shard::ChunkId;
 use pki::Identity;
 use proto::block::ClusterKey;
@@ -132,7 +132,7 @@ pub fn router(ops: Arc<Ops>, playground: Router<Arc<Ops>>) -> Router {
         .merge(keys::router())
         .merge(plans::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
-    let playground = playground.layer(from_fn_with_state(Arc::clone(&ops), those_whom_the_api_knows));
+    let playground = playground.layer(from_fn_with_state(Arc::clone(&ops), api_callers_only));
     Router::new()
         .route("/livez", get(livez))
         .route("/startupz", get(async || "ok\n"))
@@ -152,9 +152,9 @@ pub fn router(ops: Arc<Ops>, playground: Router<Arc<Ops>>) -> Router {
 struct Subject(Arc<OnceLock<String>>);
 
 impl Subject {
-    fn set(&self, what: String) {
+    fn set(&self, subject: String) {
         // The first value is kept.
-        let _already = self.0.set(what);
+        let _already = self.0.set(subject);
     }
 }
 
@@ -185,23 +185,23 @@ async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Ne
         true => format!("{KEY_PATH}ID"),
         false => path.chars().take(MAX_PATH).collect(),
     };
-    let told = Subject::default();
-    let (who, response) = match allowed {
+    let subject = Subject::default();
+    let (author, response) = match allowed {
         Ok(caller) => {
-            let who = caller.key_id().map(|id| format!("key {id} of {}", caller.tenant()));
+            let author = caller.key_id().map(|id| format!("key {id} of {}", caller.tenant()));
             request.extensions_mut().insert(caller);
-            request.extensions_mut().insert(told.clone());
-            (who.unwrap_or_else(|| "local".into()), next.run(request).await)
+            request.extensions_mut().insert(subject.clone());
+            (author.unwrap_or_else(|| "local".into()), next.run(request).await)
         }
         Err(error) => ("nobody".into(), error.into_response()),
     };
     let status = response.status();
     if method != Method::GET || matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
         ops.audit.note(&Record {
-            who: &who,
+            who: &author,
             from,
             what: &format!("{method} {path}"),
-            on: told.0.get().map_or("", String::as_str),
+            on: subject.0.get().map_or("", String::as_str),
             result: status.as_str(),
         });
     }
@@ -211,7 +211,7 @@ async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Ne
 /// With keys, the API's own authentication decides. Without keys, the API accepts every caller of its port,
 /// which is then reachable from this machine only; this port may be reachable from other machines, so the
 /// caller must be an administrator.
-async fn those_whom_the_api_knows(State(ops): State<Arc<Ops>>, request: Request, next: Next) -> Response {
+async fn api_callers_only(State(ops): State<Arc<Ops>>, request: Request, next: Next) -> Response {
     match administrator(&ops, &request) {
         Err(error) if ops.keys.is_open() => error.into_response(),
         _ => next.run(request).await,
@@ -254,11 +254,11 @@ async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
 
 async fn cluster(State(ops): State<Arc<Ops>>) -> Response {
     // The workers' metrics are needed only for stages.
-    let told = match cluster::has_stages(&ops) {
+    let metrics = match cluster::has_stages(&ops) {
         true => ops.dispatch.worker_metrics(STATUS_LIMIT).await,
         false => Vec::new(),
     };
-    Json(cluster::view(&ops, &cluster::asleep(&told))).into_response()
+    Json(cluster::view(&ops, &cluster::asleep(&metrics))).into_response()
 }
 
 async fn release(State(ops): State<Arc<Ops>>) -> StatusCode {
@@ -317,13 +317,13 @@ impl From<ChangeError> for ApiError {
 }
 
 /// Counts the outcome of an operator's change.
-fn count<T>(ops: &Ops, what: &'static str, made: &Result<T, ApiError>) {
+fn count<T>(ops: &Ops, operation: &'static str, made: &Result<T, ApiError>) {
     let outcome = match made {
         Ok(_) => "made",
         Err(ApiError::NoQuorum) => "no_quorum",
         Err(_) => "refused",
     };
-    ops.metrics.changed(what, outcome);
+    ops.metrics.changed(operation, outcome);
 }
 
 fn worker_name(id: String) -> Result<NodeId, ApiError> {

@@ -137,8 +137,9 @@ pub enum PlacementError {
     WorkerSpeed { worker: String, field: &'static str },
     /// The model cannot be cut into this many stages.
     #[error(
-        "the model cannot be cut into {wanted} shards, at most {most} (it has {layers} layers{shared}{drafter})",
-        shared = if *most < *layers && drafter_from.is_none() {
+        "the model cannot be cut into {requested} shards, at most {max} \
+         (it has {layers} layers{shared}{drafter})",
+        shared = if *max < *layers && drafter_from.is_none() {
             ", and a layer that shares keys and values stays with their source"
         } else {
             ""
@@ -146,15 +147,15 @@ pub enum PlacementError {
         drafter = of_drafter(*drafter_from)
     )]
     Shards {
-        wanted: usize,
+        requested: usize,
         /// Maximum number of stages.
-        most: usize,
+        max: usize,
         layers: usize,
         /// The first layer whose caches the drafter reads, if that rules out cuts.
         drafter_from: Option<usize>,
     },
-    #[error("{wanted} shards need {wanted} workers, but there are {workers}")]
-    Workers { wanted: usize, workers: usize },
+    #[error("{requested} shards need {requested} workers, but there are {workers}")]
+    Workers { requested: usize, workers: usize },
     /// No cut fits. The numbers are those of the nearest cut.
     #[error(
         "the model does not fit: cut into {shards} it needs {needed} bytes with a context of {context}, {missing} \
@@ -186,8 +187,8 @@ pub enum PlacementError {
         drafter_worker: String,
     },
     /// Only some of the replicas can be placed.
-    #[error("only {made} of {wanted} replicas can be placed; the next one: {reason}")]
-    Replicas { wanted: usize, made: usize, reason: Box<Self> },
+    #[error("only {made} of {requested} replicas can be placed; the next one: {reason}")]
+    Replicas { requested: usize, made: usize, reason: Box<Self> },
     /// An operator's plan does not suit the model.
     #[error("the plan of layers is refused: {0}")]
     Explicit(#[from] ExplicitError),
@@ -202,18 +203,18 @@ pub struct Placement<'a> {
 }
 
 /// Maximum number of stages of a model, whatever the workers.
-pub fn most_shards(model: &ModelCosts) -> usize {
+pub fn max_shards(model: &ModelCosts) -> usize {
     model.cuts().len() + 1
 }
 
 /// Checks that the model can be cut into this number of stages.
-pub fn check_shards(model: &ModelCosts, wanted: usize) -> Result<(), PlacementError> {
-    let most = most_shards(model);
-    match (1..=most).contains(&wanted) {
+pub fn check_shards(model: &ModelCosts, requested: usize) -> Result<(), PlacementError> {
+    let max = max_shards(model);
+    match (1..=max).contains(&requested) {
         true => Ok(()),
         false => {
             let (layers, drafter_from) = (model.layers(), drafter_from(model));
-            Err(PlacementError::Shards { wanted, most, layers, drafter_from })
+            Err(PlacementError::Shards { requested, max, layers, drafter_from })
         }
     }
 }
@@ -249,7 +250,7 @@ pub(crate) fn stage_cache(costs: &RangeCosts, context: u64) -> u64 {
 
 /// The part of [`stage_cache`] that a draft model keeps in an arena of its own. Other drafters use the
 /// stage's arena.
-pub(crate) fn beside_cache(model: &ModelCosts, costs: &RangeCosts, context: u64) -> u64 {
+pub(crate) fn draft_model_cache(model: &ModelCosts, costs: &RangeCosts, context: u64) -> u64 {
     match model.drafter().map(|drafter| drafter.stage) {
         Some(DrafterStage::First) => costs.drafter_kv_bytes(context, CHUNK_ROWS, GgmlType::F16),
         Some(DrafterStage::Last { .. }) | None => 0,
@@ -266,14 +267,14 @@ impl Placement<'_> {
     /// the 24 fastest workers (or `shards`, if that is more) are considered, in order of speed: workers may
     /// be skipped but not reordered.
     pub fn place(&self, shards: Option<usize>, replicas: usize) -> Result<Vec<Replica>, PlacementError> {
-        shards.map_or(Ok(()), |wanted| check_shards(self.model, wanted))?;
+        shards.map_or(Ok(()), |requested| check_shards(self.model, requested))?;
         self.check_workers()?;
         let mut free: Vec<usize> = (0..self.workers.len()).collect();
         let mut placed = Vec::new();
         while placed.len() < replicas {
             let replica = self.place_one(shards, &free).map_err(|reason| match placed.len() {
                 0 if replicas == 1 => reason,
-                made => PlacementError::Replicas { wanted: replicas, made, reason: Box::new(reason) },
+                made => PlacementError::Replicas { requested: replicas, made, reason: Box::new(reason) },
             })?;
             free.retain(|worker| replica.stages.iter().all(|stage| stage.worker != *worker));
             placed.push(replica);
@@ -297,11 +298,11 @@ impl Placement<'_> {
             return Err(PlacementError::NoWorkers);
         }
         let counts = match shards {
-            Some(wanted) if wanted > free.len() => {
-                return Err(PlacementError::Workers { wanted, workers: free.len() });
+            Some(requested) if requested > free.len() => {
+                return Err(PlacementError::Workers { requested, workers: free.len() });
             }
-            Some(wanted) => wanted..=wanted,
-            None => 1..=most_shards(self.model).min(free.len()),
+            Some(requested) => requested..=requested,
+            None => 1..=max_shards(self.model).min(free.len()),
         };
         let search = search::Search::new(self, free, shards.unwrap_or(0));
         if let Some(replica) = counts.clone().find_map(|count| search.fastest(count)) {

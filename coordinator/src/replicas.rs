@@ -12,10 +12,10 @@ mod room;
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
-use crate::consensus::table::{Change, ReplicaPlan, Table};
-use crate::dispatch::{Dispatch, PoolWorker};
-use crate::models::Models;
+use consensus::table::{Change, ReplicaPlan, Table};
 use decide::{Node, View, WantedModel};
+use dispatch::models::Models;
+use dispatch::{Dispatch, PoolWorker};
 use parking_lot::Mutex;
 use proto::ids::{ModelId, NodeId};
 use proto::placement::{Lead, LeadReport, LeadState, OfferedDrafter, PlaceOrder, PlaceReport, PlacedStage};
@@ -33,7 +33,7 @@ const AWAY_AFTER: Duration = Duration::from_secs(2);
 /// The same for a worker that this coordinator has not seen since it became leader or started.
 const UNSEEN_AFTER: Duration = Duration::from_secs(10);
 /// How long requests wait for a replica that is being set up again.
-const PATIENCE: Duration = Duration::from_secs(10);
+const SETUP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Replicas as this coordinator sees them.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ struct Seen {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReplicaView {
-    pub life: u64,
+    pub plan_index: u64,
     pub plan: ReplicaPlan,
     /// Whether an operator planned this replica.
     pub by_operator: bool,
@@ -83,10 +83,11 @@ impl Replicas {
     pub fn view(&self) -> Vec<ReplicaView> {
         let Some(table) = self.agreement.table() else { return Vec::new() };
         let seen = self.seen.lock();
-        let view = |(&life, plan): (&u64, &ReplicaPlan)| {
+        let view = |(&plan_index, plan): (&u64, &ReplicaPlan)| {
             let report = plan.stages.first().and_then(|first| seen.reports.get(&first.node));
-            let report = report.and_then(|report| report.leads.clone()).filter(|leads| leads.life == life);
-            ReplicaView { life, plan: plan.clone(), by_operator: table.is_operators(plan), report }
+            let report =
+                report.and_then(|report| report.leads.clone()).filter(|leads| leads.plan_index == plan_index);
+            ReplicaView { plan_index, plan: plan.clone(), by_operator: table.is_operators(plan), report }
         };
         table.replicas().iter().map(view).collect()
     }
@@ -123,16 +124,16 @@ impl Replicas {
             if self.dispatch.serves(model) {
                 *since = now;
             }
-            self.dispatch.expect(model, *since + PATIENCE);
+            self.dispatch.expect(model, *since + SETUP_LIMIT);
         }
     }
 
     async fn send_plans(&self, table: &Table, pool: &[PoolWorker]) {
-        let asked = pool.iter().map(async |worker| {
+        let reports = pool.iter().map(async |worker| {
             let order = self.order(table, pool, &worker.node);
             (worker.node.clone(), worker.place(order, ANSWER_LIMIT).await)
         });
-        let answers = futures::future::join_all(asked).await;
+        let answers = futures::future::join_all(reports).await;
         let now = Instant::now();
         let mut seen = self.seen.lock();
         let there = |node: &NodeId| pool.iter().any(|worker| worker.node == *node);
@@ -153,7 +154,7 @@ impl Replicas {
             self.seen.lock().leads_since = None;
             return;
         }
-        let wants: Vec<WantedModel<'_>> = self
+        let targets: Vec<WantedModel<'_>> = self
             .models
             .iter()
             .filter_map(|model| {
@@ -173,27 +174,27 @@ impl Replicas {
             let now = Instant::now();
             let mut seen = self.seen.lock();
             let leads_since = *seen.leads_since.get_or_insert(now);
-            let gone = |node: &NodeId| match seen.workers.get(node) {
+            let away = |node: &NodeId| match seen.workers.get(node) {
                 Some(last) => now.saturating_duration_since(*last) > AWAY_AFTER,
                 None => now.saturating_duration_since(leads_since) > UNSEEN_AFTER,
             };
-            let stands = |life: u64, lead: &NodeId| {
+            let report_of = |plan_index: u64, lead: &NodeId| {
                 let leads = seen.reports.get(lead)?.leads.as_ref()?;
-                (leads.life == life).then_some(leads)
+                (leads.plan_index == plan_index).then_some(leads)
             };
-            let bad = |life: u64, lead: &NodeId| {
-                let leads = stands(life, lead)?;
+            let bad = |plan_index: u64, lead: &NodeId| {
+                let leads = report_of(plan_index, lead)?;
                 (leads.state == LeadState::BadFile).then(|| leads.reason.clone())
             };
-            let fails = |life: u64, lead: &NodeId| {
-                stands(life, lead).is_some_and(|leads| leads.state == LeadState::Waiting)
+            let fails = |plan_index: u64, lead: &NodeId| {
+                report_of(plan_index, lead).is_some_and(|leads| leads.state == LeadState::Waiting)
             };
             let view = View {
                 table,
-                wants: &wants,
+                targets: &targets,
                 shards: self.shards,
                 nodes: &nodes,
-                gone: &gone,
+                away: &away,
                 bad: &bad,
                 fails: &fails,
             };
@@ -212,13 +213,13 @@ impl Replicas {
     }
 
     /// The order for a worker. While a stage of the replica that it leads is unknown here, the order only
-    /// asks for a report.
+    /// requests a report.
     fn order(&self, table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrder {
         let is_stage = |plan: &&ReplicaPlan| plan.stages.iter().any(|stage| stage.node == *node);
         let digest = table.replicas().values().find(is_stage).map(|plan| plan.model_digest);
         let holders = digest.map(|digest| self.dispatch.holders(&digest, node)).unwrap_or_default();
         let leads = |plan: &ReplicaPlan| plan.stages.first().is_some_and(|first| first.node == *node);
-        let Some((&life, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
+        let Some((&plan_index, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
             return PlaceOrder { version: table.applied(), lead: None, holders, drafter: None };
         };
         let stages: Option<Vec<PlacedStage>> = plan
@@ -235,7 +236,7 @@ impl Replicas {
                 let (model, model_digest) = (plan.model.clone(), plan.model_digest);
                 let drafter = drafter_of(&model_digest, pool);
                 let cache_bytes = room::cache_bytes(plan, &self.models, (pool, drafter));
-                let lead = Lead { life, model, model_digest, cache_bytes, stages };
+                let lead = Lead { plan_index, model, model_digest, cache_bytes, stages };
                 let drafter = drafter.map(|drafter| drafter.drafter);
                 PlaceOrder { version: table.applied(), lead: Some(lead), holders, drafter }
             }
@@ -256,7 +257,7 @@ fn named(change: &Change) -> (&'static str, String) {
             let stages: Vec<&str> = placed.plan.stages.iter().map(|stage| stage.node.as_str()).collect();
             ("place_replica", format!("{} at {}", placed.plan.model, stages.join(", ")))
         }
-        Change::ReplicaDropped(life) => ("drop_replica", format!("life {life}")),
+        Change::ReplicaDropped(plan_index) => ("drop_replica", format!("plan {plan_index}")),
         Change::ModelBlocked(blocked) => ("condemn_model", format!("by {}", blocked.node)),
         _ => ("plan", String::new()),
     }

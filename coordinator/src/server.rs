@@ -3,22 +3,22 @@
 mod http;
 
 use crate::agreement::{Agreement, GroupError, ModelDigests, OwnSettings};
-use crate::api::cors::Cors;
-use crate::api::operations::Sessions;
-use crate::api::realtime::Rules;
-use crate::api::turns::Turns;
-use crate::api::{self, AppState, auth::Keys, documents::Popularity};
 use crate::audit::{Audit, AuditError, Record};
 use crate::config::{Config, ConfigError};
-use crate::consensus::telemetry::RaftMetrics;
-use crate::dispatch::Dispatch;
-use crate::metrics::Metrics;
-use crate::models::{Models, ModelsError};
 use crate::ops::dashboard::Feed;
 use crate::ops::{self, Ops, ReadyGate};
-use crate::random::random_u64;
 use crate::replicas::Replicas;
 use crate::workers::{self, Terms};
+use api::cors::Cors;
+use api::operations::Sessions;
+use api::realtime::SessionLimits;
+use api::turns::Turns;
+use api::{self, AppState, auth::Keys, documents::Popularity};
+use consensus::telemetry::RaftMetrics;
+use dispatch::Dispatch;
+use dispatch::metrics::Metrics;
+use dispatch::models::{Models, ModelsError};
+use dispatch::random::random_u64;
 use http::{Limits, Listener};
 use pki::Identity;
 use proto::block::ClusterKey;
@@ -128,14 +128,14 @@ impl Coordinator {
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(u64::try_from(started.as_millis()).unwrap_or(u64::MAX));
         // A group of one may get further members.
-        let alone = config.data_dir.is_none();
-        let accepts = if alone { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
-        let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
+        let single = config.data_dir.is_none();
+        let accepted_roles = if single { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
+        let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepted_roles))?;
         let endpoint = Arc::new(endpoint);
-        let compared =
+        let digests =
             ModelDigests { tokenizers: models.tokenizer_digests(), prompting: models.prompting_digests() };
         let settings =
-            OwnSettings::new(&cluster_key, &compared, config.raw_chats, &config.keys, &config.tenant_weights);
+            OwnSettings::new(&cluster_key, &digests, config.raw_chats, &config.keys, &config.tenant_weights);
         let agreement = Agreement::start(
             &config,
             &endpoint,
@@ -158,10 +158,10 @@ impl Coordinator {
         });
 
         let (runtime, ticks) = (Heartbeat::new("the runtime"), Heartbeat::new("the dispatcher"));
-        let joins = Heartbeat::new("the loop that takes workers");
+        let join_loop = Heartbeat::new("the loop that takes workers");
         let chains = Arc::new(ChainMemo::new(&cluster_key, CHAIN_BYTES));
         let turns = Turns::new(std::thread::available_parallelism().map_or(2, usize::from));
-        let front = Arc::new(AppState {
+        let state = Arc::new(AppState {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
             keys: Arc::clone(&keys),
@@ -171,7 +171,7 @@ impl Coordinator {
             turns: Arc::clone(&turns),
             cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,
             request_timeout: Duration::from_secs(config.request_timeout_s),
-            realtime: Rules {
+            realtime: SessionLimits {
                 sessions: Sessions::new(config.sessions_per_tenant),
                 idle: Duration::from_secs(config.session_idle_s),
                 longest: Duration::from_secs(config.session_max_s),
@@ -194,7 +194,7 @@ impl Coordinator {
             audit,
             gate: ReadyGate::new(config.hold_ready),
             identity: identity.clone(),
-            loops: vec![runtime.clone(), ticks.clone(), joins.clone()],
+            loops: vec![runtime.clone(), ticks.clone(), join_loop.clone()],
         });
         let limits = Limits {
             port: "api",
@@ -203,11 +203,12 @@ impl Coordinator {
             always: &[],
             metrics,
         };
-        let few =
+        let ops_limits =
             Limits { port: "ops", connections: OPS_CONNECTIONS, always: &ops::PROBES, ..limits.clone() };
-        let http = Listener::open(config.http, api::router(&front), limits).await?;
-        let playground = api::routes(&front, &ops::PLAYGROUND);
-        let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops), playground), few).await?;
+        let http = Listener::open(config.http, api::router(&state), limits).await?;
+        let playground = api::routes(&state, &ops::PLAYGROUND);
+        let ops_http =
+            Listener::open(config.ops, ops::router(Arc::clone(&ops), playground), ops_limits).await?;
 
         let addresses = Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
         let mut tasks = vec![
@@ -216,7 +217,7 @@ impl Coordinator {
                 Arc::clone(&dispatch),
                 terms,
                 agreement.clone(),
-                joins,
+                join_loop,
             )),
             tokio::spawn(tick(Arc::clone(&dispatch), ticks)),
             tokio::spawn(runtime.of_runtime()),
@@ -284,10 +285,10 @@ impl Drop for Coordinator {
 
 /// Records in the audit log when this node receives revocations of certificates.
 async fn note_revocations(identity: Identity, audit: Arc<Audit>) {
-    let mut known = 0;
+    let mut count = 0;
     loop {
-        known = identity.more_revoked_than(known).await;
-        let on = format!("{known} certificates in all");
+        count = identity.more_revoked_than(count).await;
+        let on = format!("{count} certificates in all");
         audit.note(&Record { who: "authority", from: None, what: "revoke", on: &on, result: "taken" });
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
-use crate::dispatch::{Dispatch, SessionId};
+use dispatch::{Dispatch, SessionId};
 use proto::block::ClusterKey;
 use proto::codec::CodecError;
 use proto::ids::{ModelId, NodeId, Role};
@@ -122,7 +122,7 @@ impl Session {
                 Ok(Incoming::Shard(_)) => {}
                 Err(error) => {
                     if let Some(left_out) = NOTED.due((self.node(), "ended")) {
-                        tracing::info!(node = %self.node(), %error, left_out, "the connection of another worker has ended");
+                        tracing::info!(node = %self.node(), %error, left_out, "a worker's connection has ended");
                     }
                     if self.connection.was_closed_for(CloseCode::DeviceLost) {
                         self.device_lost().await;
@@ -252,8 +252,8 @@ impl Session {
             return Err(Refusal::AlreadyHere { at });
         }
         let models: Vec<_> = worker.models.iter().map(|m| m.id.to_string()).collect();
-        let later = self.agreement.as_ref().and_then(|agreement| agreement.later_life(&node, epoch));
-        if let Some(known) = later {
+        let newer = self.agreement.as_ref().and_then(|agreement| agreement.newer_epoch(&node, epoch));
+        if let Some(known) = newer {
             if let Some(left_out) = NOTED.due((&node, "later life")) {
                 tracing::error!(%node, epoch = epoch.0, known = known.0, left_out, "registration refused: the group knows a later epoch of this worker");
             }

@@ -1,8 +1,9 @@
 //! Attention at depth: `cargo bench -p kvasir-kernels --bench attention [-- FILTER]`.
 //!
-//! Decode rows print the KV bytes read per second without a block table, with blocks in order and with a permuted
-//! table, interleaved; prefill rows print the arithmetic rate. Each figure is the best of its repetitions, on one
-//! thread unless `THREADS` says otherwise. The first line is what the same threads read from memory. Time is the thread's CPU time where there is one.
+//! Decode rows print the KV bytes read per second without a block table, with blocks in order and with a
+//! permuted table, interleaved; prefill rows print the arithmetic rate. Each figure is the best of its
+//! repetitions, on one thread (`THREADS` sets another number). The first line is the read bandwidth of the
+//! same threads. Time is the thread's CPU time where there is one.
 
 #![allow(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! One thread's matmul speed: with weights from memory, in GB/s of packed weights beside the read bandwidth
+//! One thread's matmul speed: with weights from memory, in GB/s of packed weights next to the read bandwidth
 //! of the same run, and with weights in cache, in G multiply-accumulates per second.
 //!
 //! `cargo bench -p kvasir-kernels --bench matmul -- [types] [--isa NAME] [--mode int8|f32] [--streamed] [--cached]`
@@ -148,8 +148,8 @@ impl Bench {
                 let in_place = PackedMatrix::in_place(ty, rows, cols, count, Arc::new(bytes));
                 tensors.push(("in place  ".to_owned(), in_place.expect("a plain format")));
             }
-            for (how, tensor) in tensors {
-                print!("{:<7} {rows:>5} x {cols:<5} {how}  streamed GB/s (GMAC/s):", ty.name());
+            for (label, tensor) in tensors {
+                print!("{:<7} {rows:>5} x {cols:<5} {label}  streamed GB/s (GMAC/s):", ty.name());
                 for tokens in [1, 2, 4, 8, 16, 64] {
                     let seconds = self.seconds(&tensor, tokens, 9);
                     let gb = tensor.resident_bytes() as f64 / seconds / 1e9;

@@ -1,9 +1,10 @@
 //! A mixture of experts as a decoder runs it: `cargo bench -p kvasir-kernels --bench moe [-- FILTER]`, where a
 //! filter is part of a line's beginning, such as `Q4_K rows 64`.
 //!
-//! Each row of a step goes to 4 of 32 experts of width 512 in a model of width 1024, on one thread unless `THREADS`
-//! says otherwise. Layers follow each other and every step routes anew, so that weights come from memory as they
-//! do in a model. Figures are medians: microseconds a layer, and multiply-accumulates per nanosecond.
+//! Each row of a step goes to 4 of 32 experts of width 512 in a model of width 1024, on one thread (`THREADS`
+//! sets another number). Layers follow each other and every step routes anew, so that weights come from
+//! memory as they do in a model. Figures are medians: microseconds a layer, and multiply-accumulates per
+//! nanosecond.
 
 #![allow(unsafe_code)]
 

@@ -1,10 +1,12 @@
 //! Recurrent layers: `cargo bench -p kvasir-kernels --bench recurrent [-- FILTER]`.
 //!
-//! Decode rows print the bytes of state read and written per second by one-row steps, in place and from one slot
-//! to another, over more layers than any cache holds, and beside them what a bare multiplication in place reaches.
+//! Decode rows print the bytes of state read and written per second by one-row steps, in place and from one
+//! slot to another, over more layers than any cache holds. They also print the bytes per second of a bare
+//! multiplication in place.
 //! Prefill rows print the time per row and layer of one step of 512 rows. Each figure is the best of its
-//! repetitions, on one thread unless `THREADS` says otherwise and on the best instruction set unless `ISA` does;
-//! time is the thread's CPU time where there is one. The first line is what the same threads read from memory.
+//! repetitions, on one thread (`THREADS` sets another number) and on the best instruction set (`ISA` selects
+//! another one). Time is the thread's CPU time where there is one. The first line is the read bandwidth of
+//! the same threads.
 
 #![allow(unsafe_code)]
 
@@ -64,14 +66,14 @@ fn main() {
     let bench = Bench { pool, isa: isa.expect("an instruction set"), probe: BandwidthProbe::new() };
     println!("{}, {threads} thread(s), reading {:.1} GB/s", bench.isa, bench.bandwidth());
     for model in models() {
-        let wanted = |what: &str| format!("{what} {}", model.name).contains(&filter);
-        if wanted("decode") {
+        let matches_filter = |kind: &str| format!("{kind} {}", model.name).contains(&filter);
+        if matches_filter("decode") {
             bench.decode(&model);
         }
-        if wanted("prefill") {
+        if matches_filter("prefill") {
             bench.prefill(&model);
         }
-        if wanted("conv") {
+        if matches_filter("conv") {
             bench.conv(&model);
         }
     }
@@ -167,7 +169,7 @@ impl Bench {
         self.probe.median(&self.pool, 5) / 1e9
     }
 
-    /// GB/s, read and written, of the least that can be done to memory in place.
+    /// Returns the GB/s, read and written, of a bare multiplication in place.
     fn scaling(&self) -> f64 {
         let mut values = vec![1.0; WORKING_SET / size_of::<f32>()];
         let seconds =
@@ -210,7 +212,7 @@ impl Bench {
         let mut arena = AlignedBuf::<u8>::zeroed(layout.bytes());
         let plan = plan(&layout, PREFILL_ROWS, None, 0);
         let seconds = self.best(Duration::from_secs(2), || layer.run(self, &mut arena, &plan));
-        // Vectors of sixteen: what one core passes over in a second, however often it looks at each.
+        // Vectors of sixteen values that one core processes in a second. Each counts once.
         let vectors = (PREFILL_ROWS * layout.shape().recurrent_len() / 16) as f64;
         println!(
             "prefill {}: {PREFILL_ROWS} rows in {:.2} ms, {:.2} us a row, {:.2} ns a vector",

@@ -23,8 +23,8 @@ mod sealed {
 }
 pub(crate) use sealed::Plain;
 
-/// A fixed-length buffer of plain numbers, initially zero, aligned to [`CACHE_LINE`]. Large buffers ask the
-/// kernel for huge pages.
+/// A fixed-length buffer of plain numbers, initially zero, aligned to [`CACHE_LINE`]. For large buffers the
+/// kernel is advised to use huge pages.
 pub struct AlignedBuf<T: Plain> {
     ptr: NonNull<T>,
     len: usize,

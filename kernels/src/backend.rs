@@ -300,9 +300,9 @@ pub trait Backend: Send {
         false
     }
 
-    /// Like [`Self::matmul`] with one job that does not accumulate, but computes only rows `part` of the
+    /// Like [`Self::matmul`] with one job that does not accumulate, but computes only `rows` of the
     /// matrix. All other values of `out` are unspecified.
-    fn matmul_part(&mut self, _x: BufferId, _job: &MatmulJob, _part: Range<usize>) -> Result<(), Error> {
+    fn matmul_part(&mut self, _x: BufferId, _job: &MatmulJob, _rows: Range<usize>) -> Result<(), Error> {
         Err(Error::Unsupported { what: "a part of a product" })
     }
 
@@ -377,7 +377,12 @@ pub trait Backend: Send {
 
     /// The largest value of a non-empty part of a row and its index in the row; ties go to the lowest index.
     /// The value is NaN if the part contains NaN or infinity.
-    fn best_of_part(&mut self, _x: BufferId, _row: usize, _part: Range<usize>) -> Result<(u32, f32), Error> {
+    fn best_of_part(
+        &mut self,
+        _x: BufferId,
+        _row: usize,
+        _columns: Range<usize>,
+    ) -> Result<(u32, f32), Error> {
         Err(Error::Unsupported { what: "a part of a row" })
     }
 

@@ -35,8 +35,8 @@ impl BandwidthProbe {
         let total = AtomicU64::new(0);
         let start = Instant::now();
         pool.run(&|thread| {
-            let part = self.words.chunks(share).nth(thread).unwrap_or(&[]);
-            total.fetch_add(self.sum(part), Ordering::Relaxed);
+            let words = self.words.chunks(share).nth(thread).unwrap_or(&[]);
+            total.fetch_add(self.sum(words), Ordering::Relaxed);
         });
         let seconds = start.elapsed().as_secs_f64();
         // The sum is used, so that the compiler keeps the reads.
@@ -51,18 +51,18 @@ impl BandwidthProbe {
         all[all.len() / 2]
     }
 
-    fn sum(&self, part: &[u64]) -> u64 {
+    fn sum(&self, words: &[u64]) -> u64 {
         #[cfg(target_arch = "x86_64")]
         if self.isa == Isa::Avx512 {
             // SAFETY: `Isa::detect` found AVX-512F on this machine.
-            return unsafe { sum_avx512(part) };
+            return unsafe { sum_avx512(words) };
         }
         #[cfg(target_arch = "x86_64")]
         if self.isa == Isa::Avx2 {
             // SAFETY: `Isa::detect` found AVX2 on this machine.
-            return unsafe { sum_avx2(part) };
+            return unsafe { sum_avx2(words) };
         }
-        part.iter().fold(0, |sum: u64, word| sum.wrapping_add(*word))
+        words.iter().fold(0, |sum: u64, word| sum.wrapping_add(*word))
     }
 }
 
@@ -75,11 +75,11 @@ impl Default for BandwidthProbe {
 /// Sums with eight independent 64-byte accumulators.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn sum_avx512(part: &[u64]) -> u64 {
+fn sum_avx512(words: &[u64]) -> u64 {
     use std::arch::x86_64::{
         _mm512_add_epi64, _mm512_loadu_si512, _mm512_reduce_add_epi64, _mm512_setzero_si512,
     };
-    let (lines, tail) = part.as_chunks::<64>();
+    let (lines, tail) = words.as_chunks::<64>();
     let mut sums = [_mm512_setzero_si512(); 8];
     for line in lines {
         for (lane, sum) in sums.iter_mut().enumerate() {
@@ -99,14 +99,14 @@ fn sum_avx512(part: &[u64]) -> u64 {
 /// token: without prefetching, Zen 3 reads a seventh less.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn sum_avx2(part: &[u64]) -> u64 {
+fn sum_avx2(words: &[u64]) -> u64 {
     use crate::aligned::CACHE_LINE;
     use std::arch::x86_64::{
         _MM_HINT_T1, _mm_prefetch, _mm256_add_epi64, _mm256_loadu_si256, _mm256_setzero_si256,
         _mm256_storeu_si256,
     };
     const AHEAD: usize = 8192;
-    let (chunks, tail) = part.as_chunks::<32>();
+    let (chunks, tail) = words.as_chunks::<32>();
     let mut sums = [_mm256_setzero_si256(); 8];
     for chunk in chunks {
         for line in (0..size_of_val(chunk)).step_by(CACHE_LINE) {
@@ -134,11 +134,11 @@ mod tests {
     #[test]
     fn every_word_is_read_once() {
         let words: Vec<u64> = (0..1003).map(|word: u64| word.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
-        let sum = |part: &[u64]| part.iter().fold(0u64, |sum, word| sum.wrapping_add(*word));
+        let sum = |slice: &[u64]| slice.iter().fold(0u64, |sum, word| sum.wrapping_add(*word));
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
             let probe = BandwidthProbe { words: words.clone(), isa };
-            for part in [&probe.words[..], &probe.words[1..130], &probe.words[..31], &[]] {
-                assert_eq!(probe.sum(part), sum(part), "{isa}, {} words", part.len());
+            for slice in [&probe.words[..], &probe.words[1..130], &probe.words[..31], &[]] {
+                assert_eq!(probe.sum(slice), sum(slice), "{isa}, {} words", slice.len());
             }
         }
     }

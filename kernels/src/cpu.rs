@@ -131,8 +131,8 @@ fn pack_alone(source: MatrixSource<'_>, take: &mut TakePiece<'_>) -> Result<(), 
     let pieces = pieces(source)?;
     let mut piece = Vec::new();
     for index in 0..pieces.count() {
-        let place = pieces.pack(index, source.bytes, &mut piece)?;
-        if take(place, &piece).is_break() {
+        let offset = pieces.pack(index, source.bytes, &mut piece)?;
+        if take(offset, &piece).is_break() {
             break;
         }
     }
@@ -202,8 +202,8 @@ impl Backend for CpuBackend {
         let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
         try_each(&self.pool, pieces.count(), |index| {
             let mut piece = buffers().pop().unwrap_or_default();
-            let place = pieces.pack(index, source.bytes, &mut piece)?;
-            keep(place, &piece);
+            let offset = pieces.pack(index, source.bytes, &mut piece)?;
+            keep(offset, &piece);
             buffers().push(piece);
             Ok(())
         })
@@ -240,10 +240,10 @@ impl Backend for CpuBackend {
 
     fn replace_by_packed(&mut self, matrix: MatrixId, packed: SharedBytes) -> Result<(), Error> {
         let len = self.matrices.len();
-        let place = self.matrices.get_mut(matrix.0 as usize);
-        let place = place.ok_or(Error::OutOfRange { what: "matrix", index: matrix.0 as usize, len })?;
-        let (ty, rows, cols) = (place.ty(), place.rows(), place.cols());
-        *place = PackedMatrix::from_packed(ty, rows, cols, place.experts(), packed)?;
+        let replaced = self.matrices.get_mut(matrix.0 as usize);
+        let replaced = replaced.ok_or(Error::OutOfRange { what: "matrix", index: matrix.0 as usize, len })?;
+        let (ty, rows, cols) = (replaced.ty(), replaced.rows(), replaced.cols());
+        *replaced = PackedMatrix::from_packed(ty, rows, cols, replaced.experts(), packed)?;
         Ok(())
     }
 
@@ -310,8 +310,8 @@ impl Backend for CpuBackend {
         true
     }
 
-    fn matmul_part(&mut self, x: BufferId, job: &MatmulJob, part: Range<usize>) -> Result<(), Error> {
-        product::matmul(self, x, std::slice::from_ref(job), Some(part))
+    fn matmul_part(&mut self, x: BufferId, job: &MatmulJob, rows: Range<usize>) -> Result<(), Error> {
+        product::matmul(self, x, std::slice::from_ref(job), Some(rows))
     }
 
     fn qkv(&mut self, op: &QkvOp) -> Result<(), Error> {
@@ -386,10 +386,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn best_of_part(&mut self, x: BufferId, row: usize, part: Range<usize>) -> Result<(u32, f32), Error> {
+    fn best_of_part(&mut self, x: BufferId, row: usize, columns: Range<usize>) -> Result<(u32, f32), Error> {
         let x = &self.buffers[x.0 as usize];
-        let (from, place) = (part.start, x.part(row, part)?);
-        let values = &x.values()[place];
+        let (from, range) = (columns.start, x.index_range(row, columns)?);
+        let values = &x.values()[range];
         let best = ops::argmax(self.config.rows, values);
         let none = || Error::OutOfRange { what: "value of a part", index: 0, len: 0 };
         let value = *values.get(best).ok_or_else(none)?;
@@ -398,15 +398,15 @@ impl Backend for CpuBackend {
 
     fn read_part(&mut self, x: BufferId, row: usize, from: usize, out: &mut [f32]) -> Result<(), Error> {
         let x = &self.buffers[x.0 as usize];
-        let place = x.part(row, from..from.saturating_add(out.len()))?;
-        out.copy_from_slice(&x.values()[place]);
+        let range = x.index_range(row, from..from.saturating_add(out.len()))?;
+        out.copy_from_slice(&x.values()[range]);
         Ok(())
     }
 
     fn write_part(&mut self, x: BufferId, row: usize, from: usize, values: &[f32]) -> Result<(), Error> {
         let x = &mut self.buffers[x.0 as usize];
-        let place = x.part(row, from..from.saturating_add(values.len()))?;
-        x.values_mut()[place].copy_from_slice(values);
+        let range = x.index_range(row, from..from.saturating_add(values.len()))?;
+        x.values_mut()[range].copy_from_slice(values);
         Ok(())
     }
 

@@ -113,8 +113,8 @@ mod tests {
 
     #[test]
     fn denormals_are_zero_while_the_guard_exists_and_in_threads_started_meanwhile() {
-        let kept = products();
-        assert!(kept.0 > 0.0 && kept.1 > 0.0 && !are_flushed());
+        let unflushed = products();
+        assert!(unflushed.0 > 0.0 && unflushed.1 > 0.0 && !are_flushed());
         {
             let _outer = FlushDenormals::new();
             assert!(are_flushed());
@@ -123,7 +123,7 @@ mod tests {
             drop(FlushDenormals::new());
             assert_eq!(products(), (0.0, 0.0), "an inner one changes nothing for the outer one");
         }
-        assert_eq!(products(), kept);
+        assert_eq!(products(), unflushed);
     }
 
     #[test]

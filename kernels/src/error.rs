@@ -144,18 +144,18 @@ pub enum Error {
         row: usize,
     },
     /// More deferred rows than the device can store.
-    #[error("{rows} rows with a deferred state, at most {most}")]
+    #[error("{rows} rows with a deferred state, at most {max}")]
     DeferredRows {
         /// Rows of the sequence.
         rows: usize,
         /// Maximum number of rows.
-        most: usize,
+        max: usize,
     },
     /// More deferred steps than the device can store.
-    #[error("rows of {most} steps are deferred already, and none of them has been accepted")]
+    #[error("rows of {max} steps are deferred already, and none of them has been accepted")]
     DeferredSteps {
         /// Maximum number of steps.
-        most: usize,
+        max: usize,
     },
     /// A deferred state with exports.
     #[error("a sequence whose state is deferred exports none")]

@@ -3,7 +3,7 @@
 //!
 //! Invariants: a row's result depends only on that row and its own context, never on the other rows of the
 //! batch, on the number of threads or on how work is split. A backend refuses an op that it cannot compute
-//! exactly. The unsafe code of Kvasir lives in this crate and in `cuda`. This crate never handles files,
+//! exactly. The unsafe code of Kvasir is in this crate and in `cuda`. This crate never handles files,
 //! tokens or sockets.
 
 pub mod aligned;

@@ -73,17 +73,20 @@ pub trait Provider<O: Operation>: Send + Sync {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SelectError {
     /// The environment names a backend that does not exist, cannot run here or refuses the request.
-    #[error("{variable} selects backend {wanted:?} for {operation}, which {fault}")]
+    #[error("{variable} selects backend {backend:?} for {operation}, which {fault}")]
     Demand {
         /// The variable that was set.
         variable: String,
-        wanted: String,
+        backend: String,
         operation: &'static str,
         /// Why the named backend cannot be used.
         fault: DemandFault,
     },
     /// There is no built-in provider, and no other can serve.
-    #[error("no backend serves {operation}{}", tried.iter().map(|why| format!("; {why}")).collect::<String>())]
+    #[error(
+        "no backend serves {operation}{}",
+        tried.iter().map(|refusal| format!("; {refusal}")).collect::<String>()
+    )]
     Nobody {
         operation: &'static str,
         /// Each provider's name and its reason.
@@ -102,8 +105,8 @@ pub enum SelectError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DemandFault {
     /// No provider has this name.
-    #[error("is unknown; known are {}", if known.is_empty() { "none".to_owned() } else { known.join(", ") })]
-    Unknown { known: Vec<String> },
+    #[error("is unknown; known are {}", if names.is_empty() { "none".to_owned() } else { names.join(", ") })]
+    Unknown { names: Vec<String> },
     /// It cannot run on this host.
     #[error("is not available here: {reason}")]
     Unavailable { reason: String },
@@ -159,10 +162,10 @@ impl<O: Operation> Registry<O> {
     ) -> Result<&dyn Provider<O>, SelectError> {
         let own = format!("KVASIR_{}_BACKEND", O::NAME.to_ascii_uppercase());
         for variable in [own.as_str(), "KVASIR_BACKEND"] {
-            if let Some(wanted) = environment(variable).filter(|wanted| !wanted.is_empty()) {
-                return self.demanded(&wanted, request).map_err(|fault| SelectError::Demand {
+            if let Some(backend) = environment(variable).filter(|backend| !backend.is_empty()) {
+                return self.select_by_name(&backend, request).map_err(|fault| SelectError::Demand {
                     variable: variable.to_owned(),
-                    wanted: wanted.clone(),
+                    backend: backend.clone(),
                     operation: O::NAME,
                     fault,
                 });
@@ -192,19 +195,19 @@ impl<O: Operation> Registry<O> {
     }
 
     fn tried(&self, request: &O::Request) -> Vec<String> {
-        let why = |provider: &dyn Provider<O>| match provider.available() {
+        let refusal_text = |provider: &dyn Provider<O>| match provider.available() {
             Err(reason) => Some(format!("{}: {reason}", provider.name())),
             Ok(()) => {
                 provider.can_serve(request).err().map(|refusal| format!("{}: {refusal}", provider.name()))
             }
         };
-        self.all().filter_map(why).collect()
+        self.all().filter_map(refusal_text).collect()
     }
 
-    fn demanded(&self, wanted: &str, request: &O::Request) -> Result<&dyn Provider<O>, DemandFault> {
-        let Some(provider) = self.all().find(|provider| provider.name() == wanted) else {
-            let known = self.names().into_iter().map(str::to_owned).collect();
-            return Err(DemandFault::Unknown { known });
+    fn select_by_name(&self, name: &str, request: &O::Request) -> Result<&dyn Provider<O>, DemandFault> {
+        let Some(provider) = self.all().find(|provider| provider.name() == name) else {
+            let names = self.names().into_iter().map(str::to_owned).collect();
+            return Err(DemandFault::Unknown { names });
         };
         provider.available().map_err(|reason| DemandFault::Unavailable { reason })?;
         provider.can_serve(request).map_err(DemandFault::Refused)?;

@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 
 use crate::header::ModelHeader;
-use crate::spec::{AppendedSpec, AssistantSpec};
+use crate::spec::{AssistantSpec, MtpHeadSpec};
 use crate::{Error, ModelFile, ModelSpec};
 
 use source::Source;
@@ -56,14 +56,14 @@ const ARCHES: [Arch; 15] = [
     arch("qwen2", qwen2::translate),
     arch("qwen2moe", qwen2::translate_moe),
     arch("qwen3", qwen3::translate),
-    Arch { ignores: qwen_hybrid::is_appended, ..arch("qwen35", qwen_hybrid::translate_qwen35) },
-    Arch { ignores: qwen_hybrid::is_appended, ..arch("qwen35moe", qwen_hybrid::translate_qwen35moe) },
+    Arch { ignores: qwen_hybrid::is_mtp_head, ..arch("qwen35", qwen_hybrid::translate_qwen35) },
+    Arch { ignores: qwen_hybrid::is_mtp_head, ..arch("qwen35moe", qwen_hybrid::translate_qwen35moe) },
     arch("qwen3moe", qwen3::translate_moe),
-    Arch { ignores: qwen_hybrid::is_appended, ..arch("qwen3next", qwen_hybrid::translate_qwen3next) },
+    Arch { ignores: qwen_hybrid::is_mtp_head, ..arch("qwen3next", qwen_hybrid::translate_qwen3next) },
 ];
 
 /// Names of the supported architectures.
-pub fn known() -> impl ExactSizeIterator<Item = &'static str> {
+pub fn supported() -> impl ExactSizeIterator<Item = &'static str> {
     ARCHES.iter().map(|arch| arch.name)
 }
 
@@ -80,7 +80,7 @@ impl ModelSpec {
     pub fn from_header(header: &ModelHeader) -> Result<Self, Error> {
         let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
         let Some(arch) = ARCHES.iter().find(|arch| arch.name == found) else {
-            return Err(Error::UnknownArch { found: found.to_owned(), known: known().collect() });
+            return Err(Error::UnknownArch { found: found.to_owned(), supported: supported().collect() });
         };
         let source = Source::new(header, arch.name);
         let spec = (arch.translate)(&source)?;
@@ -98,7 +98,7 @@ impl AssistantSpec {
         let header = file.header();
         let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
         if found != ASSISTANT {
-            return Err(Error::UnknownArch { found: found.to_owned(), known: vec![ASSISTANT] });
+            return Err(Error::UnknownArch { found: found.to_owned(), supported: vec![ASSISTANT] });
         }
         let source = Source::new(header, ASSISTANT);
         let spec = gemma4::translate_assistant(&source)?;
@@ -107,7 +107,7 @@ impl AssistantSpec {
     }
 }
 
-impl AppendedSpec {
+impl MtpHeadSpec {
     /// The MTP head of the model in `file`; `None` if the file or its architecture has none.
     ///
     /// Fails if the model has several, or if a tensor of the head is missing or has the wrong shape.
@@ -115,8 +115,8 @@ impl AppendedSpec {
         let header = file.header();
         let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
         let translate = match found {
-            "qwen3next" | "qwen35moe" => qwen_hybrid::translate_appended_mixture,
-            "qwen35" => qwen_hybrid::translate_appended_dense,
+            "qwen3next" | "qwen35moe" => qwen_hybrid::translate_mtp_head_mixture,
+            "qwen35" => qwen_hybrid::translate_mtp_head_dense,
             _ => return Ok(None),
         };
         translate(&Source::new(header, found))

@@ -134,7 +134,7 @@ impl ModelCosts {
         for name in order {
             let (bytes, readers) = (size(name).bytes, readers.remove(name).unwrap_or_default());
             match readers.as_slice() {
-                [one] => parts[*one].own_bytes += bytes,
+                [only] => parts[*only].own_bytes += bytes,
                 _ => shared.push((bytes, readers)),
             }
         }
@@ -218,11 +218,11 @@ impl ModelCosts {
     /// Bytes of the tensors that these parts read, each counted once. `reads_embedding` adds the embedding
     /// for a drafter.
     fn weight_bytes(&self, parts: &Range<usize>, reads_embedding: bool) -> u64 {
-        let kept =
+        let is_read =
             |part: usize| parts.contains(&part) || part == 0 && (self.embeds_everywhere || reads_embedding);
         let own =
-            self.parts.iter().enumerate().filter(|(part, _)| kept(*part)).map(|(_, part)| part.own_bytes);
-        let shared = self.shared.iter().filter(|(_, readers)| readers.iter().any(|part| kept(*part)));
+            self.parts.iter().enumerate().filter(|(part, _)| is_read(*part)).map(|(_, part)| part.own_bytes);
+        let shared = self.shared.iter().filter(|(_, readers)| readers.iter().any(|part| is_read(*part)));
         own.sum::<u64>() + shared.map(|(bytes, _)| bytes).sum::<u64>()
     }
 }

@@ -68,11 +68,11 @@ pub enum Error {
     #[error("the file has no tensor {tensor}")]
     MissingTensor { tensor: String },
     /// No translator supports this architecture.
-    #[error("architecture {found:?} is not supported; supported are {}", known.join(", "))]
+    #[error("architecture {found:?} is not supported; supported are {}", supported.join(", "))]
     UnknownArch {
         /// Value of `general.architecture`.
         found: String,
-        known: Vec<&'static str>,
+        supported: Vec<&'static str>,
     },
     /// A hyper-parameter is out of range, contradicts another one, or requests something unsupported.
     #[error("{key} is {found}, expected {needs}")]

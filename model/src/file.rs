@@ -20,9 +20,9 @@ use crate::shard::{CHUNK_BYTES, ChunkId, Manifest, StoredBytes, digest};
 use crate::{Error, checkpoint, gguf};
 use metadata::Metadata;
 
-mod known;
+mod digest_cache;
 
-pub use known::{DigestCache, Hashed};
+pub use digest_cache::{DigestCache, Hashed};
 
 #[derive(Debug)]
 pub struct ModelFile {
@@ -234,22 +234,22 @@ impl StoredData {
     fn forget(&self, name: &str) {
         let header = self.manifest.header();
         let mapped = header.index(name).and_then(|index| self.tensors.get(index)).and_then(OnceLock::get);
-        if let (Some(mapped), Ok(places)) = (mapped, self.manifest.chunks(name)) {
-            mapped.forget(&self.chunks, places);
+        if let (Some(mapped), Ok(chunks)) = (mapped, self.manifest.chunks(name)) {
+            mapped.forget(&self.chunks, chunks);
         }
     }
 
     fn tensor(&self, name: &str) -> Result<&Arc<MappedTensor>, Error> {
         let header = self.manifest.header();
-        let place = header.index(name).and_then(|index| self.tensors.get(index));
-        let (place, info) = place.zip(header.tensor(name)).ok_or_else(|| missing(name))?;
-        if let Some(mapped) = place.get() {
+        let slot = header.index(name).and_then(|index| self.tensors.get(index));
+        let (slot, info) = slot.zip(header.tensor(name)).ok_or_else(|| missing(name))?;
+        if let Some(mapped) = slot.get() {
             return Ok(mapped);
         }
         let too_large = |_| io_error("map", &self.path)(ErrorKind::OutOfMemory.into());
         let bytes = usize::try_from(info.bytes).map_err(too_large)?;
         let mapped = MappedTensor::open(&self.chunks, bytes, self.manifest.chunks(name)?, &self.sound)?;
-        Ok(place.get_or_init(|| Arc::new(mapped)))
+        Ok(slot.get_or_init(|| Arc::new(mapped)))
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! No input bytes cause a panic. Every count and length from a file is capped before allocation. A model is data: a
 //! new architecture needs one translator file and a fixture. This crate does no tensor arithmetic, opens no sockets
-//! and knows neither text nor names of models: `text` and `hub` do.
+//! and handles neither text nor names of models: `text` and `hub` do.
 
 pub mod arch;
 pub mod checkpoint;

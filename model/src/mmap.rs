@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_is_not_in_memory_and_reads_as_before() {
+    fn dropped_pages_leave_memory_and_read_as_before() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let bytes: Vec<u8> = (0..4u32 << 20).map(|i| (i % 251) as u8).collect();
         file.write_all(&bytes).unwrap();

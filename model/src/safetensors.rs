@@ -116,7 +116,7 @@ pub(crate) fn parse(file: &[u8]) -> Result<Vec<Tensor>, Malformed> {
     let Header(entries) = serde_json::from_slice(header).map_err(malformed)?;
     let data = Data { start: 8 + length, bytes: data.len() as u64 };
     let mut tensors: Vec<Tensor> =
-        entries.into_iter().map(|(name, entry)| data.place(name, entry)).collect::<Result<_, _>>()?;
+        entries.into_iter().map(|(name, entry)| data.locate(name, entry)).collect::<Result<_, _>>()?;
     tensors.sort_by_key(|tensor| (tensor.offset, tensor.bytes));
     for (first, second) in tensors.iter().zip(tensors.iter().skip(1)) {
         if first.offset.saturating_add(first.bytes) > second.offset {
@@ -142,7 +142,7 @@ struct Data {
 }
 
 impl Data {
-    fn place(&self, name: String, entry: TensorInfo) -> Result<Tensor, Malformed> {
+    fn locate(&self, name: String, entry: TensorInfo) -> Result<Tensor, Malformed> {
         let TensorInfo { dtype, shape, data_offsets: (start, end) } = entry;
         within(&format!("the number of dimensions of {name}"), shape.len() as u64, limits::DIMS)?;
         let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &dim| bits.checked_mul(dim));

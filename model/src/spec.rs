@@ -3,20 +3,20 @@
 //! One file per architecture (`arch/`) translates a GGUF's metadata into a [`ModelSpec`]. Tensors are named,
 //! not loaded: a tensor source provides the weights.
 
-mod appended;
 mod assistant;
 mod cuts;
 mod feed_forward;
 mod mixer;
+mod mtp_head;
 mod tensors;
 
-pub use appended::AppendedSpec;
 pub use assistant::AssistantSpec;
 pub use feed_forward::{Activation, ExpertGateUp, FfnPart, FfnSpec, MoeSpec};
 pub use mixer::{
     AttentionSpec, ConvSpec, DeltaNetSpec, HeadGrouping, KvSpec, Mamba2Spec, MixerSpec, OwnKvSpec,
     RopeFactors, RopeSpec, RopeStyle,
 };
+pub use mtp_head::MtpHeadSpec;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelSpec {

@@ -15,7 +15,7 @@ pub const HASH_UNIT_TOKENS: usize = 16;
 const ROOT_TAG: &[u8] = b"kvasir/root/1";
 const UNIT_TAG: &[u8] = b"kvasir/unit/2";
 
-/// Secret that keys every hash of one cluster. Nobody outside the cluster can forge ids.
+/// Secret that keys every hash of one cluster. Ids cannot be forged without it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClusterKey(pub [u8; 32]);
 
@@ -110,11 +110,11 @@ impl UnitKey {
             let mut bytes = [0u8; ID + 3 * HASH_UNIT_TOKENS];
             let (id, ids) = bytes.split_at_mut(ID);
             id.copy_from_slice(&parent.0);
-            let (places, _) = ids.as_chunks_mut::<12>();
+            let (chunks, _) = ids.as_chunks_mut::<12>();
             let (quads, _) = tokens.as_chunks::<4>();
-            for (place, &[a, b, c, d]) in places.iter_mut().zip(quads) {
+            for (chunk, &[a, b, c, d]) in chunks.iter_mut().zip(quads) {
                 let packed = u128::from(a) | u128::from(b) << 24 | u128::from(c) << 48 | u128::from(d) << 72;
-                place.copy_from_slice(&packed.to_le_bytes()[..12]);
+                chunk.copy_from_slice(&packed.to_le_bytes()[..12]);
             }
             truncate(blake3::keyed_hash(&self.0, &bytes))
         } else {
@@ -122,9 +122,9 @@ impl UnitKey {
             let mut bytes = [0u8; ID + 4 * HASH_UNIT_TOKENS];
             let (id, ids) = bytes.split_at_mut(ID);
             id.copy_from_slice(&parent.0);
-            let (places, _) = ids.as_chunks_mut::<4>();
-            for (place, token) in places.iter_mut().zip(tokens) {
-                *place = token.to_le_bytes();
+            let (chunks, _) = ids.as_chunks_mut::<4>();
+            for (chunk, token) in chunks.iter_mut().zip(tokens) {
+                *chunk = token.to_le_bytes();
             }
             truncate(blake3::keyed_hash(&self.0, &bytes))
         }

@@ -158,17 +158,17 @@ struct CappedWriter<'a> {
 
 impl bincode::enc::write::Writer for CappedWriter<'_> {
     #[inline]
-    fn write(&mut self, part: &[u8]) -> Result<(), EncodeError> {
-        if self.bytes.len() + part.len() > self.end {
+    fn write(&mut self, chunk: &[u8]) -> Result<(), EncodeError> {
+        if self.bytes.len() + chunk.len() > self.end {
             return Err(EncodeError::UnexpectedEnd);
         }
-        match part {
+        match chunk {
             // Most tokens of a prompt encode to up to three bytes; a call to copy them would cost more than
             // the pushes.
             [a] => self.bytes.push(*a),
             [a, b] => self.bytes.extend_from_slice(&[*a, *b]),
             [a, b, c] => self.bytes.extend_from_slice(&[*a, *b, *c]),
-            part => self.bytes.extend_from_slice(part),
+            chunk => self.bytes.extend_from_slice(chunk),
         }
         Ok(())
     }

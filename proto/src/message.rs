@@ -121,7 +121,7 @@ pub enum FinishReason {
     Cancelled,
 }
 
-/// All errors of a generation or an encoding on a worker. [`GenerateError::retryable`] says which ones the
+/// All errors of a generation or an encoding on a worker. [`GenerateError::retryable`] lists which ones the
 /// coordinator may retry elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum GenerateError {

@@ -1,9 +1,9 @@
 //! Replicas of several stages: the resources that a pool worker contributes, the orders of a coordinator to
 //! pool workers, and the lease by which the first stage of a replica holds the other stages.
 //!
-//! A replica's *life* is the index of the log entry that planned it; a later plan has a larger one. Within
-//! a life, each attempt of the first stage to form the replica has its own epoch. A stage belongs to the
-//! latest (life, epoch) that claimed it. It belongs to no replica once that lease is not renewed.
+//! A replica's *plan index* is the index of the log entry that planned it; a later plan has a larger one.
+//! Under a plan, each attempt of the first stage to form the replica has its own epoch. A stage belongs to the
+//! latest (plan index, epoch) that claimed it. It belongs to no replica once that lease is not renewed.
 
 use crate::codec::bounded;
 use crate::ids::{Epoch, ModelId};
@@ -46,14 +46,14 @@ pub struct OfferedModelFile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Drafter {
     /// The MTP head behind the model's last layer, in the model's own file. Runs at the last stage.
-    Appended,
+    MtpHead,
     /// A drafter that reads the model's caches, by the digest of its file. Runs at the last stage.
     Assistant([u8; 32]),
     /// A smaller model of the same vocabulary, by the digest of its file. Runs at the first stage.
     Model([u8; 32]),
 }
 
-/// A drafter that a pool worker has beside its model's file, with the resources that it takes from the
+/// A drafter that a pool worker has for its model's file, with the resources that it takes from the
 /// stage where it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedDrafter {
@@ -68,7 +68,7 @@ pub struct OfferedDrafter {
     pub reads_embedding: bool,
     /// Key and value elements that the drafter keeps for each position.
     pub kv_elements: u64,
-    /// Elements that the drafter keeps beside each recurrent state of a sequence.
+    /// Elements that the drafter keeps with each recurrent state of a sequence.
     pub state_elements: u64,
 }
 
@@ -95,7 +95,7 @@ pub struct PlaceOrder {
 /// A replica that the worker leads as its first stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lead {
-    pub life: u64,
+    pub plan_index: u64,
     pub model: ModelId,
     pub model_digest: [u8; 32],
     /// Bytes for the caches of all stages together. Each stage has room for its part.
@@ -128,7 +128,7 @@ pub struct PlaceReport {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeadReport {
-    pub life: u64,
+    pub plan_index: u64,
     pub state: LeadState,
     /// Number of attempts to form the replica, failed ones included.
     pub attempts: u32,
@@ -162,8 +162,8 @@ impl LeadState {
 pub struct StageClaim {
     /// Replica that the stage will be ordered to join.
     pub replica: ReplicaId,
-    pub life: u64,
-    /// Number of the attempt within that life.
+    pub plan_index: u64,
+    /// Number of the attempt under that plan.
     pub epoch: Epoch,
 }
 
@@ -186,9 +186,9 @@ pub enum LeaseAnswer {
 /// Reason why a claim is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ClaimRefusal {
-    /// A later life, or a later attempt in the same life, has claimed the stage.
-    #[error("the plan with life {life} has claimed the worker in epoch {}", epoch.0)]
-    Stale { life: u64, epoch: Epoch },
+    /// A later plan, or a later attempt under the same plan, has claimed the stage.
+    #[error("plan {plan_index} has claimed the worker in epoch {}", epoch.0)]
+    Stale { plan_index: u64, epoch: Epoch },
     /// The worker is the first stage of a replica itself.
     #[error("the worker leads a replica")]
     Leads,

@@ -97,7 +97,7 @@ pub enum StageDrafter {
     /// A drafter that reads the caches of some layers. The last stage holds all of these layers.
     Assistant { digest: [u8; 32] },
     /// The MTP head behind the model's last layer, in the model's own file.
-    Appended {
+    MtpHead {
         /// Most sequences that are drafted for at once.
         sequences: u32,
     },

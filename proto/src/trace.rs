@@ -65,8 +65,8 @@ impl TraceParent {
         let (trace, span, flags) = (fields.next()?, fields.next()?, fields.next()?);
         let context = TraceContext { trace: TraceId(from_hex(trace)?), span: SpanId(from_hex(span)?) };
         let [flags] = from_hex(flags)?;
-        let nothing = context.trace.0 == [0; 16] || context.span.0 == [0; 8];
-        (!unknown && !nothing && fields.next().is_none()).then_some(Self { context, sampled: flags & 1 == 1 })
+        let invalid = context.trace.0 == [0; 16] || context.span.0 == [0; 8];
+        (!unknown && !invalid && fields.next().is_none()).then_some(Self { context, sampled: flags & 1 == 1 })
     }
 }
 
@@ -241,11 +241,11 @@ pub fn counts() -> SpanCounts {
 }
 
 impl SpanQueue {
-    /// Collects at most `most` spans and waits at most `limit` for them.
-    pub fn take(&self, limit: Duration, most: usize) -> Vec<SpanRecord> {
+    /// Collects at most `max` spans and waits at most `limit` for them.
+    pub fn take(&self, limit: Duration, max: usize) -> Vec<SpanRecord> {
         let until = Instant::now() + limit;
         let mut taken: Vec<SpanRecord> = Vec::new();
-        while taken.len() < most {
+        while taken.len() < max {
             match self.spans.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(span) => taken.push(span),
                 // The sender is in a static and is never dropped.
@@ -256,7 +256,7 @@ impl SpanQueue {
     }
 
     /// Counts `spans` taken spans as exported or failed.
-    pub fn told(&self, spans: usize, exported: bool) {
+    pub fn record_export(&self, spans: usize, exported: bool) {
         let Counters { exported: well, failed, .. } = &self.sink.counters;
         let counter = if exported { well } else { failed };
         counter.fetch_add(spans as u64, Ordering::Relaxed);
@@ -384,7 +384,7 @@ impl Span {
     }
 
     fn below(&self, kind: SpanKind, name: &'static str, start: Instant) -> Self {
-        let at = self.on_the_wall(start);
+        let at = self.wall_time(start);
         let record = SpanRecord {
             context: TraceContext { span: SpanId::random(), ..self.record.context },
             parent: Some(self.record.context.span),
@@ -403,7 +403,7 @@ impl Span {
         self.end = Some(at);
     }
 
-    fn on_the_wall(&self, moment: Instant) -> SystemTime {
+    fn wall_time(&self, moment: Instant) -> SystemTime {
         let (then, wall) = self.clocks;
         match moment.checked_duration_since(then) {
             Some(after) => wall + after,
@@ -414,11 +414,11 @@ impl Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        let end = self.on_the_wall(self.end.unwrap_or_else(Instant::now));
+        let end = self.wall_time(self.end.unwrap_or_else(Instant::now));
         self.record.end = end.max(self.record.start);
-        let nothing =
+        let empty =
             SpanRecord { attributes: Vec::new(), name: Cow::Borrowed(""), error: None, ..self.record };
-        let record = std::mem::replace(&mut self.record, nothing);
+        let record = std::mem::replace(&mut self.record, empty);
         if self.sink.queue.try_send(record).is_err() {
             self.sink.counters.queue_full.fetch_add(1, Ordering::Relaxed);
         }

@@ -59,7 +59,7 @@ pub struct Register {
         deserialize_with = "bounded::deserialize::<_, _, MAX_OPERATIONS>"
     )]
     pub operations: Vec<OfferedOperation>,
-    /// Drafter that the worker has beside the model file that it contributes to replicas, if any.
+    /// Drafter that the worker has for the model file that it contributes to replicas, if any.
     pub drafter: Option<OfferedDrafter>,
 }
 

@@ -94,8 +94,8 @@ proptest! {
         let key = ClusterKey([3; 32]);
         let whole = key.chain(BlockId(root), &tokens);
         prop_assert_eq!(whole.len(), tokens.len() / HASH_UNIT_TOKENS);
-        let part = key.chain(BlockId(root), &tokens[..cut.index(tokens.len() + 1)]);
-        prop_assert_eq!(&whole[..part.len()], &part[..]);
+        let prefix = key.chain(BlockId(root), &tokens[..cut.index(tokens.len() + 1)]);
+        prop_assert_eq!(&whole[..prefix.len()], &prefix[..]);
     }
 
     #[test]

@@ -113,8 +113,8 @@ impl FromStr for Bind {
         let network = text.rsplit_once(':').and_then(|(network, port)| {
             let (address, bits) = network.split_once('/')?;
             let (address, bits) = (address.parse::<IpAddr>().ok()?, bits.parse::<u32>().ok()?);
-            let most = if address.is_ipv4() { 32 } else { 128 };
-            (bits <= most).then_some(Self::Network(Network { address, bits }, port.parse().ok()?))
+            let max_bits = if address.is_ipv4() { 32 } else { 128 };
+            (bits <= max_bits).then_some(Self::Network(Network { address, bits }, port.parse().ok()?))
         });
         network.ok_or_else(|| InvalidBind(text.chars().take(64).collect()))
     }

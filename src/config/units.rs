@@ -61,7 +61,7 @@ fn parse(
         None if bare_allowed => (trimmed, 1),
         None => return Err(refuse()),
     };
-    let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+    let digits = |value: &str| !value.is_empty() && value.bytes().all(|b| b.is_ascii_digit());
     let (whole, fraction) = number.split_once('.').map_or((number, None), |(w, f)| (w, Some(f)));
     if !digits(whole) || fraction.is_some_and(|f| !digits(f) || f.len() > 9 || scale == 1) {
         return Err(refuse());
@@ -70,8 +70,11 @@ fn parse(
     let Some(fraction) = fraction else { return Ok(scaled) };
     // Nine digits times 2^40 fit into 128 bits.
     let numerator = fraction.parse::<u128>().map_err(|_| refuse())? * u128::from(scale);
-    let part = numerator / 10u128.pow(fraction.len() as u32);
-    u64::try_from(part).ok().and_then(|part| scaled.checked_add(part)).ok_or_else(refuse)
+    let scaled_fraction = numerator / 10u128.pow(fraction.len() as u32);
+    u64::try_from(scaled_fraction)
+        .ok()
+        .and_then(|scaled_fraction| scaled.checked_add(scaled_fraction))
+        .ok_or_else(refuse)
 }
 
 impl FromStr for ByteSize {

@@ -7,21 +7,22 @@ use std::io::Write;
 use std::net::TcpListener;
 use std::sync::mpsc::{Receiver, channel};
 
-/// A server in a thread: gives each connection's request to `answer` and sends what that gives, as it is.
+/// A server in a thread. It passes each connection's request to `answer` and sends the returned bytes
+/// unchanged.
 fn serve(answer: impl Fn(usize, &str) -> Vec<u8> + Send + 'static) -> (u16, Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let (tell, told) = channel();
+    let (requests_tx, requests) = channel();
     std::thread::spawn(move || {
         for (number, stream) in listener.incoming().enumerate() {
             let mut stream = stream.unwrap();
             let request = head_of(&mut stream);
             let _ = stream.write_all(&answer(number, &request));
             // The test may have ended.
-            let _ = tell.send(request);
+            let _ = requests_tx.send(request);
         }
     });
-    (port, told)
+    (port, requests)
 }
 
 fn head_of(stream: &mut impl Read) -> String {
@@ -55,41 +56,41 @@ fn text(response: Response) -> io::Result<String> {
 fn a_request_says_what_is_wanted_and_an_answer_is_read() {
     let answer =
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 206 Partial\r\nETag: \"a\"\r\nContent-Length: 3\r\n\r\nabc";
-    let (port, told) = serve(move |_, _| answer.to_vec());
+    let (port, requests) = serve(move |_, _| answer.to_vec());
     let url = format!("http://127.0.0.1:{port}/x?y");
-    let wanted = Request {
+    let ranged = Request {
         from: Some(7),
         if_range: Some("\"a\"".into()),
         bearer: Some("token".into()),
         ..request(&url)
     };
-    let response = client(&[("http_proxy", "nobody:1")]).get(&wanted).unwrap();
+    let response = client(&[("http_proxy", "nobody:1")]).get(&ranged).unwrap();
     assert_eq!((response.head.status, response.head.header("etag")), (206, Some("\"a\"")));
     assert_eq!(text(response).unwrap(), "abc");
-    let asked = told.recv().unwrap();
-    assert!(asked.starts_with("GET /x?y HTTP/1.1\r\n"), "{asked}");
+    let received = requests.recv().unwrap();
+    assert!(received.starts_with("GET /x?y HTTP/1.1\r\n"), "{received}");
     for header in [
         &format!("Host: 127.0.0.1:{port}"),
         "Range: bytes=7-",
         "If-Range: \"a\"",
         "Authorization: Bearer token",
     ] {
-        assert!(asked.contains(&format!("{header}\r\n")), "{header} in {asked}");
+        assert!(received.contains(&format!("{header}\r\n")), "{header} in {received}");
     }
 }
 
 #[test]
-fn what_is_no_answer_is_an_error() {
+fn an_invalid_response_is_an_error() {
     for (answer, kind) in [
         (&b"SSH-2.0-x\r\n\r\n"[..], ErrorKind::InvalidData),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n", ErrorKind::UnexpectedEof),
         (b"", ErrorKind::UnexpectedEof),
     ] {
-        let (port, _told) = serve(move |_, _| answer.to_vec());
+        let (port, _requests) = serve(move |_, _| answer.to_vec());
         let error = client(&[]).get(&request(&format!("http://127.0.0.1:{port}/"))).err().unwrap();
         assert_eq!(error.kind(), kind, "{error}");
     }
-    let (port, _told) = serve(|_, _| [b"HTTP/1.1 200 OK\r\n", &b"A: b\r\n".repeat(20_000)[..]].concat());
+    let (port, _requests) = serve(|_, _| [b"HTTP/1.1 200 OK\r\n", &b"A: b\r\n".repeat(20_000)[..]].concat());
     let error = client(&[]).get(&request(&format!("http://127.0.0.1:{port}/"))).err().unwrap();
     assert!(error.to_string().contains("too large"), "{error}");
 }
@@ -97,7 +98,7 @@ fn what_is_no_answer_is_an_error() {
 /// The body of a response that consists of `head` and `body`.
 fn body(head: &str, body: &'static [u8]) -> Result<String, ErrorKind> {
     let answer = [format!("HTTP/1.1 {head}\r\n\r\n").as_bytes(), body].concat();
-    let (port, _told) = serve(move |_, _| answer.clone());
+    let (port, _requests) = serve(move |_, _| answer.clone());
     let response = client(&[]).get(&request(&format!("http://127.0.0.1:{port}/")));
     response.and_then(text).map_err(|error| error.kind())
 }
@@ -145,18 +146,21 @@ fn a_server_that_falls_silent_is_left() {
 
 #[test]
 fn a_proxy_is_asked_for_what_lies_behind_it() {
-    let (port, told) = serve(|_, _| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi".to_vec());
+    let (port, requests) = serve(|_, _| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi".to_vec());
     let proxy = format!("http://me:pass@127.0.0.1:{port}");
     let response = client(&[("http_proxy", &proxy)]).get(&request("http://behind.example/x")).unwrap();
     assert_eq!(text(response).unwrap(), "hi");
-    let asked = told.recv().unwrap();
-    assert!(asked.starts_with("GET http://behind.example/x HTTP/1.1\r\nHost: behind.example\r\n"), "{asked}");
-    assert!(asked.contains("Proxy-Authorization: Basic bWU6cGFzcw==\r\n"), "{asked}");
-    let (port, told) = serve(|_, _| b"HTTP/1.1 407 Who are you\r\n\r\n".to_vec());
+    let received = requests.recv().unwrap();
+    assert!(
+        received.starts_with("GET http://behind.example/x HTTP/1.1\r\nHost: behind.example\r\n"),
+        "{received}"
+    );
+    assert!(received.contains("Proxy-Authorization: Basic bWU6cGFzcw==\r\n"), "{received}");
+    let (port, requests) = serve(|_, _| b"HTTP/1.1 407 Who are you\r\n\r\n".to_vec());
     let proxy = format!("http://127.0.0.1:{port}");
     let error = client(&[("https_proxy", &proxy)]).get(&request("https://behind.example/x")).err().unwrap();
     assert!(error.to_string().ends_with("responded with status 407"), "{error}");
-    assert!(told.recv().unwrap().starts_with("CONNECT behind.example:443 HTTP/1.1\r\n"));
+    assert!(requests.recv().unwrap().starts_with("CONNECT behind.example:443 HTTP/1.1\r\n"));
 }
 
 #[test]
@@ -187,8 +191,8 @@ fn tls_wants_a_certificate_that_is_trusted_also_behind_a_proxy() {
             for stream in listener.incoming() {
                 let mut stream = stream.unwrap();
                 if tunnel {
-                    let asked = head_of(&mut stream);
-                    assert!(asked.starts_with("CONNECT behind.example:443 HTTP/1.1\r\n"), "{asked}");
+                    let received = head_of(&mut stream);
+                    assert!(received.starts_with("CONNECT behind.example:443 HTTP/1.1\r\n"), "{received}");
                     stream.write_all(b"HTTP/1.1 200 Connected\r\n\r\n").unwrap();
                 }
                 let session = ServerConnection::new(Arc::clone(&config)).unwrap();
@@ -221,7 +225,7 @@ fn tls_wants_a_certificate_that_is_trusted_also_behind_a_proxy() {
 fn a_model_comes_through_cuts_redirects_and_chunks() {
     let body: Vec<u8> = b"GGUF".iter().copied().chain((0..200_000u32).map(|at| (at % 251) as u8)).collect();
     let sent = body.clone();
-    let (port, told) = serve(move |number, request| {
+    let (port, requests) = serve(move |number, request| {
         let head =
             |status: &str, more: &str| format!("HTTP/1.1 {status}\r\nETag: \"a\"\r\n{more}\r\n").into_bytes();
         let length = sent.len();
@@ -256,8 +260,8 @@ fn a_model_comes_through_cuts_redirects_and_chunks() {
     let path = store.fetch(&address, &[], &network, &mut ()).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), body);
     assert_eq!(store.verification(&path), Some(Verification::Unverified));
-    let asked: Vec<String> = told.try_iter().collect();
-    assert!(asked.iter().any(|request| request.contains("If-Range: \"a\"\r\n")), "{asked:?}");
+    let received: Vec<String> = requests.try_iter().collect();
+    assert!(received.iter().any(|request| request.contains("If-Range: \"a\"\r\n")), "{received:?}");
     let elsewhere = Address::parse("http://models.example/m.gguf").unwrap();
     let error = store.fetch(&elsewhere, &[], &network, &mut ()).unwrap_err();
     assert!(matches!(error, hub::Error::Catalog(CatalogError::Download { .. })), "{error}");

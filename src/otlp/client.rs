@@ -142,13 +142,13 @@ mod tests {
     use std::io::ErrorKind;
 
     #[test]
-    fn what_lies_below_is_found() {
+    fn the_root_cause_is_found() {
         let tls = rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer);
         let hidden = io::Error::other(io::Error::new(ErrorKind::InvalidData, tls.clone()));
         let found = why(&hidden, Duration::from_secs(2));
         assert!(matches!(&found, CollectorError::Tls(error) if *error == tls), "{found:?}");
-        let gone = io::Error::other(io::Error::from(ErrorKind::ConnectionRefused));
-        let found = why(&gone, Duration::from_secs(2));
+        let no_listener = io::Error::other(io::Error::from(ErrorKind::ConnectionRefused));
+        let found = why(&no_listener, Duration::from_secs(2));
         let refused = |error: &io::Error| error.kind() == ErrorKind::ConnectionRefused;
         assert!(matches!(&found, CollectorError::Connection(error) if refused(error)), "{found:?}");
         let answered: HttpError = "request failed with status 503 Service Unavailable".into();

@@ -15,7 +15,7 @@ const CHANGE_LIMIT: Duration = Duration::from_secs(10);
 
 impl Plan {
     /// The plan to send.
-    pub(super) fn told(&self) -> Result<Value> {
+    pub(super) fn requested_plan(&self) -> Result<Value> {
         let file = self.workers_file.as_deref();
         let file =
             file.ok_or_else(|| ConfigError::missing("workers_file", "--apply sends the plan of this file"))?;
@@ -29,15 +29,15 @@ impl Plan {
     }
 
     /// Sends a plan for a model without a local file; its speed cannot be predicted.
-    pub(super) fn send_unseen(&self, told: &Value) -> Result<()> {
+    pub(super) fn send_unseen(&self, plan: &Value) -> Result<()> {
         let Ok(id) = ModelId::new(self.model.as_str()) else {
             let limit = "must be a model file, or a name that the cluster serves";
             return Err(ConfigError::field("model", &self.model, limit).into());
         };
-        self.send(&id, told)?;
+        self.send(&id, plan)?;
         match self.json {
             true => {
-                println!("{}", json!({"model": id.as_str(), "replicas": told["replicas"], "applied": true}))
+                println!("{}", json!({"model": id.as_str(), "replicas": plan["replicas"], "applied": true}))
             }
             false => eprintln!("{id} is not a file on this machine, so no speed is predicted"),
         }
@@ -45,11 +45,11 @@ impl Plan {
     }
 
     /// Sends the plan.
-    pub(super) fn send(&self, id: &ModelId, told: &Value) -> Result<()> {
-        self.access.json("PUT", &of(id.as_str()), Some(told), CHANGE_LIMIT).map(drop)
+    pub(super) fn send(&self, id: &ModelId, plan: &Value) -> Result<()> {
+        self.access.json("PUT", &of(id.as_str()), Some(plan), CHANGE_LIMIT).map(drop)
     }
 
-    pub(super) fn say_applied(&self, id: &str) {
+    pub(super) fn print_applied(&self, id: &str) {
         if !self.json {
             println!(
                 "the plan of {id} is accepted; `kvasir status` shows which of its replicas serve, and what the others wait for"

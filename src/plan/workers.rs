@@ -1,7 +1,7 @@
 //! Workers to plan for: from a file, or this machine's.
 
 use crate::config::{ByteSize, ConfigError};
-use crate::cpus::{self, GpuPlace, gpu_places};
+use crate::cpus::{self, GpuPlace, place_on_gpus};
 use anyhow::Context;
 use coordinator::placement::Worker;
 use kernels::bandwidth::BandwidthProbe;
@@ -18,7 +18,7 @@ const COMPUTE_PER_CORE: f64 = 100e9;
 /// Share of the probed bandwidth that decoding achieves (docs/placement.md).
 const DECODE_SHARE: f64 = 0.85;
 /// Longest workers file in bytes; thousands of workers need far less.
-const MOST_FILE_BYTES: u64 = 4 << 20;
+const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// Workers, and their layers if the operator assigned them.
 pub(super) struct Workers {
@@ -56,8 +56,8 @@ struct WorkerEntry {
 pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
     let refuse = |reason: String| ConfigError::File { path: path.display().to_string(), reason };
     let bytes = std::fs::metadata(path).map_err(|error| refuse(error.to_string()))?.len();
-    if bytes > MOST_FILE_BYTES {
-        return Err(refuse(format!("the file has {bytes} bytes, at most {MOST_FILE_BYTES}")));
+    if bytes > MAX_FILE_BYTES {
+        return Err(refuse(format!("the file has {bytes} bytes, at most {MAX_FILE_BYTES}")));
     }
     let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
     let file: WorkersFile = match path.extension().is_some_and(|extension| extension == "json") {
@@ -109,7 +109,7 @@ pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers
     let name = |index: usize| if count == 1 { "this-machine".to_owned() } else { format!("worker-{index}") };
     let on_gpus = auto.device.resolve(0)?.0 == DeviceChoice::Cuda;
     let gpus = if on_gpus { load::visible_gpus(auto.device) } else { 0 };
-    let places = gpu_places(count, gpus);
+    let places = place_on_gpus(count, gpus);
     let mut workers: Vec<Worker> = Vec::new();
     for index in 0..count {
         // An earlier worker on the same device was already measured.
@@ -117,11 +117,11 @@ pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers
             workers.push(Worker { name: name(index), ..same.clone() });
             continue;
         }
-        let GpuPlace { gpu, workers: beside } =
+        let GpuPlace { gpu, workers: sharing } =
             places.get(index).copied().unwrap_or(GpuPlace { gpu: 0, workers: count });
         let options = EngineOptions {
             gpu,
-            gpu_workers: Some(beside),
+            gpu_workers: Some(sharing),
             workers: count,
             threads: Some(cpus::capacity()),
             ..auto.clone()

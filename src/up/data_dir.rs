@@ -33,8 +33,8 @@ impl DataDir {
         let dir = Self { root, _lock: lock };
         dir.forget_up_file()?;
         // Logs, settings and identities belong to one run.
-        for stale in ["logs", "nodes"] {
-            let path = dir.root.join(stale);
+        for name in ["logs", "nodes"] {
+            let path = dir.root.join(name);
             if path.exists() {
                 fs::remove_dir_all(&path).with_context(|| path.display().to_string())?;
             }

@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
 /// A node that ran this long restarts with the shortest delay.
-const HEALTHY_LIFE: Duration = Duration::from_secs(30);
+const HEALTHY_UPTIME: Duration = Duration::from_secs(30);
 
 /// A node, running or not.
 #[derive(Debug)]
@@ -59,8 +59,8 @@ impl Node {
 
     /// Delay before the next start, after an exit now.
     pub(crate) fn backoff(&mut self) -> Duration {
-        let life = self.started.map_or(Duration::ZERO, |started| started.elapsed());
-        self.crashes = if life >= HEALTHY_LIFE { 0 } else { self.crashes.saturating_add(1) };
+        let uptime = self.started.map_or(Duration::ZERO, |started| started.elapsed());
+        self.crashes = if uptime >= HEALTHY_UPTIME { 0 } else { self.crashes.saturating_add(1) };
         backoff_after(self.crashes)
     }
 }
@@ -105,9 +105,9 @@ impl Nodes {
 
     /// Indices of all nodes of a role.
     pub(crate) fn of(&self, role: Role) -> impl Iterator<Item = usize> + use<> {
-        let places: Vec<usize> =
+        let indices: Vec<usize> =
             (0..self.nodes.len()).filter(|index| self.nodes[*index].role == role).collect();
-        places.into_iter()
+        indices.into_iter()
     }
 
     /// Records where a node listens. A coordinator keeps its ports over restarts, since other nodes use them.

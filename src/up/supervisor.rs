@@ -189,9 +189,9 @@ impl Supervisor {
         let (orders, receiver) = mpsc::unbounded_channel();
         node.started(orders, Instant::now());
         let sender = self.sender.clone();
-        tokio::spawn(child::watch(child, receiver, move |life| {
+        tokio::spawn(child::watch(child, receiver, move |state| {
             // The receiver is gone once the command has finished.
-            let _ = sender.send(Event::Child(index, life));
+            let _ = sender.send(Event::Child(index, state));
         }));
         Ok(())
     }
@@ -218,7 +218,7 @@ fn did_not_start(name: &str, status: anyhow::Result<ExitStatus>, log: &str) -> a
     }
 }
 
-async fn ask(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Result<String> {
+async fn call_ops(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Result<String> {
     let answer =
         tokio::task::spawn_blocking(move || ops_client::request(ops, method, &path, OPS_TIMEOUT)).await;
     answer.context("the query of a coordinator failed")?.and_then(ops_client::OpsResponse::success)
@@ -233,7 +233,7 @@ async fn wait_until_joined(
 ) -> anyhow::Result<()> {
     for ops in coordinators {
         loop {
-            let body = ask(ops, "GET", "/admin/v1/cluster".into()).await?;
+            let body = call_ops(ops, "GET", "/admin/v1/cluster".into()).await?;
             let table: serde_json::Value =
                 serde_json::from_str(&body).context("the coordinator's response is not valid JSON")?;
             let listed = table["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -259,7 +259,10 @@ async fn wait_until_joined(
 
 /// Makes a coordinator's `/readyz` succeed.
 async fn open_gate(ops: SocketAddr) -> anyhow::Result<()> {
-    ask(ops, "POST", "/admin/v1/ready".into()).await.with_context(|| format!("coordinator {ops}")).map(drop)
+    call_ops(ops, "POST", "/admin/v1/ready".into())
+        .await
+        .with_context(|| format!("coordinator {ops}"))
+        .map(drop)
 }
 
 /// The same after a coordinator's restart, once its workers have reconnected.
@@ -276,7 +279,7 @@ async fn reopen_gate(ops: SocketAddr, workers: Vec<String>, replicas: usize) {
 }
 
 async fn report_dead(ops: SocketAddr, worker: String) {
-    if let Err(error) = ask(ops, "POST", format!("/admin/v1/workers/{worker}/dead")).await {
+    if let Err(error) = call_ops(ops, "POST", format!("/admin/v1/workers/{worker}/dead")).await {
         tracing::warn!(%ops, worker, "cannot report a dead worker to a coordinator, which waits for its lease to end: {error:#}");
     }
 }

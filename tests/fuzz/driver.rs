@@ -30,7 +30,7 @@ const HANG: Duration = Duration::from_secs(60);
 const EXHAUSTED: isize = 2 << 30;
 /// Longest input that is mutated further, in bytes.
 const LONGEST: usize = 256 << 10;
-/// Most inputs that mutants are made of.
+/// Maximum number of inputs that mutants are made of.
 const POOL: usize = 2048;
 
 /// Bytes that one input may allocate at the same time.
@@ -92,8 +92,8 @@ fn inputs(folder: &str, target: &str) -> Vec<Vec<u8>> {
 
 /// The text of an outcome without numbers and quoted text, which differ from input to input.
 fn kind(outcome: &str) -> String {
-    let parts = outcome.split(['"', '`', '\'']).step_by(2);
-    parts.flat_map(|part| part.chars().filter(|c| !c.is_ascii_digit())).take(160).collect()
+    let unquoted = outcome.split(['"', '`', '\'']).step_by(2);
+    unquoted.flat_map(|text| text.chars().filter(|c| !c.is_ascii_digit())).take(160).collect()
 }
 
 /// Ends the process if an input hangs. Returns where to put the start of each input, in ms after now.
@@ -140,9 +140,9 @@ pub(crate) fn fuzz(target: &str, seeds: Vec<Vec<u8>>, mutate: Mutate, mut run: i
             Ok(_) if used > CPU_TIME => format!("{used:?} of CPU time, at most {CPU_TIME:?}"),
             Ok(outcome) => return seen.insert(kind(outcome)),
         };
-        let kept = current.with_file_name("finding");
-        fs::copy(&current, &kept).unwrap();
-        panic!("{target}: {fault}, seed {seed}; the input is {}", kept.display());
+        let finding = current.with_file_name("finding");
+        fs::copy(&current, &finding).unwrap();
+        panic!("{target}: {fault}, seed {seed}; the input is {}", finding.display());
     };
     let mut pool = inputs("findings", target);
     pool.extend(inputs("corpus", target));

@@ -15,17 +15,17 @@ mod suite {
 extern crate proto as kvasir_proto;
 extern crate transport as kvasir_transport;
 
-use coordinator::api::auth::Keys;
-use coordinator::api::documents::Popularity;
-use coordinator::api::limits::{MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH};
-use coordinator::api::plan::{self, Effort, Kind, Sources};
-use coordinator::api::{embeddings, rerank};
-use coordinator::consensus::message::Frame;
-use coordinator::models::{ModelEntry, Models};
+use api::auth::Keys;
+use api::documents::Popularity;
+use api::limits::{MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH};
+use api::plan::{self, Effort, Kind, Sources};
+use api::{embeddings, rerank};
+use consensus::message::Frame;
+use dispatch::models::{ModelEntry, Models};
 use model::ModelFile;
 use model::costs::ModelCosts;
 use model::inspect::Summary;
-use model::spec::{AppendedSpec, AssistantSpec, ModelSpec};
+use model::spec::{AssistantSpec, ModelSpec, MtpHeadSpec};
 use proto::block::ClusterKey;
 use proto::codec::{Cap, CodecError, decode};
 use proto::event::{KvFrame, decode_kv_frame};
@@ -60,11 +60,11 @@ fn read_model(file: &ModelFile) -> String {
         drop((tokenizer.decode(&ids, false), tokenizer.decode(&ids, true), tokenizer.digest()));
         ChatTemplate::from_metadata(file.metadata(), &tokenizer)
     });
-    let appended = AppendedSpec::from_file(file);
+    let mtp_head = MtpHeadSpec::from_file(file);
     [
         outcome(spec),
         outcome(tokenizer),
-        outcome(appended),
+        outcome(mtp_head),
         outcome(AssistantSpec::from_file(file)),
         outcome(Summary::of(file)),
     ]

@@ -1,4 +1,4 @@
-//! Mutations of inputs. One that knows the form keeps most of it intact, so that a mutant gets past the first
+//! Mutations of inputs. A mutation of a known format keeps most of it intact, so that a mutant passes the first
 //! check. `other` is another input of the same target.
 
 use kvasir_cluster_tests::random::Random;
@@ -60,8 +60,8 @@ fn any<T: Copy>(random: &mut Random, items: &[T]) -> T {
 /// A range of at most `len`, mostly a short one.
 fn range(random: &mut Random, len: usize) -> Range<usize> {
     let start = random.below(len as u64 + 1) as usize;
-    let most = any(random, &[1, 4, 16, 64, 1024, usize::MAX]).min(len - start);
-    start..start + random.below(most as u64 + 1) as usize
+    let max = any(random, &[1, 4, 16, 64, 1024, usize::MAX]).min(len - start);
+    start..start + random.below(max as u64 + 1) as usize
 }
 
 /// Of any form: flips bits, sets lengths to extremes, cuts, repeats and splices.

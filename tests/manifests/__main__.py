@@ -1,5 +1,8 @@
-"""Tests of deploy/k8s: `python tests/manifests OUT BINARY MODELS` renders every directory into OUT, checks what must hold of
-it, and runs the installation for development as processes of BINARY, which find SmolLM2 in the directory MODELS."""
+"""Tests of deploy/k8s: `python tests/manifests OUT BINARY MODELS`.
+
+Renders every directory into OUT and checks the rules. Runs the development installation as processes of
+BINARY, with SmolLM2 from the directory MODELS.
+"""
 
 import copy
 import functools
@@ -28,7 +31,7 @@ def main(out, binary, models):
         try:
             test()
             verdict = "ok"
-        except Exception:  # noqa: BLE001 a test that breaks has failed
+        except Exception:  # noqa: BLE001 an unexpected exception is a failed test
             traceback.print_exc()
             verdict, failed = "FAILED", failed + 1
         print(f"test {name} ... {verdict} ({time.monotonic() - started:.1f} s)")

@@ -1,5 +1,6 @@
-"""Kinds of the cluster's extensions, by the schemas that their own projects publish (extensions/README.md). Each function is
-one test."""
+"""Checks the kinds of the cluster's extensions against the schemas of their projects (extensions/README.md).
+Each function is one test.
+"""
 
 import copy
 import functools
@@ -16,12 +17,12 @@ SCHEMAS = pathlib.Path(__file__).parent / "extensions"
 
 @functools.cache
 def validators():
-    """By API version and kind: the versions of the project, and what looks at a manifest for each."""
+    """(API version, kind) -> list of (version of the project, validator)."""
     found = {}
     for file in sorted(SCHEMAS.glob("*.json")):
         about = json.loads(file.read_text())
         for api, schema in about["schemas"].items():
-            # What every object has, and the API server looks at.
+            # The API server validates `metadata`, which every object has.
             schema["properties"]["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
             validator = jsonschema.Draft202012Validator(strict(schema))
             found.setdefault((api, about["kind"]), []).append((about["version"], validator))
@@ -29,7 +30,7 @@ def validators():
 
 
 def strict(schema):
-    """A schema that refuses fields which it does not name: the API server would drop them in silence."""
+    """Makes a schema reject unknown fields, because the API server would drop them silently."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -44,7 +45,8 @@ def strict(schema):
 
 
 def wrong(manifest):
-    """What a manifest breaks of the schemas of its kind; None for a kind that has none here."""
+    """Returns the violations of all schemas of the manifest's kind, or None if the kind has no schema here.
+    """
     of_kind = validators().get((manifest["apiVersion"], manifest["kind"]))
     if of_kind is None:
         return None
@@ -63,7 +65,7 @@ def extensions_are_what_their_projects_say(rendered):
 
 
 def what_extensions_do_not_know_is_found(rendered):
-    """Of each kind a manifest that is right is made wrong in three ways."""
+    """Breaks a valid manifest of each kind in three ways."""
     for api, kind in validators():
         manifest = next(m for m in itertools.chain(*rendered.values()) if (m["apiVersion"], m["kind"]) == (api, kind))
 
@@ -80,7 +82,7 @@ def what_extensions_do_not_know_is_found(rendered):
 
 
 def needed(api, kind):
-    """Fields of a spec that both versions want."""
+    """Fields of a spec that are required in both versions."""
     specs = [validator.schema["properties"]["spec"] for _, validator in validators()[api, kind]]
     return sorted(set.intersection(*(set(spec.get("required", [])) for spec in specs)))
 

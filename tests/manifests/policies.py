@@ -1,5 +1,8 @@
-"""What the rendered NetworkPolicies let through, by the rules of the API: a pod that no policy of a direction selects is
-open in it; one that is selected lets through what any of these policies allows."""
+"""Evaluates the rendered NetworkPolicies by the rules of the API.
+
+If no policy of a direction selects a pod, all connections in that direction are allowed. Otherwise a
+connection is allowed if any of the selecting policies allows it.
+"""
 
 import dataclasses
 import ipaddress
@@ -10,7 +13,7 @@ class Pod:
     namespace: str
     labels: tuple
     address: str
-    """Addresses matter for ipBlock only; on the hosts' network they are all that a policy can see."""
+    """Matters for ipBlock only. Policies identify pods on the host network by their address alone."""
     host: bool = False
 
     def label(self, name):
@@ -19,7 +22,7 @@ class Pod:
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """Whatever is no pod."""
+    """An address that is not a pod's."""
 
     address: str
 

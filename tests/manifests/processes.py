@@ -1,5 +1,8 @@
-"""The installation for development as processes of this machine: its job makes the Secrets, its pods' containers run with
-their own arguments, variables and files, and a request is answered. Paths and ports are the only things replaced."""
+"""Runs the development installation as processes of this machine.
+
+Its job makes the Secrets. The containers of its pods run with their own arguments, variables and files. A
+request must be answered. Only paths and ports are replaced.
+"""
 
 import base64
 import contextlib
@@ -24,7 +27,7 @@ MODEL = "smollm2-135m"
 
 
 def run(manifests, issue, binary, models):
-    """Raises where something does not work. `issue` has the Job that issues one identity more."""
+    """Raises if a step fails. `issue` has the Job that issues one more identity."""
     root = pathlib.Path(tempfile.mkdtemp(prefix="kvasir-dev-"))
     try:
         with contextlib.ExitStack() as ends:
@@ -37,11 +40,11 @@ class _Installation:
     def __init__(self, manifests, issue, binary, models, root, ends):
         self.manifests, self.binary, self.root, self.ends = manifests, binary, root, ends
         (self.issue,) = [m for m in issue if m["kind"] == "Job"]
-        # The overlay's model is half a gigabyte from a hub; a smaller one that is here stands in for it.
+        # A smaller local model replaces the overlay's model, a download of half a gigabyte.
         for manifest in manifests:
             if manifest["kind"] == "ConfigMap":
                 manifest["data"]["model"] = MODEL
-        # What the fetch job would have left.
+        # Files that the fetch job would have written.
         self.volume = root / "volume"
         (self.volume / "downloads").mkdir(parents=True)
         (self.volume / "models").symlink_to(models)
@@ -52,7 +55,7 @@ class _Installation:
             if m["kind"] == "Secret"
         }
         self.config_maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] == "ConfigMap"}
-        # Directories that the kubelet fills, and of what.
+        # Directories that the kubelet fills, with their volumes.
         self.mounted = []
         self.ports = {}
 
@@ -76,7 +79,9 @@ class _Installation:
             assert process.wait(PATIENCE) == 0, f"{process.args[:2]} ended with {process.returncode}"
 
     def take_back(self, coordinator, node):
-        """Revokes a worker's certificate as the guide does, from Secrets; issues another one by the Job."""
+        """Revokes a worker's certificate as the guide does, with files from Secrets. Then the Job issues
+        another one.
+        """
         self.until_ready(coordinator, 2)
         authority = self.root / "revoking"
         self.write_authority(authority)
@@ -86,7 +91,7 @@ class _Installation:
         self.config_maps[REVOKED] = {"ca.crl": (authority / "ca.crl").read_text()}
         self.fill()
         self.until_ready(coordinator, 1)
-        # The Secret of an authority is mounted, and no job can write into it.
+        # The authority's Secret is mounted, and a job cannot write to it.
         mounted = self.root / "mounted-authority"
         self.write_authority(mounted)
         before = {file.name: file.read_bytes() for file in mounted.iterdir()}
@@ -102,7 +107,7 @@ class _Installation:
             (directory / key).write_bytes(value)
 
     def until_ready(self, coordinator, count):
-        """The coordinator sends requests to so many workers."""
+        """Waits until the coordinator reports `count` ready workers."""
         url = f"http://127.0.0.1:{self.ports['kvasir-coordinator-0', 'ops']}/admin/v1/cluster"
 
         def ready():
@@ -112,7 +117,7 @@ class _Installation:
         _until(f"{count} workers at {url}", coordinator, ready)
 
     def make_secrets(self, job, places=None):
-        """Runs the job's steps; of kubectl's only what it would write is kept."""
+        """Runs the job's steps. Of `kubectl create secret` only the resulting Secret is recorded."""
         work = self.root / job["metadata"]["name"]
         work.mkdir()
         spec = pod_template(job)["spec"]
@@ -132,7 +137,7 @@ class _Installation:
             subprocess.run(command, env=env, check=True, stdout=log, stderr=log, timeout=PATIENCE)
 
     def start(self, workload, ordinal):
-        """A pod's process, and where its probes ask."""
+        """Starts a pod's process. Returns it and the URLs of its probes."""
         name = f"{workload['metadata']['name']}-{ordinal}"
         command, env, log = self.container(workload, name)
         process = self.ends.enter_context(subprocess.Popen(command, env=env, stdout=log, stderr=log))
@@ -143,7 +148,7 @@ class _Installation:
         return process, [f"http://127.0.0.1:{self.ports[name, 'ops']}{path}" for path in paths]
 
     def container(self, workload, name):
-        """Command, variables and log of a workload's container in the pod `name`."""
+        """Command, environment and log of a workload's container in the pod `name`."""
         spec = pod_template(workload)["spec"]
         (container,) = spec["containers"]
         places = self.mounts(workload, container, name)
@@ -156,7 +161,7 @@ class _Installation:
         return [self.binary, *args], {"PATH": os.environ["PATH"], **here}, log
 
     def mounts(self, workload, container, name):
-        """The directory of each mount path, filled as the kubelet would."""
+        """The directory of each mount path, with the files that the kubelet would put there."""
         volumes = {v["name"]: v for v in pod_template(workload)["spec"].get("volumes", [])}
         places = {}
         for mount in sorted(container["volumeMounts"], key=lambda mount: mount["mountPath"]):
@@ -175,7 +180,7 @@ class _Installation:
         return places
 
     def fill(self):
-        """What Secrets and ConfigMaps have become appears in the pods' directories."""
+        """Updates the pods' directories from the current Secrets and ConfigMaps."""
         for place, volume in self.mounted:
             self.fill_one(place, volume)
 
@@ -206,7 +211,7 @@ class _Installation:
         return value.replace(service, f"127.0.0.1:{self.port('kvasir-coordinator-0', 'quic')}")
 
     def port(self, name, what):
-        """A free one, the same each time."""
+        """A free port, the same on each call."""
         if (name, what) not in self.ports:
             kind = socket.SOCK_DGRAM if what == "quic" else socket.SOCK_STREAM
             with socket.socket(socket.AF_INET, kind) as free:

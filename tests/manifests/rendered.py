@@ -1,4 +1,4 @@
-"""Every directory of deploy/k8s with a kustomization, rendered alone as `kubectl kustomize` does it."""
+"""Renders every directory of deploy/k8s with a kustomization by itself, with `kubectl kustomize`."""
 
 import concurrent.futures
 import json
@@ -12,7 +12,7 @@ K8S = ROOT / "deploy/k8s"
 
 
 def directories():
-    """Their names below deploy/k8s, overlays without that word."""
+    """All directories with a kustomization, sorted."""
     return sorted(path.parent for path in K8S.rglob("kustomization.yaml"))
 
 
@@ -28,14 +28,14 @@ def _render(directory):
 
 
 def all_of_them():
-    """The manifests of each directory, by its name."""
+    """The manifests of each directory, by its name below deploy/k8s without `overlays/`."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         rendered = pool.map(_render, directories())
         return dict(zip(map(name_of, directories()), rendered))
 
 
 def write(rendered, directory):
-    """As JSON and YAML files, one a directory, for the checks that read files."""
+    """Writes one JSON and one YAML file per directory, for checks that read files."""
     directory.mkdir(parents=True, exist_ok=True)
     for stale in [*directory.glob("*.json"), *directory.glob("*.yaml")]:
         stale.unlink()
@@ -47,7 +47,7 @@ def write(rendered, directory):
 
 
 def pod_template(manifest):
-    """The pod that a workload makes; None for anything else."""
+    """The pod template of a workload, or None for other kinds."""
     if manifest["kind"] in ("StatefulSet", "DaemonSet", "Job", "Deployment"):
         return manifest["spec"]["template"]
     return None

@@ -1,4 +1,6 @@
-"""What must hold between the manifests of a directory, and between them and the binary. Each function is one test."""
+"""Rules between the manifests of a directory, and between manifests and the binary. Each function is one
+test.
+"""
 
 import itertools
 import json
@@ -10,22 +12,22 @@ import binary
 from policies import matches
 from rendered import ROOT, containers, pod_template, title
 
-# The oldest version whose types `typed` has, and the newest whose schemas the pinned wheel has.
+# The oldest version with types in `typed`, and the newest version with schemas in the pinned wheel.
 VERSIONS = ("1.33", "1.37")
 if os.environ.get("KVASIR_KUBERNETES") == "newest":
     VERSIONS = (".".join(kubernetes_validate.latest_version().split(".")[:2]),)
-# Kinds of the cluster's extensions: see kinds.py.
+# API groups of the cluster's extensions, which kinds.py checks.
 CUSTOM = ("cert-manager.io", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh", "monitoring.coreos.com")
-# Installed together, each in a namespace of its own and with all that can be laid over it.
+# Directories that are installed together in one namespace, with all that can be applied on top.
 INSTALLATIONS = {
     "dev": ["dev"],
     "cpu": ["cpu", "own-ca", "own-ca/issue", "fetch", "monitoring", "gateway", "keda"],
     "cpu with cert-manager": ["cpu", "cert-manager", "fetch", "monitoring"],
     "dgx-spark": ["dgx-spark", "dgx-spark/fetch", "own-ca", "monitoring", "gateway"],
 }
-# Made by the operator, as the guide says.
+# Secrets that the operator makes by the guide.
 BY_HAND = {("Secret", "kvasir", "kvasir-api-keys"), ("Secret", "kvasir", "kvasir-cluster-key")}
-# What the authority has taken back, made by the operator once there is something.
+# ConfigMap with the revoked certificates. The operator makes it at the first revocation.
 REVOKED = "kvasir-revoked"
 
 
@@ -39,7 +41,7 @@ def installed(rendered, installation):
 
 
 def namespaces(rendered):
-    """Labels of all namespaces that there are."""
+    """Labels of all rendered namespaces, by name."""
     found = [m for manifests in rendered.values() for m in manifests if m["kind"] == "Namespace"]
     return {m["metadata"]["name"]: m["metadata"].get("labels", {}) for m in found}
 
@@ -60,7 +62,7 @@ def every_directory_renders_alone(rendered):
 
 
 def schemas_of_two_versions_hold(rendered):
-    # What several directories render alike is looked at once.
+    # Equal manifests of several directories are validated once.
     distinct = {json.dumps(m): m for manifests in rendered.values() for m in manifests}
     for version, manifest in itertools.product(VERSIONS, distinct.values()):
         group = manifest["apiVersion"].split("/")[0]
@@ -135,7 +137,7 @@ def config_of(manifests, workload):
 
 
 def environment(container, configs, pod_name="kvasir-coordinator-0"):
-    """The variables of a container as the kubelet would set them."""
+    """Environment of a container as the kubelet would set it."""
     env = {}
     for entry in container.get("env", []):
         if "value" in entry:
@@ -167,7 +169,7 @@ def probes_ask_what_the_binary_answers(rendered):
 
 
 def settings_are_the_binarys(rendered):
-    """Variables that the binary does not read would be ignored in silence."""
+    """The binary silently ignores variables that it does not read."""
     for manifests in rendered.values():
         for manifest, pod in workloads(manifests):
             for container in containers(pod):
@@ -219,12 +221,12 @@ def what_is_referred_to_exists(rendered):
 
 
 def projected(volume):
-    """What is put together in a volume."""
+    """Sources of a projected volume."""
     return volume.get("projected", {}).get("sources", [])
 
 
 def made_secrets(manifests):
-    """Secrets and their keys: rendered, made by a job's `kubectl create secret`, or by cert-manager."""
+    """Secrets and their keys: rendered, made by a job's `kubectl create secret`, or made by cert-manager."""
     secrets = {}
     for manifest in manifests:
         space = manifest["metadata"].get("namespace")
@@ -240,7 +242,7 @@ def made_secrets(manifests):
 
 
 def secret_files(args):
-    """Keys and the files that they come from, of `kubectl create secret`."""
+    """Keys of `kubectl create secret` with the files of their values."""
     files = [arg.removeprefix("--from-file=") for arg in args if arg.startswith("--from-file=")]
     pairs = [file.split("=", 1) if "=" in file else (file.rsplit("/", 1)[1], file) for file in files]
     return dict(pairs)
@@ -329,8 +331,9 @@ def workers_are_no_more_than_identities(rendered):
 
 
 def what_is_revoked_reaches_every_node(rendered):
-    """Whoever has an identity gets the list of what holds no longer into the same directory, from one ConfigMap that need not
-    be there; and whatever makes an authority lets it sign that list."""
+    """Each node has the revocation list in the directory of its identity, from one optional ConfigMap. Each
+    authority may sign the list.
+    """
     nodes = 0
     for manifests in rendered.values():
         for manifest, pod in workloads(manifests):
@@ -349,7 +352,9 @@ def what_is_revoked_reaches_every_node(rendered):
 
 
 def certificates_name_the_nodes_that_use_them(rendered):
-    """cert-manager's: the URI that a node is known by is its pod's name, and its Secret the one that the pod mounts."""
+    """For cert-manager: the URI of a node's certificate has its pod's name, and the pod mounts the
+    certificate's Secret.
+    """
     for manifest in rendered["cert-manager"]:
         if manifest["kind"] == "Certificate" and not manifest["spec"].get("isCA"):
             node = manifest["metadata"]["name"]
@@ -374,7 +379,7 @@ def monitors_find_ports(rendered):
 
 
 def images_are_named_in_one_place(rendered):
-    """No manifest names a registry, and every image has come out with a tag."""
+    """No manifest names a registry, and every rendered image has a tag."""
     files = [f for f in (ROOT / "deploy/k8s").rglob("*.yaml") if f.name != "images.yaml"]
     for file in files:
         named = [line.split("image:")[1].strip() for line in file.read_text().splitlines() if " image: " in line]

@@ -1,4 +1,4 @@
-"""What a pod may do and whom it may reach. Each function is one test."""
+"""Checks privileges and network access of pods. Each function is one test."""
 
 from policies import Outside, Pod, World
 from rendered import pod_template, title
@@ -12,7 +12,7 @@ def pods_keep_their_namespaces_level(rendered):
             labels = spaces[manifest["metadata"]["namespace"]]
             wrong = against_level(pod["spec"], labels["pod-security.kubernetes.io/enforce"])
             assert not wrong, f"{title(manifest)}: {wrong}"
-    # What must be found, in a pod that is right but for that.
+    # Each of these changes to a valid pod must be found.
     good = pod_template(next(m for m in rendered["cpu"] if m["kind"] == "StatefulSet"))["spec"]
     (container,) = good["containers"]
     for bad in (
@@ -27,8 +27,11 @@ def pods_keep_their_namespaces_level(rendered):
 
 
 def against_level(spec, level):
-    """What of a pod's spec its namespace's level refuses, and what we refuse everywhere: where the level is `privileged`, for
-    the hosts' network and directories, containers keep to what `restricted` lets them all the same."""
+    """Returns the violations of a pod's spec of its namespace's level and of our own rules.
+
+    At the level `privileged` a pod may use the host network and host directories. Its containers must still
+    satisfy `restricted`.
+    """
     wrong = [host for host in ("hostPID", "hostIPC") if spec.get(host)]
     if level != "privileged":
         wrong += [level] * (level != "restricted") + ["hostNetwork"] * bool(spec.get("hostNetwork"))
@@ -48,7 +51,7 @@ def against_level(spec, level):
 
 
 def k8s_rbac_free(rendered):
-    """No role but that of the job which makes Secrets, and no token in any other pod."""
+    """The only role is that of the job that makes Secrets. Other pods have no token."""
     for manifests in rendered.values():
         for manifest in manifests:
             assert manifest["kind"] not in ("ClusterRole", "ClusterRoleBinding"), title(manifest)
@@ -65,7 +68,8 @@ def k8s_rbac_free(rendered):
 
 
 def k8s_network_policy(rendered):
-    """Who reaches whom, by the policies of everything laid over the CPU installation, and over that for Sparks."""
+    """Allowed connections in the CPU installation and in the one for DGX Spark, each with all its policies.
+    """
 
     def pods_of(name):
         found = {}
@@ -134,7 +138,7 @@ def k8s_network_policy(rendered):
     ]
     world = World(installed(rendered, "cpu"), spaces)
     check_table("cpu", world, {**others, **pods_of("cpu")}, table)
-    # There workers are on the hosts' network: only coordinators can be kept from anybody.
+    # Workers on DGX Spark use the host network, so policies can only protect coordinators.
     spark = [
         ("worker", "coordinator", "UDP", 7000, yes),
         ("worker", "coordinator", "TCP", 8080, no),

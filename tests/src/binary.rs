@@ -74,4 +74,4 @@ pub fn catalog_model(name: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// Time limit for a node to become ready or respond; generous, for loaded machines.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const NODE_TIMEOUT: Duration = Duration::from_secs(60);

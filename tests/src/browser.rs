@@ -49,9 +49,9 @@ impl Browser {
         let server = port(&mut driver).map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let mut browser = Self { driver, server: server?, session: String::new() };
         let options = json!({"args": FLAGS, "binary": "/usr/bin/chromium"});
-        let wanted = json!({"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}});
-        let begun = browser.post("/session", &json!({"capabilities": {"alwaysMatch": wanted}}))?;
-        let id = begun["sessionId"].as_str().context("no session")?;
+        let capabilities = json!({"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}});
+        let session = browser.post("/session", &json!({"capabilities": {"alwaysMatch": capabilities}}))?;
+        let id = session["sessionId"].as_str().context("no session")?;
         browser.session = format!("/session/{id}");
         Ok(browser)
     }
@@ -63,29 +63,29 @@ impl Browser {
         Ok(value)
     }
 
-    fn tell(&self, command: &str, body: &Value) -> anyhow::Result<Value> {
+    fn send(&self, command: &str, body: &Value) -> anyhow::Result<Value> {
         self.post(&format!("{}/{command}", self.session), body)
     }
 
     /// Sends a command of the DevTools protocol.
     fn devtools(&self, command: &str, parameters: Value) -> anyhow::Result<Value> {
-        self.tell("goog/cdp/execute", &json!({"cmd": command, "params": parameters}))
+        self.send("goog/cdp/execute", &json!({"cmd": command, "params": parameters}))
     }
 
     /// Shows a page.
     pub fn open(&self, address: &str) -> anyhow::Result<()> {
-        self.tell("url", &json!({"url": address})).map(drop)
+        self.send("url", &json!({"url": address})).map(drop)
     }
 
     /// Runs the body of a function in the page and returns what it returns.
     pub fn script(&self, body: &str) -> anyhow::Result<Value> {
-        self.tell("execute/sync", &json!({"script": body, "args": []}))
+        self.send("execute/sync", &json!({"script": body, "args": []}))
     }
 
     /// Waits until an expression is true in the page.
-    pub fn wait_for(&self, what: &str, expression: &str) -> anyhow::Result<()> {
+    pub fn wait_for(&self, description: &str, expression: &str) -> anyhow::Result<()> {
         let script = format!("return Boolean({expression})");
-        wait::until(what, binary::PATIENCE, || (self.script(&script).ok()? == true).then_some(()))
+        wait::until(description, binary::NODE_TIMEOUT, || (self.script(&script).ok()? == true).then_some(()))
     }
 
     /// Clicks the first element that matches a CSS selector. It must be visible and clickable.
@@ -98,11 +98,11 @@ impl Browser {
         let click = || {
             // The driver does not scroll a page with emulated size.
             self.script(&show).ok()?;
-            let found = self.tell("element", &find).ok()?;
+            let found = self.send("element", &find).ok()?;
             let element = found[ELEMENT].as_str()?;
-            self.tell(&format!("element/{element}/click"), &json!({})).ok()
+            self.send(&format!("element/{element}/click"), &json!({})).ok()
         };
-        wait::until(&format!("a click on {selector}"), binary::PATIENCE, click).map(drop)
+        wait::until(&format!("a click on {selector}"), binary::NODE_TIMEOUT, click).map(drop)
     }
 
     /// Presses and releases keys one after the other on the focused element.
@@ -111,7 +111,7 @@ impl Browser {
             |key: char| ["keyDown", "keyUp"].map(|kind| json!({"type": kind, "value": key.to_string()}));
         let strokes: Vec<Value> = keys.into_iter().flat_map(stroke).collect();
         let keyboard = json!({"type": "key", "id": "keyboard", "actions": strokes});
-        self.tell("actions", &json!({"actions": [keyboard]})).map(drop)
+        self.send("actions", &json!({"actions": [keyboard]})).map(drop)
     }
 
     /// Sets the page size in CSS pixels; each is `scale` pixels on the screen. A narrow page emulates a
@@ -139,7 +139,7 @@ impl Browser {
 
     /// Errors and warnings of the page since the last call.
     pub fn complaints(&self) -> anyhow::Result<Vec<String>> {
-        let log = self.tell("se/log", &json!({"type": "browser"}))?;
+        let log = self.send("se/log", &json!({"type": "browser"}))?;
         let entries = log.as_array().context("no log")?;
         Ok(entries.iter().map(|entry| format!("{}: {}", entry["level"], entry["message"])).collect())
     }

@@ -108,7 +108,7 @@ impl Builder {
     }
 
     /// Starts a second cluster in a test that has already started `other`.
-    pub fn start_beside(self, _other: &Cluster) -> anyhow::Result<Cluster> {
+    pub fn start_second(self, _other: &Cluster) -> anyhow::Result<Cluster> {
         self.start_in(None)
     }
 
@@ -174,7 +174,7 @@ fn first_line(stdout: ChildStdout) -> anyhow::Result<(String, BufReader<ChildStd
         // After the deadline nothing receives the line, and it is not needed.
         let _ = sender.send(read.map(|_| (line, reader)));
     });
-    let (line, reader) = receiver.recv_timeout(binary::PATIENCE).context("kvasir up is not ready")??;
+    let (line, reader) = receiver.recv_timeout(binary::NODE_TIMEOUT).context("kvasir up is not ready")??;
     if line.is_empty() {
         bail!("kvasir up ended before it was ready");
     }
@@ -242,7 +242,7 @@ impl Cluster {
     /// Waits until `kvasir up` has ended and returns its exit code.
     pub fn wait_for_end(&mut self) -> anyhow::Result<Option<i32>> {
         let up = &mut self.up;
-        let status = wait::until("kvasir up ends", binary::PATIENCE, || up.try_wait().transpose())??;
+        let status = wait::until("kvasir up ends", binary::NODE_TIMEOUT, || up.try_wait().transpose())??;
         Ok(status.code())
     }
 

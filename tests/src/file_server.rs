@@ -104,7 +104,7 @@ impl State {
         let length = metadata.len();
         let changed = metadata.modified()?.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let etag = format!("\"{length}-{}\"", changed.as_nanos());
-        let same = if_range.is_none_or(|known| known == etag);
+        let same = if_range.is_none_or(|expected| expected == etag);
         let from = from.filter(|from| same && *from < length).unwrap_or(0);
         let (status, range) = match from {
             0 => ("200 OK", String::new()),

@@ -112,7 +112,7 @@ impl Builder {
     }
 
     /// Allows other fleets at the same time, because this test mostly waits.
-    pub fn beside_others(mut self) -> Self {
+    pub fn in_parallel(mut self) -> Self {
         self.takes_turn = false;
         self
     }
@@ -173,7 +173,7 @@ impl Fleet {
     }
 
     /// Runs `work` on a node's host, where its HTTP ports are reachable: [`api`] and [`ops`].
-    pub fn beside<T: Send>(&self, node: Node, work: impl FnOnce() -> T + Send) -> anyhow::Result<T> {
+    pub fn on_host<T: Send>(&self, node: Node, work: impl FnOnce() -> T + Send) -> anyhow::Result<T> {
         self.net.on(self.host(node), work)
     }
 
@@ -184,23 +184,23 @@ impl Fleet {
         path: &str,
         body: &serde_json::Value,
     ) -> anyhow::Result<http::HttpAnswer> {
-        self.beside(Node::Coordinator(coordinator), || http::post(api(), path, body))?
+        self.on_host(Node::Coordinator(coordinator), || http::post(api(), path, body))?
     }
 
     /// `/admin/v1/cluster` of a coordinator.
     pub fn status(&self, coordinator: usize) -> anyhow::Result<serde_json::Value> {
-        self.beside(Node::Coordinator(coordinator), || http::get(ops(), "/admin/v1/cluster")?.ok())?
+        self.on_host(Node::Coordinator(coordinator), || http::get(ops(), "/admin/v1/cluster")?.ok())?
     }
 
     /// Sum over all series of a metric at a coordinator; 0 if there are none.
     pub fn metric(&self, coordinator: usize, name: &str) -> anyhow::Result<f64> {
-        let sum = self.beside(Node::Coordinator(coordinator), || http::metric(ops(), name))?;
+        let sum = self.on_host(Node::Coordinator(coordinator), || http::metric(ops(), name))?;
         Ok(sum.unwrap_or(0.0))
     }
 
     /// Waits until a coordinator has `count` workers that accept work.
     pub fn wait_for_workers(&self, coordinator: usize, count: usize) -> anyhow::Result<()> {
-        wait::until(&format!("coordinator {coordinator} has {count} workers"), binary::PATIENCE, || {
+        wait::until(&format!("coordinator {coordinator} has {count} workers"), binary::NODE_TIMEOUT, || {
             let status = self.status(coordinator).ok()?;
             let workers = status["workers"].as_array()?;
             (workers.iter().filter(|worker| worker["state"] == "ready").count() == count).then_some(())
@@ -241,7 +241,7 @@ impl Fleet {
     /// Waits until a node has exited. Returns its exit code; `None` if a signal ended it.
     pub fn ended(&self, node: Node) -> anyhow::Result<Option<i32>> {
         let mut process = self.process(node).take().context("it does not run")?;
-        let ended = wait::until("it ends", binary::PATIENCE, || process.try_wait().transpose());
+        let ended = wait::until("it ends", binary::NODE_TIMEOUT, || process.try_wait().transpose());
         if ended.is_err() {
             process.kill()?;
             process.wait()?;
@@ -262,8 +262,8 @@ impl Fleet {
 
     /// Sets `--peers` for the next start of a coordinator.
     pub fn use_peers(&self, coordinator: usize, peers: &str) {
-        let mut told = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
-        told[coordinator] = Some(peers.to_owned());
+        let mut configured = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        configured[coordinator] = Some(peers.to_owned());
     }
 
     /// Starts a second instance of a node, which may still run, on a spare host. It ends with the fleet.
@@ -349,8 +349,8 @@ impl Fleet {
         let common = [("--identity", identity), ("--quic", quic), ("--ops", ops)];
         let (command, own, more) = match node {
             Node::Coordinator(index) => {
-                let told = self.peers.lock().unwrap_or_else(PoisonError::into_inner)[index].clone();
-                let peers = told.unwrap_or(peers);
+                let configured = self.peers.lock().unwrap_or_else(PoisonError::into_inner)[index].clone();
+                let peers = configured.unwrap_or(peers);
                 let own = vec![("--models", model), ("--http", api), ("--cluster-key", cluster_key)];
                 let own = own.into_iter().chain([("--peers", peers), ("--data-dir", data)]).collect();
                 ("coordinator", own, self.shape.coordinator_flags.clone())

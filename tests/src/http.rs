@@ -135,7 +135,7 @@ impl HttpAnswer {
 
 impl Read for Body {
     fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
-        let broken = |what: &str| std::io::Error::new(std::io::ErrorKind::InvalidData, what.to_owned());
+        let broken = |reason: &str| std::io::Error::new(std::io::ErrorKind::InvalidData, reason.to_owned());
         if let Framing::Chunked(left) = &mut self.framing
             && left.is_none_or(|left| left == 0)
         {
@@ -159,12 +159,12 @@ impl Read for Body {
             Framing::Chunked(Some(left)) => left,
             Framing::Chunked(None) => return Err(broken("no chunk")),
         };
-        let wanted = out.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
-        if wanted == 0 {
+        let len = out.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
+        if len == 0 {
             // Some servers keep the connection open after the whole body.
             return Ok(0);
         }
-        let (out, _) = out.split_at_mut(wanted);
+        let (out, _) = out.split_at_mut(len);
         let read = self.stream.read(out)?;
         if read == 0 {
             return Err(broken("the connection closed inside the body"));

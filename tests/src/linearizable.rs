@@ -116,7 +116,7 @@ impl Search {
     fn next_at(&self, point: &Point) -> Option<(usize, u64)> {
         let early = (point.next..self.calls.len()).take_while(|at| self.calls[*at].called <= point.until);
         early
-            .filter(|at| !self.done[*at] && !self.is_one_of_many(*at))
+            .filter(|at| !self.done[*at] && !self.is_redundant(*at))
             .find_map(|at| Some((at, self.calls[at].op.step(point.state)?)))
     }
 
@@ -139,7 +139,7 @@ impl Search {
 
     /// Of equal operations without a return, only the earliest call is tried: it can take effect whenever
     /// another one can.
-    fn is_one_of_many(&self, at: usize) -> bool {
+    fn is_redundant(&self, at: usize) -> bool {
         let Call { op, returned, .. } = self.calls[at];
         let same = |before: &usize| {
             !self.done[*before] && self.calls[*before] == Call { op, returned, ..self.calls[*before] }
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_happened_is_accepted() {
+    fn linearizable_histories_are_accepted() {
         assert!(linearizable(&[]));
         let overlapping = [
             call(Op::Write(1), 0, 10),
@@ -216,13 +216,13 @@ mod tests {
         if rest.iter().all(|&at| calls[at].returned.is_none()) {
             return true;
         }
-        (0..rest.len()).any(|place| {
-            let at = rest[place];
+        (0..rest.len()).any(|index| {
+            let at = rest[index];
             let too_early = rest.iter().any(|&o| calls[o].returned.is_some_and(|r| r < calls[at].called));
             let Some(next) = calls[at].op.step(state).filter(|_| !too_early) else { return false };
-            let at = rest.remove(place);
+            let at = rest.remove(index);
             let fits = by_trying_every_order(calls, rest, next);
-            rest.insert(place, at);
+            rest.insert(index, at);
             fits
         })
     }

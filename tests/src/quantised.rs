@@ -72,7 +72,7 @@ fn is_matrix(name: &[u8], dims: &[u64]) -> bool {
     dims.len() > 1
         && dims[0].is_multiple_of(BLOCK as u64)
         && name.ends_with(b".weight")
-        && !plain.iter().any(|part| name.windows(part.len()).any(|window| window == *part))
+        && !plain.iter().any(|pattern| name.windows(pattern.len()).any(|window| window == *pattern))
 }
 
 fn assemble(head: &[u8], tensors: &[Tensor<'_>]) -> Vec<u8> {

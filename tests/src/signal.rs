@@ -51,20 +51,20 @@ pub fn hold_thread(pid: u32, name: &str) -> anyhow::Result<Hold> {
     let thread: i32 =
         task.file_name().and_then(|id| id.to_str()).context("a thread without a number")?.parse()?;
     let let_go = Arc::new(AtomicBool::new(false));
-    let (say, said) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let released = Arc::clone(&let_go);
     // Only the tracing thread can release the thread.
     let holder = std::thread::spawn(move || {
         let held = seize(thread);
         let holds = held.is_ok();
         // The caller waits for this result.
-        let _ = say.send(held);
+        let _ = sender.send(held);
         if holds {
             keep(thread, &released);
         }
     });
     let hold = Hold { let_go, holder: Some(holder) };
-    said.recv().context("the holding thread has ended")??;
+    receiver.recv().context("the holding thread has ended")??;
     Ok(hold)
 }
 

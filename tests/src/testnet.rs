@@ -14,7 +14,7 @@ use std::net::Ipv4Addr;
 use std::time::Duration;
 use switch::Switch;
 
-/// Most hosts of a network: a host's number is the last byte of its address.
+/// Maximum number of hosts of a network: a host's number is the last byte of its address.
 const MAX_HOSTS: usize = 250;
 
 /// Properties of one direction between two hosts.

@@ -1,4 +1,6 @@
-"""Chat templates of the structure of fifty well-known models' ones: the same constructs of Jinja in the same places, written anew."""
+"""Chat templates with the structure of those of fifty well-known models: the same Jinja constructs in the
+same places, written again.
+"""
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds two numbers.", "parameters": {"type": "object", "properties": {
     "a": {"type": "number", "description": "First"}, "b": {"type": "array", "items": {"type": "string"}, "enum": ["x", "y"]}}, "required": ["a"]}}}

@@ -1,9 +1,10 @@
-"""Random chat templates and chats for them."""
+"""Generates random chat templates and chats for them."""
 import json
 
-# Not `loop` by itself: in Jinja it is an iterator over what is left of the loop; here it has its attributes only.
+# Not `loop` by itself: in Jinja it is an iterator over the rest of the loop. In our interpreter it has
+# attributes only.
 NAMES = ["messages", "m", "m.content", "m.role", "x", "s", "l", "d", "n", "i", "f", "ns.a", "e", "u", "p", "bos_token", "messages[0].content"] * 4 + ["tools", "nothing", "ns", "add_generation_prompt"]
-# So that most names are there.
+# Defines most of NAMES.
 BEGIN = "{% set ns = namespace(a=1) %}{% set x = 'abc' %}{% set n = 3 %}{% set m = {'role': 'user', 'content': ' hi '} %}{% macro q(a) %}[{{ a }}]{% endmacro %}"
 TEXTS = ["", "a", "abc", " pad ", "a b  c", "x,y,,z", "<think>\nt\n</think>\n\nhi", "it's", 'q"q', "\n", "line\n  two\n\n", "\u00e9\u4f60\U0001f600", "Ab cD", "12", "-3.5", "%s", "{}", "{0}", "<|im_end|>", "\\", "\t", "\x00", "0"]
 FILTERS = ["upper", "lower", "trim", "length", "list", "first", "last", "join", "join(', ')", "string", "int", "float", "tojson", "tojson(indent=2)", "tojson(sort_keys=true)", "sort", "sort(reverse=true)",
@@ -92,7 +93,7 @@ def chat(r):
 def random_case(r):
     template = "".join(statement(r, r.randrange(3)) for _ in range(r.randrange(1, 3)))
     if r.random() < .05:
-        # Also what is not valid.
+        # Sometimes breaks the syntax.
         at = r.randrange(len(template) + 1)
         template = template[:at] + r.choice(["", "%}", "{{", "'", "(", "|", "-", "{%"]) + template[at + r.randrange(4):]
     return {"template": BEGIN + template, "messages": chat(r), "add_generation_prompt": r.random() < .5,

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""What Jinja makes of chat templates, in the environment that Transformers gives it: the reference of our interpreter.
+"""Renders chat templates with Jinja in the environment of Transformers, as the reference of our interpreter.
 
     reference.py write          writes tests/fixtures/templates/*.json from snippets.py and corpus.py
     reference.py fuzz SEED N    prints N random cases, one JSON object a line
 
-A case has a template, what it is given, and `output` or `error`. Needs jinja2 (`./test setup` installs it)."""
+A case has a template, its variables, and `output` or `error`. Needs jinja2 (`./test setup` installs it).
+"""
 import copy, datetime, json, os, random, resource, sys, warnings
 import jinja2, jinja2.ext, jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# What `strftime_now` tells; the tests in Rust have the same.
+# Time of `strftime_now`. The Rust tests use the same.
 NOW = datetime.datetime(2026, 3, 5, 14, 7, 9, tzinfo=datetime.timezone.utc)
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; a rendering is not changed by it."""
+    """`{% generation %}` marks the assistant's text for training. It does not change the output."""
     tags = {"generation"}
 
     def parse(self, parser):
@@ -47,15 +48,15 @@ DEFAULTS = {"messages": [], "tools": None, "documents": None, "add_generation_pr
 
 
 def case(template, **given):
-    """The case with what Jinja makes of it."""
+    """Returns the case with Jinja's output or error."""
     made = {"template": template, **given}
-    # Some filters change what they are given.
+    # Some filters modify their arguments.
     given = copy.deepcopy(given)
     variables = {**DEFAULTS, **{k: v for k, v in given.items() if k != "extra"}, **given.get("extra", {})}
     try:
         made["output"] = ENVIRONMENT.from_string(template).render(**variables)
         made["output"].encode()
-    except Exception as error:  # Whatever it is: the template fails.
+    except Exception as error:  # Any exception means that the template fails.
         made.pop("output", None)
         made["error"] = "%s: %s" % (type(error).__name__, str(error)[:200])
     return made
@@ -80,7 +81,7 @@ def write():
 
 def fuzz(seed, count):
     import generator
-    # Some templates ask for more than there is.
+    # Some templates allocate more memory than the machine has.
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
     for number in range(count):
         made = generator.random_case(random.Random("%s/%s" % (seed, number)))

@@ -1,4 +1,4 @@
-"""Small templates, one thing each. All are given the same chat, tools and variables."""
+"""Small templates for one construct each, with a common chat, tools and variables."""
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi there, <b>\"you\"</b> & 'me' \n"},
             {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2.5}}}]},

@@ -50,14 +50,14 @@ impl Groups {
     fn parse(cgroup: &str, mountinfo: &str, controller: Controller) -> Self {
         let mut groups = Vec::new();
         for mount in mountinfo.lines().filter_map(Mount::parse) {
-            let listed = |list: &str| list.split(',').any(|one| one == controller.name());
+            let listed = |list: &str| list.split(',').any(|name| name == controller.name());
             let is_of_mount = |controllers: &str| match mount.version_1.as_deref() {
                 Some(options) => listed(options) && listed(controllers),
                 None => controllers.is_empty(),
             };
             for line in cgroup.lines() {
-                let mut parts = line.splitn(3, ':').skip(1);
-                if let (Some(controllers), Some(path)) = (parts.next(), parts.next())
+                let mut fields = line.splitn(3, ':').skip(1);
+                if let (Some(controllers), Some(path)) = (fields.next(), fields.next())
                     && is_of_mount(controllers)
                 {
                     let inside = mount.inside(Path::new(path));
@@ -100,7 +100,7 @@ impl Mount {
     /// host's names, is taken as the mounted group itself.
     fn inside<'a>(&self, group: &'a Path) -> &'a Path {
         let below = group.strip_prefix(&self.root).unwrap_or(Path::new(""));
-        match below.components().all(|part| matches!(part, Component::Normal(_))) {
+        match below.components().all(|component| matches!(component, Component::Normal(_))) {
             true => below,
             false => Path::new(""),
         }
@@ -109,17 +109,17 @@ impl Mount {
 
 /// Decodes octal escapes, which stand for blanks and backslashes.
 fn unescape(text: &str) -> String {
-    let mut parts = text.split('\\');
-    let mut plain = parts.next().unwrap_or_default().to_owned();
-    for part in parts {
-        match part.get(..3).map(|digits| u8::from_str_radix(digits, 8)) {
+    let mut segments = text.split('\\');
+    let mut plain = segments.next().unwrap_or_default().to_owned();
+    for segment in segments {
+        match segment.get(..3).map(|digits| u8::from_str_radix(digits, 8)) {
             Some(Ok(byte)) => {
                 plain.push(char::from(byte));
-                plain.push_str(part.get(3..).unwrap_or_default());
+                plain.push_str(segment.get(3..).unwrap_or_default());
             }
             _ => {
                 plain.push('\\');
-                plain.push_str(part);
+                plain.push_str(segment);
             }
         }
     }
@@ -216,9 +216,9 @@ pub(crate) mod tests {
     #[test]
     fn every_group_from_the_own_one_to_the_mount_is_found() {
         let tree = Tree::v2("/system.slice/kvasir.service");
-        let wanted = ["cg/system.slice/kvasir.service", "cg/system.slice", "cg"];
-        assert_eq!(tree.found(Controller::Memory), wanted);
-        assert_eq!(tree.found(Controller::Cpu), wanted);
+        let expected = ["cg/system.slice/kvasir.service", "cg/system.slice", "cg"];
+        assert_eq!(tree.found(Controller::Memory), expected);
+        assert_eq!(tree.found(Controller::Cpu), expected);
         let tree = Tree::v1("cpu,cpuacct", "/docker/x");
         assert_eq!(
             tree.found(Controller::Cpu),

@@ -14,7 +14,7 @@ use kernels::backend::{
 };
 use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;
-use mtp_head::Appended;
+use mtp_head::MtpHead;
 use std::ops::Range;
 
 mod assistant;
@@ -59,13 +59,13 @@ pub struct Decoder {
     narrow_heads: usize,
     buffers: Buffers,
     /// Cache group of each layer's keys and values, and their byte offset in its blocks.
-    places: Vec<Option<(usize, usize)>>,
+    kv_locations: Vec<Option<(usize, usize)>>,
     /// Drafter that reads this model's caches.
     assistant: Option<Assistant>,
     /// MTP head behind the last layer.
-    appended: Option<Appended>,
+    mtp_head: Option<MtpHead>,
     /// Rows of the last step whose logits are in the buffer, in order. Empty if unknown.
-    made: Vec<u32>,
+    computed_rows: Vec<u32>,
 }
 
 /// A row of logits, or its best values.
@@ -114,7 +114,7 @@ impl Decoder {
     ) -> Result<Self, Error> {
         let weights =
             Loader::new(source, packs, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
-        let layout::Placed { groups, caches, places, narrow_heads } =
+        let layout::Placed { groups, caches, kv_locations, narrow_heads } =
             layout::place_caches(&spec, &weights, &config, backend.as_mut())?;
         let buffers =
             layout::create_buffers(&spec, &spec.layers[config.layers.clone()], &config, backend.as_mut())?;
@@ -127,10 +127,10 @@ impl Decoder {
             caches,
             narrow_heads,
             buffers,
-            places,
+            kv_locations,
             assistant: None,
-            appended: None,
-            made: Vec::new(),
+            mtp_head: None,
+            computed_rows: Vec::new(),
         })
     }
 
@@ -182,8 +182,8 @@ impl Decoder {
 
     pub fn allocate_kv(&mut self, bytes: usize) -> Result<(), Error> {
         let block_bytes: Vec<usize> = self.groups.iter().map(|group| group.block_bytes).collect();
-        let bytes = match &mut self.appended {
-            Some(appended) => appended.make_room(bytes)?,
+        let bytes = match &mut self.mtp_head {
+            Some(mtp_head) => mtp_head.make_room(bytes)?,
             None => bytes,
         };
         Ok(self.backend.create_kv_arena(bytes, &block_bytes)?)
@@ -219,33 +219,33 @@ impl Decoder {
     /// Runs the layers over a step. The residual stream stays on the device. Only for a range that begins
     /// with the model's first layer.
     pub fn forward(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
-        self.forward_beside(copies, step, &mut |_| {})
+        self.forward_with(copies, step, &mut |_| {})
     }
 
-    /// Like [`Decoder::forward`], but calls `beside` after each layer. A step may take long, and readers of
-    /// blocks that it does not write need not wait for its end.
-    pub(crate) fn forward_beside(
+    /// Like [`Decoder::forward`], but calls `between_layers` after each layer. A step may take long, and
+    /// readers of blocks that it does not write need not wait for its end.
+    pub(crate) fn forward_with(
         &mut self,
         copies: &[KvCopy],
         step: &StepInput<'_>,
-        beside: &mut dyn FnMut(Blocks<'_>),
+        between_layers: &mut dyn FnMut(Blocks<'_>),
     ) -> Result<(), Error> {
         if self.config.layers.start > 0 {
             return Err(Error::Invariant("a later stage starts from activations".to_owned()));
         }
         self.begin(copies, step)?;
-        self.run(true, beside)?;
+        self.run(true, between_layers)?;
         self.follow(step)
     }
 
-    /// Like [`Decoder::forward_beside`], for a range that begins after the first layer. `activations` is the
+    /// Like [`Decoder::forward_with`], for a range that begins after the first layer. `activations` is the
     /// result of [`Decoder::residual`] for the previous range, `[rows, hidden]`.
     pub(crate) fn forward_from(
         &mut self,
         copies: &[KvCopy],
         step: &StepInput<'_>,
         activations: &[f32],
-        beside: &mut dyn FnMut(Blocks<'_>),
+        between_layers: &mut dyn FnMut(Blocks<'_>),
     ) -> Result<(), Error> {
         let (rows, width) = (step.tokens.len(), self.spec.hidden);
         if self.config.layers.start == 0 || activations.len() != rows * width {
@@ -255,7 +255,7 @@ impl Decoder {
         self.begin(copies, step)?;
         self.embed()?;
         self.backend.write_rows(self.buffers.x, activations)?;
-        self.run(false, beside)?;
+        self.run(false, between_layers)?;
         self.follow(step)
     }
 
@@ -278,12 +278,12 @@ impl Decoder {
     /// Sets the residual stream as if a step of these rows had just left the model's last layer. `residual`
     /// is the result of [`Decoder::residual`] at the stage with that layer.
     pub fn resume_behind(&mut self, residual: &[f32]) -> Result<(), Error> {
-        self.made.clear();
+        self.computed_rows.clear();
         Ok(self.backend.write_rows(self.buffers.x, residual)?)
     }
 
     fn begin(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
-        self.made.clear();
+        self.computed_rows.clear();
         if let Some(repacking) = &self.weights.repacking
             && repacking.adopt(self.backend.as_mut())?
         {
@@ -296,7 +296,7 @@ impl Decoder {
     }
 
     /// Runs the ops of a step: those of the embedding if `embeds`, then those of the layers.
-    fn run(&mut self, embeds: bool, beside: &mut dyn FnMut(Blocks<'_>)) -> Result<(), Error> {
+    fn run(&mut self, embeds: bool, between_layers: &mut dyn FnMut(Blocks<'_>)) -> Result<(), Error> {
         let ops = self.backend.begin_ops()?;
         let layers = 0..self.weights.layers.len();
         if ops != StepOps::Replayed {
@@ -306,7 +306,7 @@ impl Decoder {
             for index in layers.clone() {
                 self.layer(index)?;
                 if ops == StepOps::Called {
-                    beside(Blocks(self));
+                    between_layers(Blocks(self));
                 }
             }
         }
@@ -315,7 +315,7 @@ impl Decoder {
         }
         if ops != StepOps::Called {
             // Call it as often as if the layers had been run one by one.
-            layers.for_each(|_| beside(Blocks(self)));
+            layers.for_each(|_| between_layers(Blocks(self)));
         }
         Ok(())
     }
@@ -337,8 +337,8 @@ impl Decoder {
     /// was already ended.
     pub fn accept(&mut self, rows: &[usize]) -> Result<(), Error> {
         self.backend.accept(rows)?;
-        match &mut self.appended {
-            Some(appended) => appended.accept(self.backend.as_mut(), rows),
+        match &mut self.mtp_head {
+            Some(mtp_head) => mtp_head.accept(self.backend.as_mut(), rows),
             None => Ok(()),
         }
     }
@@ -470,12 +470,12 @@ impl Decoder {
             return Err(Error::Invariant(format!("{found} logits behind {from} of {}", self.spec.vocab)));
         }
         self.backend.write_part(self.buffers.logits, 0, from, values)?;
-        self.made = vec![row];
+        self.computed_rows = vec![row];
         Ok(())
     }
 
     fn compute_logits(&mut self, rows: &[u32]) -> Result<(), Error> {
-        match self.made == rows && !rows.is_empty() {
+        match self.computed_rows == rows && !rows.is_empty() {
             true => Ok(()),
             false => self.head(rows, None),
         }
@@ -483,7 +483,7 @@ impl Decoder {
 
     /// Computes the logits of rows, or those of a part of the vocabulary.
     fn head(&mut self, rows: &[u32], part: Option<Range<usize>>) -> Result<(), Error> {
-        self.made.clear();
+        self.computed_rows.clear();
         let (Some(Head::Logits { norm, linear }), Some(output)) = (&self.weights.head, self.spec.logits())
         else {
             return Err(Error::NoOutputHead);

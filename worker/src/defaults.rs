@@ -19,7 +19,7 @@ const GPU_CHUNK: RangeInclusive<u64> = 512..=2048;
 /// A chunk is a multiple of this.
 const CHUNK_STEP: u64 = 64;
 /// Divisor of the memory after weights: a GPU's chunk uses at most that part for activations.
-const ACTIVATIONS_PART: u64 = 8;
+const ACTIVATIONS_DIVISOR: u64 = 8;
 /// Maximum time that the rows of all sequences should add to a decode step on a GPU.
 const DECODE_MILLIS: u64 = 50;
 /// States of a sequence of maximum length: its own, and those at which other sequences can resume.
@@ -27,13 +27,13 @@ pub(crate) const STATES_PER_SEQUENCE: u64 = 9;
 /// Length in tokens that concurrency is planned for.
 pub(crate) const TOKENS_PER_SEQUENCE: u64 = 512;
 /// Maximum rows of a decode step on a CPU. More rows do not improve utilization and only lengthen every step.
-const MOST_SEQUENCES: u64 = 64;
+const MAX_SEQUENCES: u64 = 64;
 /// Maximum rows of a decode step on a GPU, which reads its weights once for all of them.
-const MOST_GPU_SEQUENCES: u64 = 256;
+const MAX_GPU_SEQUENCES: u64 = 256;
 /// CPUs for each further lane of a weight download, see [`shipping_lanes`].
 const CPUS_PER_LANE: usize = 4;
 /// Maximum default number of lanes.
-const MOST_LANES: usize = 8;
+const MAX_LANES: usize = 8;
 
 /// Resources of the machine, as this worker may use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,21 +122,21 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     // Concurrency is planned from the memory before activations.
     let room = usable.saturating_sub(model.weight_bytes);
     let chunk = chunk(host, model, room);
-    let most_sequences = most_sequences(host, model);
+    let max_sequences = max_sequences(host, model);
     let states = STATES_PER_SEQUENCE.saturating_mul(model.state_bytes);
     let fit = room / per_token.saturating_mul(TOKENS_PER_SEQUENCE).saturating_add(model.state_bytes);
-    let max_seqs = fit.clamp(1, most_sequences) as usize;
+    let max_seqs = fit.clamp(1, max_sequences) as usize;
     let max_batch_tokens = chunk.value.saturating_add(max_seqs as u32);
     let activations = u64::from(max_batch_tokens).saturating_mul(model.activation_bytes_per_row);
     // A tenth is left for memory that is not counted: queues, tables, the prefix tree, buffers.
     let left = room.saturating_sub(activations) / 10 * 9;
     let longest = u64::from(model.max_context).saturating_mul(per_token).saturating_add(states);
-    let most = (max_seqs as u64).saturating_mul(longest);
-    let most = most.div_ceil(MIB).saturating_mul(MIB);
+    let max_arena = (max_seqs as u64).saturating_mul(longest);
+    let max_arena = max_arena.div_ceil(MIB).saturating_mul(MIB);
     let cap = arena_cap(host);
-    let arena = left.min(most).min(cap) / MIB * MIB;
+    let arena = left.min(max_arena).min(cap) / MIB * MIB;
     let share = if workers > 1 { format!(", shared by {workers} workers") } else { String::new() };
-    let arena_reason = if arena == most {
+    let arena_reason = if arena == max_arena {
         format!("{max_seqs} sequences of {} tokens at {per_token} bytes per token", model.max_context)
     } else if cap <= left {
         format!("a quarter of this machine's {}{share}", human(host.memory_total))
@@ -153,13 +153,13 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
         max_seqs: Explained {
             value: max_seqs,
             reason: match host.gpu {
-                _ if fit <= most_sequences => {
+                _ if fit <= max_sequences => {
                     format!("memory for {fit} sequences of {TOKENS_PER_SEQUENCE} tokens")
                 }
                 None => "64 rows fill the matrix units; more only lengthens every step".to_owned(),
                 Some(_) => format!(
                     "about {DECODE_MILLIS} ms of this GPU at {} million multiply-adds per row, between \
-                     {MOST_SEQUENCES} and {MOST_GPU_SEQUENCES}",
+                     {MAX_SEQUENCES} and {MAX_GPU_SEQUENCES}",
                     model.row_products / 1_000_000
                 ),
             },
@@ -186,10 +186,10 @@ pub(crate) fn arena_cap(host: Host) -> u64 {
 }
 
 /// Maximum number of sequences that are computed at a time if memory allows.
-pub(crate) fn most_sequences(host: Host, model: ModelNeeds) -> u64 {
-    let Some(compute) = host.gpu_compute() else { return MOST_SEQUENCES };
+pub(crate) fn max_sequences(host: Host, model: ModelNeeds) -> u64 {
+    let Some(compute) = host.gpu_compute() else { return MAX_SEQUENCES };
     let rows = (compute / 1000).saturating_mul(DECODE_MILLIS) / model.row_products.max(1);
-    rows.clamp(MOST_SEQUENCES, MOST_GPU_SEQUENCES) / 32 * 32
+    rows.clamp(MAX_SEQUENCES, MAX_GPU_SEQUENCES) / 32 * 32
 }
 
 /// Memory that must stay free for the rest of the machine, and on a GPU for what is not planned: its context,
@@ -213,11 +213,11 @@ pub fn floor(host: Host) -> Explained<u64> {
 /// link of 200 Gbit/s is no longer limited by the lanes alone.
 pub fn shipping_lanes(cpus: usize, workers: usize) -> Explained<usize> {
     let cpus = cpus / workers.max(1);
-    let value = (1 + cpus / CPUS_PER_LANE).min(MOST_LANES);
+    let value = (1 + cpus / CPUS_PER_LANE).min(MAX_LANES);
     let reason = match value {
         1 => format!("{cpus} CPUs have enough to do with one"),
-        MOST_LANES => {
-            format!("one for each {CPUS_PER_LANE} of {cpus} CPUs and one more, at most {MOST_LANES}")
+        MAX_LANES => {
+            format!("one for each {CPUS_PER_LANE} of {cpus} CPUs and one more, at most {MAX_LANES}")
         }
         _ => format!("one for each {CPUS_PER_LANE} of {cpus} CPUs and one more"),
     };
@@ -243,7 +243,7 @@ fn chunk(host: Host, model: ModelNeeds, room: u64) -> Explained<u32> {
     };
     let rows = (compute / 1000).saturating_mul(CHUNK_MILLIS) / model.row_products.max(1);
     let rows = within(rows, &GPU_CHUNK);
-    let fit = room / ACTIVATIONS_PART / model.activation_bytes_per_row.max(1);
+    let fit = room / ACTIVATIONS_DIVISOR / model.activation_bytes_per_row.max(1);
     if fit < rows {
         let value = (fit / CHUNK_STEP * CHUNK_STEP).max(CHUNK_STEP);
         let reason = format!(

@@ -145,12 +145,12 @@ impl Layout {
     fn tables(&self, lengths: impl Iterator<Item = usize> + Clone) -> Vec<Vec<BlockTable<'static>>> {
         let table = |&(first, stride): &(u32, u32)| {
             let mut block = 0;
-            let place = |len: usize| {
+            let text_table = |len: usize| {
                 let table = BlockTable::Contiguous { first: first + block as u32 * stride, stride };
                 block += len.div_ceil(self.block_tokens);
                 table
             };
-            lengths.clone().map(place).collect()
+            lengths.clone().map(text_table).collect()
         };
         self.groups.iter().map(table).collect()
     }
@@ -363,14 +363,14 @@ mod tests {
         assert_eq!(LIMITS.check(&text(&[99; 8], Some(8))), Ok(()));
         let long = LIMITS.check(&text(&[1; 9], None));
         assert_eq!(long, Err(GenerateError::ContextLength { need: 9, limit: 8 }));
-        for (wrong, said) in [
+        for (wrong, expected) in [
             (text(&[], None), "no tokens"),
             (text(&[1, 100], None), "token 100"),
             (text(&[1, 2], Some(3)), "begins at 3"),
         ] {
             match LIMITS.check(&wrong) {
                 Err(GenerateError::InvalidField { field, reason }) => {
-                    assert!(field == "input" && reason.contains(said), "{reason}");
+                    assert!(field == "input" && reason.contains(expected), "{reason}");
                 }
                 other => panic!("{wrong:?}: {other:?}"),
             }

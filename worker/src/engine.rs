@@ -96,22 +96,22 @@ pub trait Sink: Send {
         None
     }
 
-    /// Whether the logits of every row are wanted, not only those of sampled rows.
+    /// Whether the sink receives the logits of every row, not only those of sampled rows.
     fn wants_logits(&self) -> bool {
         false
     }
 
-    /// Logits of the row at `position` of the prompt and output, if wanted.
+    /// Logits of the row at `position` of the prompt and output, if requested.
     fn logits(&mut self, position: usize, row: &[f32]) {
         let _ = (position, row);
     }
 
-    /// Whether the recurrent states after the prompt are wanted.
+    /// Whether the sink receives the recurrent states after the prompt.
     fn wants_states(&self) -> bool {
         false
     }
 
-    /// The states after the prompt, if wanted.
+    /// The states after the prompt, if requested.
     fn states(&mut self, states: Vec<LayerState>) {
         let _ = states;
     }
@@ -264,9 +264,9 @@ impl Engine {
         Self { speculation: Some(speculation), ..self }
     }
 
-    /// Always uses all available draft tokens, at most `most` per sequence, whatever they cost.
-    pub fn with_draft_len(self, most: u32) -> Self {
-        Self { speculation: self.speculation.map(|speculation| speculation.always(most)), ..self }
+    /// Always uses all available draft tokens, at most `max_draft_tokens` per sequence, whatever they cost.
+    pub fn with_draft_len(self, max_draft_tokens: u32) -> Self {
+        Self { speculation: self.speculation.map(|speculation| speculation.always(max_draft_tokens)), ..self }
     }
 
     /// Like [`Self::with_speculation`], with draft tokens computed by the draft model, or by the decoder if
@@ -546,14 +546,14 @@ impl Engine {
     fn submit_step(&mut self, mut step: InFlightStep) -> Result<(), Error> {
         let mut request = StepRequest::default();
         if self.executor.ranks() > 1 {
-            request.wanted = self.wanted(&step.targets);
-            (request.drafts, step.drafts) = self.request_drafts(&step.plan, &mut request.wanted);
+            request.rows = self.requested_rows(&step.targets);
+            (request.drafts, step.drafts) = self.request_drafts(&step.plan, &mut request.rows);
             request.traces = step.spans.iter().map(Span::context).collect();
         }
         let (kv_reads, scheduler) = (&mut self.kv_reads, &self.scheduler);
         let tiers = self.tiering.as_ref().map(Tiering::tiers);
         let result = self.executor.submit(scheduler, &step.plan, request, &mut |blocks| {
-            kv_reads.run_one(blocks, scheduler, tiers);
+            kv_reads.run_next(blocks, scheduler, tiers);
         })?;
         match result {
             Some(result) => self.complete_with(step, result),
@@ -577,7 +577,7 @@ impl Engine {
 
     fn complete_with(&mut self, mut step: InFlightStep, result: StepResult) -> Result<(), Error> {
         if let Some(spent) = &result.spent {
-            trace::note(std::mem::take(&mut step.spans), spent);
+            trace::record_times(std::mem::take(&mut step.spans), spent);
         }
         self.store_drafts(&mut step, result.draft_tokens, result.draft_time);
         // The next step is not planned yet, so the slots still hold the states after the prompt.
@@ -660,7 +660,7 @@ impl Engine {
         }
     }
 
-    /// Passes the states after a prompt to the sinks that want them.
+    /// Passes the states after a prompt to the sinks that request them.
     fn read_states(&mut self, plan: &StepPlan) -> Result<(), Error> {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk) {
             let request = self.requests.get_mut(&sequence.id).filter(|request| request.states);

@@ -84,7 +84,7 @@ pub enum Error {
     },
     /// A coordinator has accepted an epoch that is not the current one.
     #[error("a coordinator accepted epoch {}, which is not the current one", .0.0)]
-    AnotherLife(proto::ids::Epoch),
+    AnotherEpoch(proto::ids::Epoch),
     /// The model computed a value that is not finite.
     #[error("the model's {what} not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite { what: &'static str },

@@ -1,5 +1,5 @@
 //! Runs planned steps, on this worker alone or on the ranks of a pipeline. The engine sees no difference: it
-//! submits a step, and gets the rows that it asked for with the step's result.
+//! submits a step, and gets the requested rows with the step's result.
 
 mod local;
 
@@ -76,7 +76,7 @@ pub(crate) trait Executor: KvBlocks + Send {
 
 /// Rows that need a result after the last layer.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct WantedRows {
+pub(crate) struct RequestedRows {
     /// Rows that need their most likely token.
     pub(crate) argmax: Vec<u32>,
     /// Rows that need a token from a sampler.
@@ -84,7 +84,7 @@ pub(crate) struct WantedRows {
     pub(crate) logits: Vec<u32>,
 }
 
-impl WantedRows {
+impl RequestedRows {
     /// Whether the rank that computes this row also draws a token from it.
     pub(crate) fn draws(&self, row: u32) -> bool {
         self.argmax.contains(&row) || self.samples.iter().any(|sample| sample.row == row)
@@ -110,7 +110,7 @@ impl WantedRows {
 #[derive(Debug, Default)]
 pub(crate) struct StepRequest {
     /// Rows that need a token, a sample or logits.
-    pub(crate) wanted: WantedRows,
+    pub(crate) rows: RequestedRows,
     /// Sequences for which the last rank drafts tokens after sampling, in the order of the plan's sequences.
     pub(crate) drafts: Vec<StageDraftRequest>,
     /// Parent spans of the step.
@@ -135,7 +135,7 @@ pub(crate) struct StepResult {
 pub(crate) enum StepRows {
     /// The decoder has the rows' hidden states after the last layer.
     InDecoder(DecoderRows),
-    /// The last rank computed what [`WantedRows`] asked for, in its order.
+    /// The last rank computed the results that [`RequestedRows`] requests, in its order.
     Computed { argmax: Vec<u32>, samples: Vec<StageSampled>, logits: Vec<Vec<f32>> },
 }
 
@@ -149,7 +149,7 @@ pub(crate) enum DecoderRows {
 
 impl DecoderRows {
     /// The decoder's row that holds a row of the step.
-    pub(crate) fn place(&self, row: u32) -> u32 {
+    pub(crate) fn decoder_row(&self, row: u32) -> u32 {
         match self {
             Self::All => row,
             Self::Some(rows) => rows.partition_point(|other| *other < row) as u32,

@@ -44,7 +44,7 @@ pub const MASK_TIME: Duration = Duration::from_secs(2);
 /// Time that a request waits for its turn to be compiled.
 const TURN_TIME: Duration = Duration::from_secs(5);
 /// Maximum number of cached grammars, compiled or refused.
-const KEPT: usize = 64;
+const MAX_CACHED: usize = 64;
 /// Maximum nesting of a JSON schema.
 pub const MAX_SCHEMA_DEPTH: usize = 32;
 
@@ -57,14 +57,14 @@ struct Compiled(Mutex<Matcher>);
 
 #[derive(Debug, Clone)]
 struct Refusal {
-    why: Refused,
+    cause: Refused,
     /// The field of the request that is wrong, if it is more specific than the whole grammar.
     field: Option<String>,
     reason: String,
 }
 
-/// What the grammars of a model are compiled with.
-struct Made {
+/// Compiles the grammars of one model.
+struct Compiler {
     factory: ParserFactory,
     names: Names,
 }
@@ -76,9 +76,9 @@ pub struct Grammars {
     metrics: GrammarMetrics,
     wake: Waker,
     /// Created with the first grammar.
-    factory: OnceCell<Result<Arc<Made>, String>>,
+    factory: OnceCell<Result<Arc<Compiler>, String>>,
     turns: Turns,
-    known: Mutex<GrammarCache>,
+    cache: Mutex<GrammarCache>,
 }
 
 #[derive(Default)]
@@ -101,7 +101,7 @@ impl Grammars {
             wake,
             factory: OnceCell::new(),
             turns: Turns::default(),
-            known: Mutex::default(),
+            cache: Mutex::default(),
         })
     }
 
@@ -119,7 +119,7 @@ impl Grammars {
         emitted: &[u32],
     ) -> Result<Guide, GenerateError> {
         check(&grammar)?;
-        let cell = self.known.lock().cell(key(root, &grammar));
+        let cell = self.cache.lock().cell(key(root, &grammar));
         // Later requests wait for the first one; if it is cancelled, the next one compiles.
         let outcome = cell.get_or_try_init(|| self.compile(turn, &grammar)).await?.clone();
         let GrammarSpec { field, trigger, .. } = grammar;
@@ -130,24 +130,24 @@ impl Grammars {
                 let services = (Arc::clone(&self.pool), self.metrics.clone(), Arc::clone(&self.wake));
                 Ok(Guide::new(matcher, (field, trigger), Arc::clone(&self.tokenizer), services, emitted))
             }
-            Err(Refusal { why, field: part, reason }) => {
-                self.metrics.refused(why);
-                Err(GenerateError::InvalidField { field: part.unwrap_or(field), reason })
+            Err(Refusal { cause, field: nested, reason }) => {
+                self.metrics.refused(cause);
+                Err(GenerateError::InvalidField { field: nested.unwrap_or(field), reason })
             }
         }
     }
 
     /// Compiles a grammar that is not cached.
     async fn compile(&self, turn: TenantTurn, grammar: &GrammarSpec) -> Result<Outcome, GenerateError> {
-        let made = self.factory.get_or_try_init(|| async {
+        let compiler = self.factory.get_or_try_init(|| async {
             let tokenizer = Arc::clone(&self.tokenizer);
             let make = move || {
                 let factory = vocabulary::factory(&tokenizer)?;
-                Ok(Arc::new(Made { factory, names: vocabulary::names(&tokenizer) }))
+                Ok(Arc::new(Compiler { factory, names: vocabulary::names(&tokenizer) }))
             };
-            beside(make).await.ok_or(GenerateError::Internal)
+            run_on_thread(make).await.ok_or(GenerateError::Internal)
         });
-        let made = made.await?.as_ref().map_err(|error| {
+        let compiler = compiler.await?.as_ref().map_err(|error| {
             tracing::error!(error, "grammars are not available: the vocabulary cannot be used");
             GenerateError::Internal
         })?;
@@ -155,26 +155,26 @@ impl Grammars {
         let Ok(Some(turn)) = turn else { return Err(GenerateError::QueueFull) };
         let too_much = || {
             let reason = format!("compiling takes more than {} ms of CPU time", COMPILE_TIME.as_millis());
-            Refusal { why: Refused::time, field: None, reason }
+            Refusal { cause: Refused::time, field: None, reason }
         };
         let (syntax, text) = (grammar.syntax, grammar.text.clone());
         // The process and the thread go on if the caller is cancelled, so the turn is held until they end.
         let turn = Arc::new(turn);
         let tried = {
-            let (made, text, turn) = (Arc::clone(made), text.clone(), Arc::clone(&turn));
-            beside(move || {
+            let (compiler, text, turn) = (Arc::clone(compiler), text.clone(), Arc::clone(&turn));
+            run_on_thread(move || {
                 let _turn = turn;
-                trial::attempted(syntax, &text, &made.names)
+                trial::try_grammar(syntax, &text, &compiler.names)
             })
             .await
         };
         // A grammar that compiled there also compiles here. Only without a trial is it limited by wall-clock
         // time.
-        let (patience, late) = match tried {
+        let (limit, on_timeout) = match tried {
             Some(Tried::Ended) => (CPU_WAIT, Err(GenerateError::QueueFull)),
             Some(Tried::Untried) => (COMPILE_TIME, Ok(Err(too_much()))),
             Some(Tried::TooMuch) => return Ok(Err(too_much())),
-            // This says nothing about the grammar, so nothing is cached.
+            // The cause is the machine's load and not the grammar, so nothing is cached.
             Some(Tried::Unfinished) => return Err(GenerateError::QueueFull),
             Some(Tried::Failed(error)) => {
                 tracing::error!(error, "cannot start the trial process of a grammar; the request fails");
@@ -182,21 +182,21 @@ impl Grammars {
             }
             None => return Err(GenerateError::Internal),
         };
-        let made = Arc::clone(made);
-        let compiled = beside(move || {
+        let compiler = Arc::clone(compiler);
+        let compiled = run_on_thread(move || {
             let _turn = turn;
-            build(&made.factory, syntax, &text)
+            build(&compiler.factory, syntax, &text)
         });
-        match timeout(patience, compiled).await {
+        match timeout(limit, compiled).await {
             Ok(Some(Ok(matcher))) => {
                 self.metrics.compiled.inc();
                 Ok(Ok(Arc::new(Compiled(Mutex::new(matcher)))))
             }
             Ok(Some(Err(loosen::Refused { field, reason }))) => {
-                Ok(Err(Refusal { why: Refused::invalid, field, reason }))
+                Ok(Err(Refusal { cause: Refused::invalid, field, reason }))
             }
             Ok(None) => Err(GenerateError::Internal),
-            Err(_) => late,
+            Err(_) => on_timeout,
         }
     }
 }
@@ -206,7 +206,7 @@ impl GrammarCache {
     /// refused grammars first. So refused grammars never displace used ones.
     fn cell(&mut self, key: Key) -> Arc<OnceCell<Outcome>> {
         self.uses += 1;
-        if !self.grammars.contains_key(&key) && self.grammars.len() >= KEPT {
+        if !self.grammars.contains_key(&key) && self.grammars.len() >= MAX_CACHED {
             let refused = |cell: &OnceCell<Outcome>| matches!(cell.get(), Some(Err(_)));
             let oldest = self.grammars.iter().min_by_key(|(_, (used, cell))| (!refused(cell), *used));
             let oldest = oldest.map(|(key, _)| *key);
@@ -220,7 +220,7 @@ impl GrammarCache {
 }
 
 /// Runs long work on its own thread. `None` if the work ends without a result.
-async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+async fn run_on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (reply, answer) = oneshot::channel();
     // The send fails if the caller is gone.
     spawn("kvasir-compile", move || drop(reply.send(work()))).ok()?;
@@ -279,20 +279,20 @@ mod tests {
 
     #[test]
     fn refused_grammars_do_not_displace_used_ones() {
-        let mut known = GrammarCache::default();
+        let mut cache = GrammarCache::default();
         let key = |n: usize| *blake3::hash(&n.to_le_bytes()).as_bytes();
-        for n in 0..KEPT {
-            known.cell(key(n));
+        for n in 0..MAX_CACHED {
+            cache.cell(key(n));
         }
-        for n in KEPT..3 * KEPT {
-            let refusal = Refusal { why: Refused::time, field: None, reason: String::new() };
-            assert!(known.cell(key(n)).set(Err(refusal)).is_ok());
-            assert_eq!(known.grammars.len(), KEPT);
+        for n in MAX_CACHED..3 * MAX_CACHED {
+            let refusal = Refusal { cause: Refused::time, field: None, reason: String::new() };
+            assert!(cache.cell(key(n)).set(Err(refusal)).is_ok());
+            assert_eq!(cache.grammars.len(), MAX_CACHED);
         }
         // The first refused grammar displaced an unused one.
-        let left = (0..KEPT).filter(|n| known.grammars.contains_key(&key(*n))).count();
-        assert_eq!(left, KEPT - 1);
-        known.cell(key(3 * KEPT));
-        assert!((1..KEPT).all(|n| known.grammars.contains_key(&key(n))), "the refused one went");
+        let left = (0..MAX_CACHED).filter(|n| cache.grammars.contains_key(&key(*n))).count();
+        assert_eq!(left, MAX_CACHED - 1);
+        cache.cell(key(3 * MAX_CACHED));
+        assert!((1..MAX_CACHED).all(|n| cache.grammars.contains_key(&key(n))), "the refused one went");
     }
 }

@@ -38,7 +38,7 @@ pub use policy::{CheckpointKind, CheckpointPolicy};
 pub(crate) use sequence::{NotAdvanced, SequenceCache};
 pub use slabs::Slabs;
 pub use spec::{CacheSpec, GroupKind, GroupSpec, Placement, SpecError};
-pub(crate) use state::Kept;
+pub(crate) use state::CheckpointSlot;
 pub use table::{BlockTable, NULL_OFFSET, OFFSET_UNIT};
 
 use extents::Extents;
@@ -160,11 +160,11 @@ impl KvCache {
     /// written. The caller must close all sequences that took part in such a step or use such a block.
     pub(crate) fn abort(&mut self) {
         let blocks = self.tree.drop_pending();
-        self.no_longer_known(&blocks);
+        self.clear_hashed_flags(&blocks);
     }
 
     /// Clears the `hashed` flag of each of these blocks that has no cached unit left.
-    fn no_longer_known(&mut self, blocks: &[pool::BlockAt]) {
+    fn clear_hashed_flags(&mut self, blocks: &[pool::BlockAt]) {
         for at in blocks {
             if !self.tree.any_unit(at.group, at.block) {
                 self.pool.set_hashed(at.group, at.block, false);

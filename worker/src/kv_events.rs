@@ -24,9 +24,9 @@ pub struct EventLog {
 
 /// The requested events are no longer, or not yet, in the log. The consumer must take a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("events from {asked} on were requested, but only {first} to {last} are kept")]
+#[error("events from {requested} on were requested, but only {first} to {last} are kept")]
 pub struct Gap {
-    pub asked: u64,
+    pub requested: u64,
     pub first: u64,
     pub last: u64,
 }
@@ -70,14 +70,14 @@ impl EventLog {
         }
     }
 
-    /// At most `most` events from sequence number `from`. Empty when `from` is the next number.
-    pub fn since(&self, from: u64, most: usize) -> Result<KvEventBatch, Gap> {
+    /// At most `max_events` events from sequence number `from`. Empty when `from` is the next number.
+    pub fn since(&self, from: u64, max_events: usize) -> Result<KvEventBatch, Gap> {
         let first = self.last + 1 - self.ring.len() as u64;
         if from < first || from > self.last + 1 {
-            return Err(Gap { asked: from, first, last: self.last });
+            return Err(Gap { requested: from, first, last: self.last });
         }
         let skip = usize::try_from(from - first).unwrap_or(usize::MAX);
-        let events = self.ring.iter().skip(skip).take(most).cloned().collect();
+        let events = self.ring.iter().skip(skip).take(max_events).cloned().collect();
         Ok(KvEventBatch { epoch: self.epoch, first_sequence: from, events })
     }
 
@@ -180,10 +180,10 @@ mod tests {
         assert_eq!((batch.epoch, batch.first_sequence), (Epoch(7), 2));
         assert_eq!(batch.events, [stored(2, &[3])]);
         assert_eq!(log.since(4, 10).unwrap().events, []);
-        assert_eq!(log.since(5, 10), Err(Gap { asked: 5, first: 1, last: 3 }));
+        assert_eq!(log.since(5, 10), Err(Gap { requested: 5, first: 1, last: 3 }));
 
         log.append(vec![stored(2, &[4, 5])]);
-        assert_eq!(log.since(1, 10), Err(Gap { asked: 1, first: 2, last: 4 }));
+        assert_eq!(log.since(1, 10), Err(Gap { requested: 1, first: 2, last: 4 }));
         assert_eq!(log.since(2, 10).unwrap().events.len(), 3);
     }
 

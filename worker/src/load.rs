@@ -88,7 +88,7 @@ pub struct EngineOptions {
     /// Tiers for resume points below the arena.
     pub tiers: TiersConfig,
     /// How long a request waits for a KV transfer. `None`: as long as computing the prefix would take.
-    pub pull_patience: Option<Duration>,
+    pub pull_timeout: Option<Duration>,
     pub placement: Placement,
     /// Number of workers that are started together on this machine, this one included.
     pub workers: usize,
@@ -127,7 +127,7 @@ impl Default for EngineOptions {
             prefix_cache: true,
             pin_bytes: None,
             tiers: TiersConfig::default(),
-            pull_patience: None,
+            pull_timeout: None,
             placement: Placement::Paged,
             workers: 1,
             packed: None,
@@ -146,7 +146,7 @@ impl Default for EngineOptions {
 pub struct Prepared {
     decoder: Decoder,
     /// The downstream ranks of a replica, and the suffix of the numeric class for their activations' type.
-    later: Option<(DownstreamRanks, Option<&'static str>)>,
+    downstream: Option<(DownstreamRanks, Option<&'static str>)>,
     tokenizer: Arc<Tokenizer>,
     metadata: Metadata,
     model_digest: [u8; 32],
@@ -155,7 +155,7 @@ pub struct Prepared {
     max_model_len: usize,
     kv_type: KvType,
     tiers: TiersConfig,
-    pull_patience: Option<Duration>,
+    pull_timeout: Option<Duration>,
     drafter: LoadedDrafter,
 }
 
@@ -293,11 +293,11 @@ fn prepare_on(
     let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
     let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
     let max_sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
-    let wanted_len =
+    let len_limit =
         options.max_model_len.unwrap_or(spec.context_length).min(spec.context_length).min(MAX_CONTEXT);
     let rows = match options.max_rows {
         Some(rows) => rows,
-        None if chunk == 0 => wanted_len,
+        None if chunk == 0 => len_limit,
         None => defaults.max_batch_tokens.value as usize,
     };
     let rows = rows.max(chunk).max(max_sequences);
@@ -307,14 +307,14 @@ fn prepare_on(
     let model_digest = digest(&gguf, options)?;
     let metadata = gguf.metadata().clone();
     let wire = replica.as_ref().and_then(Replica::class);
-    let (layers, mut joining, elsewhere) = match replica {
+    let (layers, mut joining, last_stage_drafter) = match replica {
         None => (0..spec.layers.len(), None, None),
         Some(replica) => {
             let class = stages::class(backend.info(), &model_digest, options);
-            let elsewhere = drafter::elsewhere(options, (&gguf, &spec), max_sequences)?;
-            let told = (model_digest, class, elsewhere);
-            let (first, joining) = replica.join(&spec, told, rows, options.block_tokens)?;
-            (first, Some(joining), elsewhere)
+            let last_stage_drafter = drafter::last_stage_drafter(options, (&gguf, &spec), max_sequences)?;
+            let join_request = (model_digest, class, last_stage_drafter);
+            let (first, joining) = replica.join(&spec, join_request, rows, options.block_tokens)?;
+            (first, Some(joining), last_stage_drafter)
         }
     };
     let weights = match joining {
@@ -325,7 +325,7 @@ fn prepare_on(
     floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
-    let drafter = match elsewhere {
+    let drafter = match last_stage_drafter {
         Some(_) => LoadedDrafter::Drafter(None),
         None => {
             let own = (tokenizer.as_ref(), max_sequences);
@@ -343,7 +343,7 @@ fn prepare_on(
     }
     let cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
     cache.validate().map_err(|error| Error::KvMemory { reason: error.to_string() })?;
-    let later = match joining {
+    let downstream = match joining {
         None => {
             decoder.allocate_kv(arena_bytes as usize)?;
             None
@@ -362,14 +362,14 @@ fn prepare_on(
     // Only used to find the longest sequence that fits. The real scheduler is created with the cluster key.
     let probe = Scheduler::new(scheduler.clone(), cache.clone(), ClusterKey([0; 32]))
         .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
-    let max_model_len = wanted_len.min(probe.max_sequence_tokens() as usize);
+    let max_model_len = len_limit.min(probe.max_sequence_tokens() as usize);
     if max_model_len < 2 {
         let reason = format!("{arena_bytes} bytes hold no sequence of two tokens");
         return Err(Error::KvMemory { reason });
     }
     Ok(Prepared {
         decoder,
-        later,
+        downstream,
         tokenizer,
         metadata,
         model_digest,
@@ -378,7 +378,7 @@ fn prepare_on(
         max_model_len,
         kv_type: options.kv_type,
         tiers: options.tiers.clone(),
-        pull_patience: options.pull_patience,
+        pull_timeout: options.pull_timeout,
         drafter,
     })
 }
@@ -393,7 +393,7 @@ impl Prepared {
 
     fn numeric_class(&self) -> String {
         let class = numeric_class(&self.decoder, &self.model_digest, self.kv_type);
-        match &self.later {
+        match &self.downstream {
             Some((_, Some(wire))) => format!("{class}/{wire}"),
             _ => class,
         }
@@ -435,18 +435,18 @@ impl Prepared {
         let scheduler = Scheduler::new(self.scheduler, self.cache, key)
             .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
-        let executor: Box<dyn Executor> = match self.later {
+        let executor: Box<dyn Executor> = match self.downstream {
             Some((downstream, _)) => Box::new(PipelineExecutor::new(self.decoder, downstream)),
             None => Box::new(LocalExecutor::new(self.decoder)),
         };
         let engine =
             Engine::with_executor(executor, scheduler, events, self.tokenizer, self.max_model_len, origin)?;
         let engine = match self.drafter {
-            LoadedDrafter::Nobody => engine,
+            LoadedDrafter::Off => engine,
             LoadedDrafter::Ngrams => engine.with_speculation(Speculation::ngram()),
             LoadedDrafter::Drafter(model) => engine.with_drafter(model.map(|model| *model)),
         };
-        let engine = match self.pull_patience {
+        let engine = match self.pull_timeout {
             Some(limit) => engine.with_transfer_time(limit),
             None => engine,
         };
@@ -641,12 +641,12 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         KvType::Q8_0 => 34.0 / 32.0,
     };
     let own_kv = |a: &AttentionSpec| a.own_kv().map_or(0, |_| a.k_width() + a.v_width());
-    let appended = match &options.speculative_method {
-        SpeculativeMethod::Appended if spec.logits().is_some() => Some(drafter::appended(gguf, &spec.arch)?),
+    let mtp_head = match &options.speculative_method {
+        SpeculativeMethod::MtpHead if spec.logits().is_some() => Some(drafter::mtp_head(gguf, &spec.arch)?),
         // Encoders have no drafter.
         _ => None,
     };
-    let layers = spec.layers.iter().chain(appended.iter().map(|appended| &appended.layer));
+    let layers = spec.layers.iter().chain(mtp_head.iter().map(|mtp_head| &mtp_head.layer));
     let kv_elements: usize = layers
         .map(|layer| match &layer.mixer {
             MixerSpec::Attention(attention) => own_kv(attention),
@@ -654,8 +654,8 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         })
         .sum();
     // An MTP head adds a hidden state to each recurrent state, and its own activations to each row.
-    let (past, appended_rows) =
-        appended.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
+    let (past, mtp_head_rows) =
+        mtp_head.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
     let bytes = |name: &str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
     let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
     let weights = gguf.total_tensor_bytes();
@@ -670,7 +670,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         // Upper bound: which heads can use a narrower state type is known only once the weights are loaded.
         state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>()
             + past,
-        activation_bytes_per_row: activation_bytes(spec) + appended_rows,
+        activation_bytes_per_row: activation_bytes(spec) + mtp_head_rows,
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
     };
     Ok(Plan { defaults: defaults(host, needs), host, needs, task: crate::encoder::task(spec) })

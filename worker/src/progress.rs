@@ -7,9 +7,9 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// Interval of the watchdog's checks.
-const WATCH_EVERY: Duration = Duration::from_millis(250);
+const WATCH_INTERVAL: Duration = Duration::from_millis(250);
 
-/// An engine's present load.
+/// An engine's current load.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EngineLoad {
     pub running: usize,
@@ -83,7 +83,7 @@ pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<
 
 fn watch_over(progress: &Weak<Progress>) {
     loop {
-        std::thread::park_timeout(WATCH_EVERY);
+        std::thread::park_timeout(WATCH_INTERVAL);
         let Some(progress) = progress.upgrade() else { return };
         let verdict = progress.watchdog.lock().check(Instant::now());
         if let Health::Stalled { after } = verdict {
@@ -100,12 +100,12 @@ fn watch_over(progress: &Weak<Progress>) {
 }
 
 /// Time for the last log lines and packets before the process exits.
-const FAREWELL: Duration = Duration::from_millis(100);
+const EXIT_DELAY: Duration = Duration::from_millis(100);
 
-/// Ends the process after an unrecoverable error. Other threads send the packets that tell the peers.
+/// Ends the process after an unrecoverable error. Other threads send the packets that close connections.
 pub(crate) fn end_process(error: &Error) -> ! {
     tracing::error!(%error, "the engine cannot continue; the worker process ends");
-    std::thread::sleep(FAREWELL);
+    std::thread::sleep(EXIT_DELAY);
     proto::log::flush();
     kernels::exit::end_process(error.exit_code())
 }

@@ -18,7 +18,7 @@ pub trait Source: Send {
     fn tokens(&self) -> u32;
 
     /// Starts to fetch. Called on the engine's thread, so implementations must not block. Fetching must end
-    /// when the delivery is no longer wanted ([`PullDelivery::unwanted`]).
+    /// when the pieces are no longer needed ([`PullDelivery::unwanted`]).
     fn fetch(self: Box<Self>, order: PullOrder, delivery: PullDelivery);
 }
 
@@ -27,14 +27,14 @@ pub trait Source: Send {
 pub enum PullFailure {
     /// The holder cannot be reached, or its identity is not the expected one.
     Unreachable,
-    /// The holder is of another origin, or does not hold the prefix.
+    /// The holder is busy, is of another origin, or does not hold the whole prefix.
     Refused,
     /// The connection to the holder was lost before everything arrived.
     Lost,
     /// A received piece is not the requested one.
     Damaged,
-    /// The pull took longer than computing would.
-    Patience,
+    /// The pull exceeded its time limit.
+    TimedOut,
     /// Too many bytes are already in flight.
     Budget,
     /// Live sequences hold too much of the arena.
@@ -49,7 +49,7 @@ impl PullFailure {
             Self::Refused => "refused",
             Self::Lost => "lost",
             Self::Damaged => "damaged",
-            Self::Patience => "patience",
+            Self::TimedOut => "timed_out",
             Self::Budget => "budget",
             Self::NoRoom => "no_room",
         }
@@ -144,7 +144,7 @@ impl PullDelivery {
         let _ = self.to.send(PullEvent::End(outcome));
     }
 
-    /// Resolves when no request wants the pieces any more.
+    /// Resolves when no request needs the pieces any more.
     pub async fn unwanted(&self) {
         self.to.closed().await;
     }

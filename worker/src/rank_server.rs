@@ -88,10 +88,10 @@ pub(crate) struct RankServer {
     claims: Option<Claims>,
     /// One permit: one stage at a time.
     room: Arc<Semaphore>,
-    /// For each replica, where to deliver the stream of its activations.
+    /// For each replica, the channel that receives the stream of its activations.
     feeds: Mutex<HashMap<ReplicaId, oneshot::Sender<ActivationReceiver>>>,
     /// For each replica, the server that reads and writes its blocks.
-    desks: Mutex<HashMap<ReplicaId, BlockServer>>,
+    block_servers: Mutex<HashMap<ReplicaId, BlockServer>>,
 }
 
 impl StageService {
@@ -106,11 +106,11 @@ impl StageService {
         let drafter = (config.engine.speculative_method.file(), config.engine.digests.clone());
         let holdings = Inventory::new(None, config.model_path.as_deref(), drafter, &config.shipping, metrics);
         let holds = Holds { shipper: Arc::new(shipper), holdings: Arc::new(holdings) };
-        let host = RankServer::new(config, Arc::clone(&endpoint), holds, None);
+        let server = RankServer::new(config, Arc::clone(&endpoint), holds, None);
         let accepting = Arc::clone(&endpoint);
         let task = tokio::spawn(async move {
             while let Some(connection) = accepting.accept().await {
-                tokio::spawn(serve(Arc::clone(&host), connection));
+                tokio::spawn(serve(Arc::clone(&server), connection));
             }
         });
         Ok(Self { endpoint, task })
@@ -128,10 +128,10 @@ impl StageService {
     }
 }
 
-async fn serve(host: Arc<RankServer>, connection: Connection) {
+async fn serve(server: Arc<RankServer>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
         // Other streams are not served here; dropping one resets it.
-        drop(host.take(incoming));
+        drop(server.take(incoming));
     }
 }
 
@@ -152,7 +152,7 @@ impl RankServer {
             claims,
             room,
             feeds: Mutex::default(),
-            desks: Mutex::default(),
+            block_servers: Mutex::default(),
         })
     }
 
@@ -163,24 +163,24 @@ impl RankServer {
 
     /// Serves a stream that is meant for a stage; returns any other stream.
     pub(crate) fn take(self: &Arc<Self>, incoming: Incoming) -> Option<Incoming> {
-        let host = Arc::clone(self);
+        let server = Arc::clone(self);
         match incoming {
-            Incoming::Stage(call) => drop(tokio::spawn(hold(host, call))),
+            Incoming::Stage(call) => drop(tokio::spawn(serve_stage_call(server, call))),
             Incoming::StageLease(call) if self.claims.is_some() => drop(tokio::spawn(async move {
-                if let Some(claims) = &host.claims {
+                if let Some(claims) = &server.claims {
                     claims.serve(call).await;
                 }
             })),
             Incoming::Shard(call) => drop(tokio::spawn(Arc::clone(&self.holds.holdings).answer(call))),
             Incoming::StageBlocks(call) => {
                 let StageFeed { replica } = call.feed;
-                if let Some(desk) = host.desks.lock().get(&replica).cloned() {
-                    tokio::spawn(desk.serve(call));
+                if let Some(block_server) = server.block_servers.lock().get(&replica).cloned() {
+                    tokio::spawn(block_server.serve(call));
                 }
             }
             Incoming::Activations(receiver) => {
                 let StageFeed { replica } = receiver.feed;
-                if let Some(waits) = host.feeds.lock().remove(&replica) {
+                if let Some(waits) = server.feeds.lock().remove(&replica) {
                     // If the receiver is gone, the replica was given up.
                     let _ = waits.send(receiver);
                 }
@@ -203,7 +203,7 @@ impl RankServer {
     async fn speculative_method(&self, drafter: Option<StageDrafter>) -> Result<SpeculativeMethod, Error> {
         Ok(match drafter {
             None => SpeculativeMethod::Off,
-            Some(StageDrafter::Appended { .. }) => SpeculativeMethod::Appended,
+            Some(StageDrafter::MtpHead { .. }) => SpeculativeMethod::MtpHead,
             Some(StageDrafter::Assistant { digest }) => {
                 let options = self.config.engine.clone();
                 let own = self.config.engine.speculative_method.file();
@@ -226,20 +226,20 @@ impl RankServer {
 }
 
 /// Serves a stage of a replica until it ends, and reports the reason to the first stage.
-async fn hold(host: Arc<RankServer>, call: StageCall) {
+async fn serve_stage_call(server: Arc<RankServer>, call: StageCall) {
     let StageCall { mut orders, reporter } = call;
     let reporter: Reporter = Arc::new(tokio::sync::Mutex::new(reporter));
     let Ok(StageOrder::Join(join)) = orders.next().await else { return };
     let layers = join.layers;
     let failure = tokio::select! {
-        ended = take_part(&host, &mut orders, &reporter, &join) => match ended {
+        ended = run_stage(&server, &mut orders, &reporter, &join) => match ended {
             Ok(never) => match never {},
             Err(failure) => failure,
         },
-        () = host.disowned(join.replica) => StageFailure::Busy,
+        () = server.disowned(join.replica) => StageFailure::Busy,
     };
-    host.feeds.lock().remove(&join.replica);
-    host.desks.lock().remove(&join.replica);
+    server.feeds.lock().remove(&join.replica);
+    server.block_servers.lock().remove(&join.replica);
     tracing::info!(?layers, %failure, "the replica has ended");
     let mut reporter = reporter.lock().await;
     // The send fails if the first stage is gone.
@@ -266,35 +266,35 @@ fn load_failure(error: &Error) -> StageFailure {
     if error.is_of_content() { StageFailure::BadFile { reason } } else { StageFailure::Load { reason } }
 }
 
-async fn take_part(
-    host: &RankServer,
+async fn run_stage(
+    server: &RankServer,
     orders: &mut StageOrderReceiver,
     reporter: &Reporter,
     join: &StageJoin,
 ) -> Result<Ended, StageFailure> {
-    let room = host.room().await.ok_or(StageFailure::Busy)?;
+    let room = server.room().await.ok_or(StageFailure::Busy)?;
     let (feed_sender, feed) = oneshot::channel();
-    host.feeds.lock().insert(join.replica, feed_sender);
-    let located = match &host.config.model_path {
+    server.feeds.lock().insert(join.replica, feed_sender);
+    let located = match &server.config.model_path {
         Some(path) => Ok(path.clone()),
-        None => host.holds.shipper.locate(&join.model_digest).await,
+        None => server.holds.shipper.locate(&join.model_digest).await,
     };
     let model_path = located.map_err(|error| load_failure(&error))?;
     let speculative_method =
-        host.speculative_method(join.drafter).await.map_err(|error| load_failure(&error))?;
+        server.speculative_method(join.drafter).await.map_err(|error| load_failure(&error))?;
     let options =
-        EngineOptions { speculative_method: speculative_method.clone(), ..host.config.engine.clone() };
-    let (path, asked) = (model_path.clone(), join.clone());
+        EngineOptions { speculative_method: speculative_method.clone(), ..server.config.engine.clone() };
+    let (path, requested) = (model_path.clone(), join.clone());
     let layers = join.layers.0 as usize..join.layers.1 as usize;
     let load = {
         let layers = layers.clone();
         move |arrivals| {
             let options = EngineOptions { arrivals, ..options.clone() };
-            load_range(&path, &options, layers.clone(), &asked)
+            load_range(&path, &options, layers.clone(), &requested)
         }
     };
-    let wanted = WantedLayers { layers: Some(layers), speculative_method, embedding: join.drafter.is_some() };
-    let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
+    let needed = WantedLayers { layers: Some(layers), speculative_method, embedding: join.drafter.is_some() };
+    let loaded = server.holds.shipper.load(&model_path, needed, load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
         Error::StageStep { .. } => StageFailure::Layers,
         Error::EngineStopped => StageFailure::Stops,
@@ -308,14 +308,14 @@ async fn take_part(
         StageOrder::Begin(begin) => begin,
         StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
     };
-    let slabs = lay_out((&model_path, &host.config.engine), &mut decoder, &begin)
+    let slabs = lay_out((&model_path, &server.config.engine), &mut decoder, &begin)
         .map_err(|error| load_failure(&error))?;
     let (counted, last_counted) = watch::channel(0);
-    let (desk, errands) = BlockServer::new(slabs.clone(), part_bytes, last_counted);
-    host.desks.lock().insert(join.replica, desk);
-    let (behind, next) = match &join.next {
+    let (block_server, block_tasks) = BlockServer::new(slabs.clone(), part_bytes, last_counted);
+    server.block_servers.lock().insert(join.replica, block_server);
+    let (next_connection, next) = match &join.next {
         Some(address) => {
-            let connected = connect(host, address, join.replica).await;
+            let connected = connect(server, address, join.replica).await;
             let (connection, sender) = connected.map_err(|error| neighbour(&error))?;
             (Some(connection), Some(sender))
         }
@@ -327,7 +327,7 @@ async fn take_part(
         feed = fed => feed.ok_or_else(|| {
             StageFailure::Neighbour { reason: "the previous stage has not connected".to_owned() }
         })?,
-        error = gone(orders) => return Err(neighbour(&error)),
+        error = disconnected(orders) => return Err(neighbour(&error)),
     };
     let progress = Arc::new(Mutex::new(StageProgress::default()));
     let is_last = next.is_none();
@@ -347,7 +347,7 @@ async fn take_part(
         element: join.activations,
         layers: join.layers,
         max_rows: join.max_rows as usize,
-        errands,
+        block_tasks,
         uncounted: Uncounted::default(),
         counted,
         is_last,
@@ -362,19 +362,19 @@ async fn take_part(
     // The receiver is gone if the replica has already ended.
     crate::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
         .map_err(|error| load_failure(&error))?;
-    let mut behind = std::pin::pin!(cut(behind));
+    let mut next_connection = std::pin::pin!(next_stage_lost(next_connection));
     loop {
         let order = tokio::select! {
             failure = &mut failure => return Err(failure.unwrap_or(StageFailure::Stops)),
             Some(Ok(Err(error))) = sending.join_next() => return Err(neighbour(&error)),
             order = orders.next() => order,
             // Notices a lost connection also while nothing is sent.
-            error = &mut behind => return Err(neighbour(&error)),
+            error = &mut next_connection => return Err(neighbour(&error)),
         };
         match order {
             Ok(StageOrder::TellProgress) => {
-                let told = progress.lock().report();
-                self::report(reporter, StageReport::Progress(told)).await?;
+                let stage_progress = progress.lock().report();
+                self::report(reporter, StageReport::Progress(stage_progress)).await?;
             }
             Ok(_) => {
                 return Err(neighbour(&transport::Error::Protocol("an order to a stage that has begun")));
@@ -385,8 +385,8 @@ async fn take_part(
 }
 
 /// Resolves when the connection to the next stage is lost. Never resolves on the last stage.
-async fn cut(behind: Option<Connection>) -> transport::Error {
-    match behind {
+async fn next_stage_lost(next_connection: Option<Connection>) -> transport::Error {
+    match next_connection {
         Some(connection) => connection.closed().await,
         None => std::future::pending().await,
     }
@@ -420,17 +420,17 @@ fn lay_out(
 }
 
 async fn connect(
-    host: &RankServer,
+    server: &RankServer,
     next: &proto::stage::StageAddress,
     replica: ReplicaId,
 ) -> Result<(Connection, ActivationSender), transport::Error> {
-    let connection = dial(&host.endpoint, next).await?;
+    let connection = dial(&server.endpoint, next).await?;
     let sender = connection.open_activations(&StageFeed { replica }).await?;
     Ok((connection, sender))
 }
 
 /// Resolves when the first stage is gone or sends an order that is not allowed now.
-async fn gone(orders: &mut StageOrderReceiver) -> transport::Error {
+async fn disconnected(orders: &mut StageOrderReceiver) -> transport::Error {
     match orders.next().await {
         Ok(_) => transport::Error::Protocol("an order to a stage that has begun"),
         Err(error) => error,
@@ -506,7 +506,7 @@ struct Stage {
     layers: (u32, u32),
     max_rows: usize,
     /// Reads and writes of this stage's blocks.
-    errands: mpsc::UnboundedReceiver<BlockTask>,
+    block_tasks: mpsc::UnboundedReceiver<BlockTask>,
     uncounted: Uncounted,
     /// The last step whose accepted rows have been applied.
     counted: watch::Sender<u64>,
@@ -523,7 +523,7 @@ impl Stage {
     fn run(mut self, mut feed: ActivationReceiver, mut ended: oneshot::Receiver<()>) -> StageFailure {
         self.decoder.backend().bind_thread();
         let row_bytes = self.decoder.spec().hidden * self.element.bytes();
-        let (mut gathered, mut patience) = (Gathered::new(self.element), WaitPolicy::default());
+        let (mut gathered, mut wait_policy) = (Gathered::new(self.element), WaitPolicy::default());
         loop {
             let idle = Instant::now();
             let mut arrived = None;
@@ -536,14 +536,14 @@ impl Stage {
                 gathered.push(bytes);
             };
             let runtime = self.runtime.clone();
-            let next = patience.block_on(&runtime, async {
+            let next = wait_policy.block_on(&runtime, async {
                 let mut next = std::pin::pin!(feed.next(row_bytes, self.max_rows, &mut sink));
                 loop {
                     tokio::select! {
                         biased;
                         _ = &mut ended => return None,
                         next = &mut next => return Some(next),
-                        Some(errand) = self.errands.recv() => errand(&mut self.decoder.blocks()),
+                        Some(task) = self.block_tasks.recv() => task(&mut self.decoder.blocks()),
                     }
                 }
             });
@@ -582,16 +582,16 @@ impl Stage {
         let _spans = self.record(&step, spent, since);
         let spent = || StageSpent { computed_us: micros(since.elapsed()), ..spent };
         if self.is_last {
-            draft::asked(&step, &self.decoder).map_err(failed)?;
-            self.check_part(&step)?;
+            draft::draft_requests(&step, &self.decoder).map_err(failed)?;
+            self.check_head(&step)?;
         }
-        let errands = &mut self.errands;
-        let mut beside = |mut blocks: Blocks<'_>| {
-            while let Ok(errand) = errands.try_recv() {
-                errand(&mut blocks);
+        let block_tasks = &mut self.block_tasks;
+        let mut between_layers = |mut blocks: Blocks<'_>| {
+            while let Ok(task) = block_tasks.try_recv() {
+                task(&mut blocks);
             }
         };
-        step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
+        step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut between_layers)
             .map_err(failed)?;
         self.uncounted.ran(&step);
         if !self.is_last {
@@ -616,7 +616,7 @@ impl Stage {
     }
 
     /// Refuses a step if this stage cannot compute its part of the logits.
-    fn check_part(&self, step: &StageStep) -> Result<(), StageFailure> {
+    fn check_head(&self, step: &StageStep) -> Result<(), StageFailure> {
         let (vocab, returned) = (self.decoder.spec().vocab, step.returned.len());
         match step.head {
             Some(StageHead { from, .. })
@@ -633,11 +633,11 @@ impl Stage {
     /// the largest one.
     fn rest(&mut self, step: u64, row: u32, from: usize, best: bool) -> Result<(), Error> {
         let since = Instant::now();
-        let part = from..self.decoder.spec().vocab;
-        self.decoder.make_part(row, &part)?;
+        let range = from..self.decoder.spec().vocab;
+        self.decoder.make_part(row, &range)?;
         let (best, logits) = match best {
-            true => (Some(self.decoder.best_of_part(part)?), Vec::new()),
-            false => (None, self.decoder.part(part)?),
+            true => (Some(self.decoder.best_of_part(range)?), Vec::new()),
+            false => (None, self.decoder.part(range)?),
         };
         let computed_us = micros(since.elapsed());
         let rest = StageRest { step, logits: logits.len() as u32, best, computed_us };
@@ -659,8 +659,8 @@ impl Stage {
     fn record(&self, step: &StageStep, spent: StageSpent, since: Instant) -> Vec<Span> {
         let span = |parent: &TraceContext| {
             let mut span = trace::follow(*parent, "stage", since)?;
-            let (first, behind) = self.layers;
-            span.set("kvasir.layers", format!("{first}..{behind}"));
+            let (first, end) = self.layers;
+            span.set("kvasir.layers", format!("{first}..{end}"));
             span.set("kvasir.step", step.step);
             span.set("kvasir.step_rows", step.tokens.len());
             span.set("kvasir.stalled_seconds", Duration::from_micros(spent.stalled_us.into()));
@@ -690,9 +690,9 @@ impl Stage {
             self.decoder.argmax(&step.argmax, &mut tokens)?;
         }
         let (mut samples, mut rows) = (Vec::with_capacity(samplers.len()), Vec::new());
-        let wanted: Vec<u32> =
+        let requested: Vec<u32> =
             samplers.iter().map(|(row, _)| *row).chain(step.logits.iter().copied()).collect();
-        self.decoder.logits(&wanted, &mut |index, row| match samplers.get(index) {
+        self.decoder.logits(&requested, &mut |index, row| match samplers.get(index) {
             Some((_, sampler)) => {
                 let (token, logprobs) = sampler.draw(&mut row.to_vec()).unwrap_or((NO_INDEX, None));
                 samples.push(StageSampled { token, logprobs });
@@ -726,9 +726,9 @@ impl Stage {
         let since = Instant::now();
         let best = step.argmax.iter().copied().zip(drawn.tokens.iter().copied());
         let sampled = samplers.iter().zip(&drawn.samples).map(|((row, _), sample)| (*row, sample.token));
-        let asked = draft::asked(step, &self.decoder)?;
+        let requests = draft::draft_requests(step, &self.decoder)?;
         let newest = best.chain(sampled).filter(|(_, token)| *token != NO_INDEX);
-        drawn.drafted = draft::draft(&mut self.decoder, &self.slabs, (step, &asked), newest)?;
+        drawn.drafted = draft::draft(&mut self.decoder, &self.slabs, (step, &requests), newest)?;
         drawn.drafting_us = micros(since.elapsed());
         Ok(())
     }

@@ -55,7 +55,7 @@ impl Sampler {
 
     /// Whether the draw is the largest raw logit without any adjustment, so that a device can do it.
     pub fn is_plain_argmax(&self) -> bool {
-        self.params.temperature == 0.0 && !self.looks_at_tokens()
+        self.params.temperature == 0.0 && !self.depends_on_tokens()
     }
 
     /// Maximum number of tokens in the description that [`Self::sample`] returns.
@@ -172,15 +172,15 @@ impl Sampler {
 
     fn pick(&self, logits: &[f32]) -> u32 {
         let weights = Weights::new(&self.params, logits.iter().copied());
-        let kept = weights.kept((0..).zip(logits.iter().copied()));
-        self.choose(kept).unwrap_or_else(|| argmax(logits))
+        let candidates = weights.candidates((0..).zip(logits.iter().copied()));
+        self.choose(candidates).unwrap_or_else(|| argmax(logits))
     }
 
     /// Whether [`Self::draw_of_best`] can succeed: a filter excludes all but a few tokens.
     pub(crate) fn draws_of_few(&self) -> bool {
         let p = &self.params;
         let filtered = p.top_k > 0 || p.min_p > 0.0 || p.temperature <= COLD;
-        p.temperature > 0.0 && filtered && !self.looks_at_tokens()
+        p.temperature > 0.0 && filtered && !self.depends_on_tokens()
     }
 
     /// Draws from the largest logits of a row, given with their tokens. Ties are in order of the lowest
@@ -192,24 +192,24 @@ impl Sampler {
             return None;
         }
         let weights = Weights::new(p, best.iter().map(|(_, logit)| *logit));
-        let kept = weights.kept(best.iter().copied());
+        let candidates = weights.candidates(best.iter().copied());
         // All other logits are at most as large as this one.
-        let least = best.iter().map(|(_, logit)| *logit).fold(f32::INFINITY, f32::min);
-        let others = weights.of(least);
+        let min = best.iter().map(|(_, logit)| *logit).fold(f32::INFINITY, f32::min);
+        let others = weights.of(min);
         let decided = match others {
             None => true,
             Some(others) => {
-                let mut heaviest: Vec<f64> = kept.iter().map(|(_, weight)| *weight).collect();
+                let mut heaviest: Vec<f64> = candidates.iter().map(|(_, weight)| *weight).collect();
                 heaviest.sort_unstable_by(|a, b| b.total_cmp(a));
                 let last = (p.top_k as usize).checked_sub(1).and_then(|last| heaviest.get(last));
                 last.is_some_and(|last| *last > others)
             }
         };
-        if decided { self.choose(kept) } else { None }
+        if decided { self.choose(candidates) } else { None }
     }
 
     /// Whether a draw depends on more than the logits and the order of the most likely tokens.
-    fn looks_at_tokens(&self) -> bool {
+    fn depends_on_tokens(&self) -> bool {
         let p = &self.params;
         !(p.logit_bias.is_empty()
             && p.repetition_penalty == 1.0
@@ -220,21 +220,21 @@ impl Sampler {
     }
 
     /// Draws among tokens with weights. `None` if there are none.
-    fn choose(&self, mut kept: Vec<(u32, f64)>) -> Option<u32> {
+    fn choose(&self, mut candidates: Vec<(u32, f64)>) -> Option<u32> {
         let p = &self.params;
         // Heaviest first, ties by token: the same order with every combination of filters.
         let heavier = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         let top_k = p.top_k as usize;
-        if top_k > 0 && top_k < kept.len() {
-            kept.select_nth_unstable_by(top_k - 1, heavier);
-            kept.truncate(top_k);
+        if top_k > 0 && top_k < candidates.len() {
+            candidates.select_nth_unstable_by(top_k - 1, heavier);
+            candidates.truncate(top_k);
         }
         if p.top_p < 1.0 {
-            kept.sort_unstable_by(heavier);
-            let budget = f64::from(p.top_p) * kept.iter().map(|&(_, w)| w).sum::<f64>();
+            candidates.sort_unstable_by(heavier);
+            let budget = f64::from(p.top_p) * candidates.iter().map(|&(_, w)| w).sum::<f64>();
             let mut mass = 0.0;
             // A token stays if the tokens before it do not fill the budget. The first always stays.
-            let keep = kept
+            let keep = candidates
                 .iter()
                 .take_while(|&&(_, w)| {
                     let before = mass;
@@ -242,19 +242,19 @@ impl Sampler {
                     before < budget
                 })
                 .count();
-            kept.truncate(keep.max(1));
+            candidates.truncate(keep.max(1));
         } else {
-            kept.sort_unstable_by_key(|&(token, _)| token);
+            candidates.sort_unstable_by_key(|&(token, _)| token);
         }
-        let total: f64 = kept.iter().map(|&(_, w)| w).sum();
+        let total: f64 = candidates.iter().map(|&(_, w)| w).sum();
         let mut rest = uniform(p.seed, u64::from(self.drawn)) * total;
-        for &(token, w) in &kept {
+        for &(token, w) in &candidates {
             rest -= w;
             if rest < 0.0 {
                 return Some(token);
             }
         }
-        kept.last().map(|&(token, _)| token)
+        candidates.last().map(|&(token, _)| token)
     }
 }
 
@@ -265,7 +265,7 @@ struct Weights {
     /// Minimum logit. A weight below exp(-50) of the best token's cannot change a draw of 53 bits; most
     /// tokens of a vocabulary are below it.
     cut: f32,
-    floor: f64,
+    min_weight: f64,
 }
 
 impl Weights {
@@ -273,17 +273,17 @@ impl Weights {
     fn new(p: &Sampling, logits: impl Iterator<Item = f32>) -> Self {
         let max = logits.fold(f32::NEG_INFINITY, f32::max);
         let inverse = 1.0 / f64::from(p.temperature);
-        Self { max, inverse, cut: max - 50.0 * p.temperature, floor: f64::from(p.min_p) }
+        Self { max, inverse, cut: max - 50.0 * p.temperature, min_weight: f64::from(p.min_p) }
     }
 
     /// Weight of a logit, or `None` if its token is not drawn. All smaller logits then also give `None`.
     fn of(&self, logit: f32) -> Option<f64> {
         let weight = (f64::from(logit - self.max) * self.inverse).exp();
-        (logit >= self.cut && weight >= self.floor).then_some(weight)
+        (logit >= self.cut && weight >= self.min_weight).then_some(weight)
     }
 
     /// The tokens that may be drawn, with their weights.
-    fn kept(&self, logits: impl Iterator<Item = (u32, f32)>) -> Vec<(u32, f64)> {
+    fn candidates(&self, logits: impl Iterator<Item = (u32, f32)>) -> Vec<(u32, f64)> {
         logits.filter_map(|(token, logit)| Some((token, self.of(logit)?))).collect()
     }
 }

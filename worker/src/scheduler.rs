@@ -51,7 +51,7 @@ pub struct SchedulerConfig {
     pub prefix_cache: bool,
     pub placement: Placement,
     /// Steps without progress of its producer after which a follower computes the units itself.
-    pub follower_patience: u32,
+    pub max_stalled_steps: u32,
     /// Maximum number of waiting sequences. Further ones are refused.
     pub max_waiting: usize,
     /// Where recurrent states are kept.
@@ -70,7 +70,7 @@ impl Default for SchedulerConfig {
             chunk: 512,
             prefix_cache: true,
             placement: Placement::Paged,
-            follower_patience: 4,
+            max_stalled_steps: 4,
             max_waiting: 4096,
             checkpoints: CheckpointPolicy::default(),
             pin_bytes: None,
@@ -192,10 +192,10 @@ impl Scheduler {
         let turn = request.turn.unwrap_or_else(|| self.take_turn());
         let key = self.config.prefix_cache.then_some(&self.key);
         let recurrent = key.is_some() && self.cache.has_states();
-        let wishes = recurrent
+        let requested_checkpoints = recurrent
             .then(|| self.config.checkpoints.of_prompt(request.prompt.len() as u32, &request.boundaries));
         let mut sequence = Sequence::new(request, turn, key);
-        sequence.wishes = wishes.unwrap_or_default();
+        sequence.requested_checkpoints = requested_checkpoints.unwrap_or_default();
         let (tenant, rank) = (sequence.tenant, sequence.rank);
         let slot = self.insert(sequence, share);
         self.tenants.queue(tenant, rank, slot);
@@ -217,7 +217,7 @@ impl Scheduler {
 
     fn insert(&mut self, sequence: Sequence, share: TenantTurn) -> u32 {
         let id = sequence.id;
-        self.tenants.came(share);
+        self.tenants.add_sequence(share);
         let slot = match self.vacant.pop() {
             Some(slot) => {
                 self.sequences[slot as usize] = Some(sequence);
@@ -275,7 +275,7 @@ impl Scheduler {
             State::Waiting => self.tenants.unqueue(sequence.tenant, &sequence.rank),
             State::Running | State::Leaving => self.running.retain(|&other| other != slot),
         }
-        self.tenants.went(sequence.tenant);
+        self.tenants.remove_sequence(sequence.tenant);
         if sequence.in_flight.is_some() {
             sequence.state = State::Leaving;
         } else {
@@ -311,7 +311,7 @@ impl Scheduler {
             }
         }
         let key = self.config.prefix_cache.then_some(&self.key);
-        for run in drawn.chunk_by(|(before, _), (behind, _)| before == behind) {
+        for run in drawn.chunk_by(|(previous, _), (next, _)| previous == next) {
             let Some(&(id, token)) = run.first().filter(|(id, _)| !drafted.contains(id)) else { continue };
             let slot = sampling.remove(&id).ok_or(StepError::NotSampled { step, id })?;
             let Some(sequence) = slot.and_then(|slot| self.sequences[slot as usize].as_mut()) else {

@@ -110,7 +110,7 @@ pub struct PoolOffer {
 /// the pool starts another one whenever a replica that it leads starts or ends.
 struct Node {
     node: NodeId,
-    /// Changes only before the first coordinator has accepted it: see [`Node::outlive`].
+    /// Changes only before the first coordinator has accepted it: see [`Node::raise_epoch`].
     epoch: AtomicU64,
     started: Instant,
     quic: SocketAddr,
@@ -305,7 +305,7 @@ impl NodeRun {
     /// Ends the epoch. Coordinators notice at once and retry its requests on other workers.
     fn end(mut self) {
         self.dialers.abort_all();
-        self.node.part(CloseCode::Shutdown);
+        self.node.close_links(CloseCode::Shutdown);
         if let Some(engine) = self.node.engine() {
             engine.stop();
         }
@@ -314,7 +314,7 @@ impl NodeRun {
 
 /// The current time as an epoch, in microseconds since 1970. It is later than all earlier epochs unless the
 /// clock was set back.
-fn present_epoch() -> Epoch {
+fn current_epoch() -> Epoch {
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Epoch(u64::try_from(since_1970.as_micros()).unwrap_or(u64::MAX))
 }
@@ -324,7 +324,7 @@ impl WorkerService {
     /// Returns when the model is loaded; see [`Self::joined`]. Until then it reports the loading progress to
     /// coordinators.
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
-        let epoch = present_epoch();
+        let epoch = current_epoch();
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
         let quic = if config.pool.is_some() { crate::pipeline::attentive(quic) } else { quic };
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
@@ -345,7 +345,7 @@ impl WorkerService {
         if config.floor.is_some() {
             host.register(&mut registry);
         }
-        let shortage = Shortage::told_in(host);
+        let shortage = Shortage::with_metrics(host);
         let own = config.model;
         let holdings = Arc::new(Inventory::new(
             own.as_ref().map(|own| own.id.clone()),
@@ -365,12 +365,13 @@ impl WorkerService {
                 let (mut files, mut drafter) = (Vec::new(), None);
                 if let Some(OwnModel { id, path }) = own.clone() {
                     let options = config.engine.clone();
-                    let look = move || {
+                    let read_digests = move || {
                         let digest = crate::load::model_digest(&path, &options)?;
                         Ok::<_, Error>((digest, crate::load::offered_drafter(&path, &options)?))
                     };
-                    let looked = tokio::task::spawn_blocking(look).await.map_err(|_| Error::EngineStopped)?;
-                    let (digest, offered) = looked?;
+                    let digests =
+                        tokio::task::spawn_blocking(read_digests).await.map_err(|_| Error::EngineStopped)?;
+                    let (digest, offered) = digests?;
                     files.push(OfferedModelFile { model: id, digest });
                     drafter = offered;
                 }
@@ -388,7 +389,7 @@ impl WorkerService {
         };
         let (runtime, accepts) =
             (Heartbeat::new("the runtime"), Heartbeat::new("the loop that takes workers"));
-        let ground = NodeContext {
+        let context = NodeContext {
             endpoint: Arc::clone(&endpoint),
             coordinators: config.coordinators,
             started: Instant::now(),
@@ -409,8 +410,8 @@ impl WorkerService {
             loops: Arc::new([runtime.clone(), accepts.clone()]),
             stall_floor: config.stall_floor,
         };
-        let life = ground.begin(epoch, None);
-        let (present, node) = watch::channel(Arc::clone(&life.node));
+        let run = context.begin(epoch, None);
+        let (node_tx, node) = watch::channel(Arc::clone(&run.node));
         let mut service = Self {
             tasks: vec![
                 tokio::spawn(ops::serve(listener, node.clone())),
@@ -434,14 +435,14 @@ impl WorkerService {
                     .await
                     .map(|loaded| (loaded, Some(id)))
             }
-            (None, None) if !ground.operations.is_empty() => Ok((Loaded::Nothing, None)),
+            (None, None) if !context.operations.is_empty() => Ok((Loaded::Nothing, None)),
             (None, None) => {
                 let reason = "a worker that is not in the pool needs a model or operations".to_owned();
                 Err(Error::Config { option: "model", reason })
             }
         };
         match loaded {
-            Ok((loaded, name)) => life.loaded(loaded, name.as_ref()),
+            Ok((loaded, name)) => run.loaded(loaded, name.as_ref()),
             Err(error) => {
                 service.stop().await;
                 return Err(error);
@@ -449,11 +450,11 @@ impl WorkerService {
         }
         service.tasks.push(tokio::spawn(async move {
             match pool {
-                Some(pool) => pool.live(&ground, life, &present).await,
+                Some(pool) => pool.run_epochs(&context, run, &node_tx).await,
                 // The epoch runs until this task is aborted.
                 None => {
-                    let _life = life;
-                    present.closed().await;
+                    let _run = run;
+                    node_tx.closed().await;
                 }
             }
         }));
@@ -462,23 +463,23 @@ impl WorkerService {
 
     /// QUIC address for other nodes.
     pub fn quic_address(&self) -> SocketAddr {
-        self.present().quic
+        self.current_node().quic
     }
 
     pub fn ops_address(&self) -> SocketAddr {
-        self.present().ops
+        self.current_node().ops
     }
 
     /// Resolves once at least one coordinator has accepted this worker.
     pub async fn joined(&self) {
-        let mut joined = self.present().joined.subscribe();
+        let mut joined = self.current_node().joined.subscribe();
         // The node holds the sender, so this returns only when the condition holds.
         let _ = joined.wait_for(|count| *count > 0).await;
     }
 
     /// Takes no new work, and resolves when no call is in progress.
     pub async fn drain(&self) {
-        let node = self.present();
+        let node = self.current_node();
         node.draining.store(true, Ordering::SeqCst);
         let mut tick = tokio::time::interval(Duration::from_millis(20));
         while node.calls.load(Ordering::SeqCst) > 0 {
@@ -488,13 +489,13 @@ impl WorkerService {
 
     pub async fn stop(self) {
         self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
-        if let Some(engine) = self.present().engine() {
+        if let Some(engine) = self.current_node().engine() {
             engine.stop();
         }
         self.endpoint.close().await;
     }
 
-    fn present(&self) -> Arc<Node> {
+    fn current_node(&self) -> Arc<Node> {
         Arc::clone(&self.node.borrow())
     }
 }
@@ -515,8 +516,8 @@ impl Node {
         let bytes = |gauge: &Gauge| gauge.get().cast_unsigned();
         let mut struck = self.shipping.dishonest();
         struck.truncate(MAX_STRUCK);
-        let (wanted, present) = (bytes(&self.shipping.wanted), bytes(&self.shipping.present));
-        ShippingReport { wanted, present, struck }
+        let (needed, present) = (bytes(&self.shipping.needed), bytes(&self.shipping.present));
+        ShippingReport { wanted: needed, present, struck }
     }
 
     fn engine(&self) -> Option<Runner> {
@@ -527,13 +528,13 @@ impl Node {
         Epoch(self.epoch.load(Ordering::Relaxed))
     }
 
-    /// Called if a coordinator knows a later epoch. If no coordinator has accepted this epoch yet, it is the
-    /// newer one and the clock was set back, so it is raised above `known`. Otherwise this epoch is outdated
-    /// and stays as it is.
-    fn outlive(&self, known: Epoch) {
+    /// Called if a coordinator reports a later epoch. If no coordinator has accepted this epoch yet, it is
+    /// the newer one and the clock was set back, so it is raised above `reported`. Otherwise this epoch is
+    /// outdated and stays as it is.
+    fn raise_epoch(&self, reported: Epoch) {
         let prepared = self.prepared.lock();
         if prepared.is_some() {
-            self.epoch.fetch_max(known.0.saturating_add(1), Ordering::Relaxed);
+            self.epoch.fetch_max(reported.0.saturating_add(1), Ordering::Relaxed);
         }
     }
 
@@ -553,7 +554,7 @@ impl Node {
     }
 
     /// Closes all connections on which this epoch was accepted.
-    fn part(&self, code: CloseCode) {
+    fn close_links(&self, code: CloseCode) {
         self.links.lock().drain(..).for_each(|link| link.close(code));
     }
 
@@ -562,41 +563,41 @@ impl Node {
     fn start_engine(self: &Arc<Self>, key: ClusterKey, epoch: Epoch) -> Result<Runner, Error> {
         let mut prepared = self.prepared.lock();
         if self.epoch() != epoch {
-            return Err(Error::AnotherLife(epoch));
+            return Err(Error::AnotherEpoch(epoch));
         }
-        if let Some((known, engine)) = &*self.engine.borrow() {
-            return match *known == key {
+        if let Some((current_key, engine)) = &*self.engine.borrow() {
+            return match *current_key == key {
                 true => Ok(engine.clone()),
                 false => Err(Error::OtherKey),
             };
         }
         let loaded = prepared.take().ok_or(Error::EngineStopped)?;
-        let runner = Runner::start(loaded, &key, epoch, self.stall_floor, self.told())?;
+        let runner = Runner::start(loaded, &key, epoch, self.stall_floor, self.failure_handler())?;
         self.engine.send_replace(Some((key, runner.clone())));
         Ok(runner)
     }
 
     /// Handler for an engine failure. Forwards the reason so that another epoch can start, or ends the
-    /// process if nobody receives it or the device is lost.
-    fn told(self: &Arc<Self>) -> Broken {
-        let (node, told) = (Arc::downgrade(self), self.broken.clone());
+    /// process if there is no receiver or the device is lost.
+    fn failure_handler(self: &Arc<Self>) -> Broken {
+        let (node, reason_tx) = (Arc::downgrade(self), self.broken.clone());
         Box::new(move |error| {
             let lost = error.is_device_lost();
             // Close the connections first, so that coordinators treat running requests as lost and not as
             // refused.
             if let Some(node) = node.upgrade() {
-                node.part(if lost { CloseCode::DeviceLost } else { CloseCode::Shutdown });
+                node.close_links(if lost { CloseCode::DeviceLost } else { CloseCode::Shutdown });
             }
-            match told {
+            match reason_tx {
                 // The send fails if the epoch has already ended.
-                Some(told) if !lost => drop(told.send(error.to_string())),
+                Some(reason_tx) if !lost => drop(reason_tx.send(error.to_string())),
                 _ => end_process(error),
             }
         })
     }
 
     fn state(&self) -> WorkerState {
-        if self.draining.load(Ordering::SeqCst) || self.shortage.is_here() {
+        if self.draining.load(Ordering::SeqCst) || self.shortage.is_short() {
             WorkerState::Draining
         } else if self.engine.borrow().is_some() {
             WorkerState::Ready

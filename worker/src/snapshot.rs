@@ -17,7 +17,7 @@ const DIGEST_BYTES: usize = 32;
 /// Upper limit of the bytes of one piece, far above every block and state slot.
 const MAX_PIECE_BYTES: u64 = 1 << 32;
 
-/// What must agree between snapshot and worker: what computed the caches, and their layout.
+/// The fields that must agree between snapshot and worker: the origin of the caches, and their layout.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
     /// Digest of the model's file.
@@ -66,8 +66,8 @@ pub enum SnapshotError {
     #[error("damaged snapshot: {found} bytes, its header says {expected}")]
     Length { expected: u64, found: u64 },
     /// Bytes whose digest differs from the stored one.
-    #[error("damaged snapshot: {what} has a wrong digest")]
-    Digest { what: String },
+    #[error("damaged snapshot: {section} has a wrong digest")]
+    Digest { section: String },
     /// The header cannot be decoded.
     #[error("damaged snapshot: {0}")]
     Header(#[from] CodecError),
@@ -75,10 +75,10 @@ pub enum SnapshotError {
     #[error("damaged snapshot: piece {piece} {reason}")]
     Piece { piece: usize, reason: &'static str },
     /// The snapshot is of another origin.
-    #[error("the snapshot's {what} is {found}, this worker has {expected}")]
+    #[error("the snapshot's {field} is {found}, this worker has {expected}")]
     Other {
-        /// What differs: model, tokenizer, numeric class, block size.
-        what: &'static str,
+        /// Name of the field that differs: model, tokenizer, numeric class, block size or cache layout.
+        field: &'static str,
         found: String,
         expected: String,
     },
@@ -142,11 +142,11 @@ impl Snapshot {
         let short = |expected: u64| SnapshotError::Length { expected, found: file.len() as u64 };
         let (length, rest) = rest.split_first_chunk::<4>().ok_or_else(|| short(12))?;
         let length = u32::from_le_bytes(*length) as usize;
-        let least = (MAGIC.len() + 4 + DIGEST_BYTES) as u64 + length as u64;
-        let (encoded, rest) = rest.split_at_checked(length).ok_or_else(|| short(least))?;
-        let (digest, bytes) = rest.split_first_chunk::<DIGEST_BYTES>().ok_or_else(|| short(least))?;
+        let min = (MAGIC.len() + 4 + DIGEST_BYTES) as u64 + length as u64;
+        let (encoded, rest) = rest.split_at_checked(length).ok_or_else(|| short(min))?;
+        let (digest, bytes) = rest.split_first_chunk::<DIGEST_BYTES>().ok_or_else(|| short(min))?;
         if blake3::hash(encoded).as_bytes() != digest {
-            return Err(SnapshotError::Digest { what: "its header".to_owned() });
+            return Err(SnapshotError::Digest { section: "its header".to_owned() });
         }
         let header: Header = codec::decode(encoded, Cap::Control)?;
         header.origin.expect(here)?;
@@ -169,13 +169,13 @@ impl Snapshot {
             return Err(SnapshotError::Piece { piece: 0, reason: "more positions than tokens" });
         }
         if at != bytes.len() as u64 {
-            return Err(short(least + at));
+            return Err(short(min + at));
         }
         for (index, (piece, range)) in header.pieces.iter().zip(ranges).enumerate() {
             // No overflow: the ranges add up to a length that is in memory.
             let data = &bytes[range.start as usize..range.end as usize];
             if *blake3::hash(data).as_bytes() != piece.digest {
-                return Err(SnapshotError::Digest { what: format!("piece {index}") });
+                return Err(SnapshotError::Digest { section: format!("piece {index}") });
             }
         }
         Ok(Self { header, bytes: bytes.to_vec() })
@@ -186,7 +186,7 @@ impl Origin {
     /// Refuses a snapshot of another origin.
     fn expect(&self, here: &Self) -> Result<(), SnapshotError> {
         let differ =
-            |what, found: String, expected: String| Err(SnapshotError::Other { what, found, expected });
+            |field, found: String, expected: String| Err(SnapshotError::Other { field, found, expected });
         let short = |digest: &[u8; 32]| blake3::Hash::from_bytes(*digest).to_hex()[..16].to_owned();
         if self.model_digest != here.model_digest {
             return differ("model", short(&self.model_digest), short(&here.model_digest));
@@ -263,7 +263,7 @@ mod tests {
         ];
         for (name, here) in cases {
             match Snapshot::from_bytes(&file, &here) {
-                Err(SnapshotError::Other { what, .. }) => assert_eq!(what, name),
+                Err(SnapshotError::Other { field, .. }) => assert_eq!(field, name),
                 other => panic!("{name}: {other:?}"),
             }
         }

@@ -31,7 +31,7 @@ pub enum SpeculativeMethod {
     /// The tokens that followed earlier occurrences of the last tokens (n-grams).
     Ngram,
     /// The MTP head behind the model's last layer, in the model's own file.
-    Appended,
+    MtpHead,
     /// A drafter in this file that reads the model's caches.
     Assistant(PathBuf),
     /// A smaller model with the same vocabulary, in this file.
@@ -43,15 +43,15 @@ impl SpeculativeMethod {
     pub fn file(&self) -> Option<&Path> {
         match self {
             Self::Assistant(path) | Self::Model(path) => Some(path),
-            Self::Off | Self::Ngram | Self::Appended => None,
+            Self::Off | Self::Ngram | Self::MtpHead => None,
         }
     }
 }
 
 #[derive(Debug)]
 pub struct Speculation {
-    sequences: HashMap<SeqId, Followed>,
-    pays: DraftCost,
+    sequences: HashMap<SeqId, SequenceStats>,
+    cost: DraftCost,
     /// Only for computed draft tokens.
     rounds: Option<Rounds>,
     /// Fixed number of draft tokens per sequence regardless of cost, for tests and measurements.
@@ -60,7 +60,7 @@ pub struct Speculation {
 
 /// Statistics of one sequence.
 #[derive(Debug, Default)]
-struct Followed {
+struct SequenceStats {
     ngrams: Ngrams,
     chances: AcceptanceRates,
 }
@@ -68,7 +68,7 @@ struct Followed {
 impl Speculation {
     /// Drafts from n-grams: the tokens that followed the last tokens before, in prompt or output.
     pub fn ngram() -> Self {
-        Self { sequences: HashMap::new(), pays: DraftCost::default(), rounds: None, always: None }
+        Self { sequences: HashMap::new(), cost: DraftCost::default(), rounds: None, always: None }
     }
 
     /// Decides about draft tokens that another model computes, one token of each sequence per round.
@@ -81,42 +81,42 @@ impl Speculation {
         self.rounds.is_some()
     }
 
-    /// Always uses all available draft tokens, at most `most` per sequence, whatever they cost.
-    pub fn always(self, most: u32) -> Self {
-        Self { always: Some(most), ..self }
+    /// Always uses all available draft tokens, at most `max` per sequence, whatever they cost.
+    pub fn always(self, max: u32) -> Self {
+        Self { always: Some(max), ..self }
     }
 
-    /// Forgets the sequences for which `lives` returns `false`.
-    pub(crate) fn retain(&mut self, lives: impl Fn(SeqId) -> bool) {
-        self.sequences.retain(|id, _| lives(*id));
+    /// Forgets the sequences for which `is_live` returns `false`.
+    pub(crate) fn retain(&mut self, is_live: impl Fn(SeqId) -> bool) {
+        self.sequences.retain(|id, _| is_live(*id));
         if let Some(rounds) = &mut self.rounds {
-            rounds.retain(lives);
+            rounds.retain(is_live);
         }
     }
 
     /// Number of drafting rounds worth their time before a step of `rows` sequences. `sequences` are those
     /// that can be drafted for, with the maximum number of draft tokens of each.
     pub(crate) fn rounds(&mut self, rows: u32, sequences: &[(SeqId, u32)]) -> usize {
-        let most = sequences.iter().map(|(_, most)| *most).max().unwrap_or(0);
+        let max = sequences.iter().map(|(_, max)| *max).max().unwrap_or(0);
         match (&mut self.rounds, self.always) {
-            (_, Some(always)) => most.min(always) as usize,
-            (Some(rounds), None) => rounds.choose(&self.pays, rows, sequences),
+            (_, Some(always)) => max.min(always) as usize,
+            (Some(rounds), None) => rounds.choose(&self.cost, rows, sequences),
             (None, None) => 0,
         }
     }
 
     /// Records the time of `rounds` drafting rounds.
     pub(crate) fn rounds_took(&mut self, rounds: usize, took: Duration) {
-        if let Some(known) = &mut self.rounds {
-            known.took(rounds, took.as_secs_f64());
+        if let Some(planner) = &mut self.rounds {
+            planner.took(rounds, took.as_secs_f64());
         }
     }
 
     /// Records that a step verified `draft_tokens` draft tokens of a sequence, of which the first `right` were
     /// accepted.
-    pub(crate) fn looked_at(&mut self, id: SeqId, draft_tokens: usize, right: usize) {
+    pub(crate) fn observe(&mut self, id: SeqId, draft_tokens: usize, right: usize) {
         if let Some(rounds) = &mut self.rounds {
-            rounds.heard(id, draft_tokens, right);
+            rounds.observe(id, draft_tokens, right);
         }
     }
 
@@ -130,17 +130,17 @@ impl Speculation {
         let mut rows = 0;
         for Decoding { id, tokens, max_draft_tokens, .. } in decoding {
             rows += 1;
-            let Followed { ngrams, chances: of_sequence } = self.sequences.entry(id).or_default();
-            ngrams.catch_up(tokens, |grounds, right| of_sequence.heard(grounds, right));
-            let most = max_draft_tokens.min(self.always.unwrap_or(MAX_DRAFT_TOKENS));
-            let (next, grounds) = ngrams.next(tokens, most as usize);
+            let SequenceStats { ngrams, chances: of_sequence } = self.sequences.entry(id).or_default();
+            ngrams.catch_up(tokens, |grounds, right| of_sequence.observe(grounds, right));
+            let max = max_draft_tokens.min(self.always.unwrap_or(MAX_DRAFT_TOKENS));
+            let (next, grounds) = ngrams.next(tokens, max as usize);
             if !next.is_empty() {
                 chances.push(of_sequence.of(&grounds));
                 draft_tokens.push((id, next));
             }
         }
         if self.always.is_none() {
-            let worth = self.pays.choose(rows, &chances);
+            let worth = self.cost.choose(rows, &chances);
             draft_tokens
                 .iter_mut()
                 .zip(worth)
@@ -151,7 +151,7 @@ impl Speculation {
 
     /// Records the time of a step without prompt rows.
     pub(crate) fn step_took(&mut self, rows: usize, took: Duration) {
-        self.pays.took(u32::try_from(rows).unwrap_or(u32::MAX), took.as_secs_f64());
+        self.cost.took(u32::try_from(rows).unwrap_or(u32::MAX), took.as_secs_f64());
     }
 }
 

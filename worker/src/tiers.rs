@@ -12,18 +12,18 @@
 use crate::Error;
 use crate::pieces::{Namer, PieceKey, PrefixNames};
 use crate::snapshot::Origin;
-use aged::Aged;
 pub use disk::PieceFile;
 use disk::{Disk, Loaded};
+use piece_lru::PieceLru;
 use proto::block::BlockId;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-mod aged;
 mod disk;
 mod file;
+mod piece_lru;
 
 /// Maximum number of bytes queued for writing, and of bytes being read. One further piece may exceed it.
 const UNDER_WAY_BYTES: u64 = 256 << 20;
@@ -37,7 +37,7 @@ pub struct TiersConfig {
     pub disk: Option<DiskConfig>,
     /// Time for which a request waits for its prefix to be read from files. Then it computes the missing
     /// part.
-    pub patience: Duration,
+    pub load_timeout: Duration,
 }
 
 /// A directory of pieces. It is locked: only one process at a time may use it.
@@ -51,7 +51,7 @@ pub struct DiskConfig {
 
 impl Default for TiersConfig {
     fn default() -> Self {
-        Self { host_bytes: 0, disk: None, patience: Duration::from_secs(2) }
+        Self { host_bytes: 0, disk: None, load_timeout: Duration::from_secs(2) }
     }
 }
 
@@ -72,13 +72,13 @@ pub struct TierStats {
 #[derive(Debug)]
 pub struct Tiers {
     namer: Namer,
-    host: Aged<Arc<[u8]>>,
+    host: PieceLru<Arc<[u8]>>,
     disk: Option<Disk>,
     /// Pieces that requests wait for or will use soon.
     awaited: HashMap<PieceKey, Awaited>,
     /// Bytes that are being read or held for requests that wait.
     awaited_bytes: u64,
-    patience: Duration,
+    load_timeout: Duration,
     loads: u64,
     load_failures: u64,
 }
@@ -106,11 +106,11 @@ impl Tiers {
         }
         Ok(Some(Self {
             namer: Namer::new(origin)?,
-            host: Aged::new(config.host_bytes),
+            host: PieceLru::new(config.host_bytes),
             disk: config.disk.as_ref().map(Disk::open).transpose()?,
             awaited: HashMap::new(),
             awaited_bytes: 0,
-            patience: config.patience,
+            load_timeout: config.load_timeout,
             loads: 0,
             load_failures: 0,
         }))
@@ -122,8 +122,8 @@ impl Tiers {
     }
 
     /// Time for which a request may wait for files.
-    pub fn patience(&self) -> Duration {
-        self.patience
+    pub fn load_timeout(&self) -> Duration {
+        self.load_timeout
     }
 
     /// Whether [`Tiers::put`] would add a piece of `bytes` bytes to some tier. Where the piece exists, it is

@@ -16,7 +16,7 @@ const FROZEN: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Watchdog {
     /// Minimum time without progress that counts as a stall.
-    floor: Duration,
+    min_limit: Duration,
     /// Durations of recent steps; a ring buffer.
     steps: Vec<Duration>,
     next: usize,
@@ -39,9 +39,9 @@ pub enum Health {
 }
 
 impl Watchdog {
-    /// Creates a watchdog that never reports a stall before `floor`.
-    pub fn new(floor: Duration) -> Self {
-        Self { floor, steps: Vec::new(), next: 0, waiting_since: None, seen: None }
+    /// Creates a watchdog that never reports a stall before `min_limit`.
+    pub fn new(min_limit: Duration) -> Self {
+        Self { min_limit, steps: Vec::new(), next: 0, waiting_since: None, seen: None }
     }
 
     /// Records that a step ended at `now` after `took`. `queued`: whether work is left.
@@ -65,13 +65,13 @@ impl Watchdog {
         }
     }
 
-    /// Maximum time without progress: the larger of the floor and 20 times the 99th percentile of recent
+    /// Maximum time without progress: the larger of the minimum and 20 times the 99th percentile of recent
     /// steps.
     pub fn limit(&self) -> Duration {
         let mut sorted = self.steps.clone();
         sorted.sort_unstable();
         let p99 = sorted.get((sorted.len() * 99) / 100).or(sorted.last()).copied().unwrap_or_default();
-        self.floor.max(p99 * 20)
+        self.min_limit.max(p99 * 20)
     }
 
     /// Time for which work has waited without progress, not counting time in which the process stood still.

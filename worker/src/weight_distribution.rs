@@ -3,15 +3,15 @@
 //!
 //! Chunks are requested by name, from several workers at once. They are checked before they are written, and
 //! kept in the shard store of this host (`model::shard::ShardStore`). From there they are loaded like a file
-//! and sent to other workers. `schedule.rs` decides which source is asked for which chunk; `fetch.rs` moves
-//! the bytes; `inventory.rs` serves other workers.
+//! and sent to other workers. `schedule.rs` decides which chunk is requested from which source; `fetch.rs`
+//! moves the bytes; `inventory.rs` serves other workers.
 
 use crate::Error;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
 use crate::speculation::SpeculativeMethod;
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, ShardStore, StoreError, StoreReservation};
-use model::spec::{AppendedSpec, AssistantSpec};
+use model::spec::{AssistantSpec, MtpHeadSpec};
 use model::{ModelFile, ModelSpec};
 use parking_lot::Mutex;
 use pki::Identity;
@@ -74,7 +74,7 @@ pub enum ShippingError {
     )]
     NoSource {
         sources: usize,
-        /// Sources that are not asked any more.
+        /// Sources that were dropped.
         struck: usize,
     },
     /// Chunks are missing, and no source is configured.
@@ -94,7 +94,7 @@ pub enum ShippingError {
         /// Why it does not fetch it from other workers.
         lacks: &'static str,
     },
-    /// All workers that were asked for the rest are gone, and a coordinator has named others.
+    /// All sources are gone, and a coordinator has named others.
     #[error(
         "all sources of the model are gone, but other workers have it: the download continues with those"
     )]
@@ -116,9 +116,9 @@ const MANIFEST_LIMIT: Duration = Duration::from_secs(60);
 const DRAFTER_LIMIT: Duration = Duration::from_secs(60);
 /// Divisor of the free memory: `1 / MEMORY_SHARE` of it may hold tensors that are loaded as they arrive.
 const MEMORY_SHARE: u64 = 4;
-/// Pause before all sources are asked for a manifest again: the first and the longest pause. It doubles in
-/// between.
-const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// Pause before a manifest is requested from all sources again: the first and the longest pause. It doubles
+/// in between.
+const MANIFEST_RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
 /// Returns the manifest of a model: from the store, or else from the first of `from` that sends it. Retries
 /// without limit; drop the future to give up.
@@ -153,12 +153,12 @@ async fn seek(
     store: &ShardStore,
     links: impl Fn() -> Arc<Links>,
 ) -> Result<HeldModel, Error> {
-    let mut backoff = Backoff::new(ASK_AGAIN.0, ASK_AGAIN.1, std::process::id().into());
+    let mut backoff = Backoff::new(MANIFEST_RETRY.0, MANIFEST_RETRY.1, std::process::id().into());
     loop {
         let links = links();
         for source in 0..links.len() {
-            let asked = tokio::time::timeout(MANIFEST_LIMIT, ask_manifest(&links, source, model));
-            match asked.await.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
+            let response = tokio::time::timeout(MANIFEST_LIMIT, request_manifest(&links, source, model));
+            match response.await.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
                 Ok(Some(manifest)) => return Ok(store.keep(&manifest).map_err(ShippingError::Store)?),
                 Ok(None) => tracing::warn!(source = links.name(source), "the source does not have the model"),
                 Err(reason) => {
@@ -170,7 +170,11 @@ async fn seek(
     }
 }
 
-async fn ask_manifest(links: &Links, source: usize, model: &ModelRef) -> Result<Option<Manifest>, String> {
+async fn request_manifest(
+    links: &Links,
+    source: usize,
+    model: &ModelRef,
+) -> Result<Option<Manifest>, String> {
     let connection = links.connect(source, 0).await?;
     let request = ShardRequest::Manifest(model.clone());
     let mut stream = connection.open_shard(&request).await.map_err(|error| error.to_string())?;
@@ -192,7 +196,7 @@ pub(crate) struct Shipper {
     from: Vec<String>,
     lanes: usize,
     /// Sources named by coordinators, as `host:port`.
-    told: watch::Sender<Vec<String>>,
+    holders: watch::Sender<Vec<String>>,
     metrics: ShippingMetrics,
     held: Mutex<LoadedModels>,
 }
@@ -231,24 +235,32 @@ struct Missing {
 impl Shipper {
     pub(crate) fn new(endpoint: Arc<Endpoint>, config: &ShippingConfig, metrics: ShippingMetrics) -> Self {
         let (store, from, lanes) = (config.store.clone(), config.from.clone(), config.lanes);
-        Self { store, endpoint, from, lanes, told: watch::Sender::default(), metrics, held: Mutex::default() }
+        Self {
+            store,
+            endpoint,
+            from,
+            lanes,
+            holders: watch::Sender::default(),
+            metrics,
+            held: Mutex::default(),
+        }
     }
 
     /// Sets the workers that have the model, as named by a coordinator.
-    pub(crate) fn tell(&self, holders: Vec<String>) {
-        self.told.send_if_modified(|told| {
-            let news = *told != holders;
-            if news {
-                *told = holders;
+    pub(crate) fn set_holders(&self, holders: Vec<String>) {
+        self.holders.send_if_modified(|current| {
+            let changed = *current != holders;
+            if changed {
+                *current = holders;
             }
-            news
+            changed
         });
     }
 
     /// Links to all workers that may have missing chunks.
     fn links(&self) -> Arc<Links> {
         let mut targets = self.from.clone();
-        targets.extend(self.told.borrow().iter().filter(|target| !self.from.contains(target)).cloned());
+        targets.extend(self.holders.borrow().iter().filter(|target| !self.from.contains(target)).cloned());
         Arc::new(Links::new(Arc::clone(&self.endpoint), &targets, self.lanes))
     }
 
@@ -286,8 +298,8 @@ impl Shipper {
         let held = match store.hold(drafter).map_err(ShippingError::Store)? {
             Some(held) => held,
             None => {
-                let wanted = ModelRef::Digest(*drafter);
-                let sought = seek(&wanted, store, || self.links());
+                let drafter_model = ModelRef::Digest(*drafter);
+                let sought = seek(&drafter_model, store, || self.links());
                 let sought = tokio::time::timeout(DRAFTER_LIMIT, sought).await;
                 sought.map_err(|_| lacks("no worker sent it"))??
             }
@@ -303,31 +315,31 @@ impl Shipper {
         if !self.from.is_empty() {
             return std::future::pending().await;
         }
-        let others = |told: &Vec<String>| {
-            !told.is_empty()
-                && (0..links.len()).all(|source| !told.iter().any(|told| told == links.target(source)))
+        let others = |holders: &Vec<String>| {
+            !holders.is_empty()
+                && (0..links.len()).all(|source| !holders.iter().any(|holder| holder == links.target(source)))
         };
-        if self.told.subscribe().wait_for(others).await.is_err() {
+        if self.holders.subscribe().wait_for(others).await.is_err() {
             std::future::pending().await
         }
     }
 
-    /// Loads a model, or its layers `wanted`, with `load`. For a stored model, `load` receives the
+    /// Loads `layers` of a model with `load`. For a stored model, `load` receives the
     /// [`Arrivals`] of chunks that are still being fetched; for a plain file it receives `None`. Damaged
     /// chunks are fetched again.
     pub(crate) async fn load<T: Send + 'static>(
         &self,
         path: &Path,
-        wanted: WantedLayers,
+        layers: WantedLayers,
         load: impl Fn(Option<Arrivals>) -> Result<T, Error> + Clone + Send + 'static,
     ) -> Result<T, Error> {
         let mut damaged = 0;
         for _ in 0..ATTEMPTS {
             let load = load.clone();
-            let Some((needs, missing)) = self.look(path, wanted.clone()).await? else {
+            let Some((needs, missing)) = self.find_missing(path, layers.clone()).await? else {
                 return blocking(move || load(None)).await?;
             };
-            let loaded = self.load_while_it_comes(&needs, &missing, load).await;
+            let loaded = self.load_while_fetching(&needs, &missing, load).await;
             match &loaded {
                 Err(Error::Model(model::Error::Store(
                     error @ (StoreError::Missing { .. } | StoreError::Damaged { .. }),
@@ -344,7 +356,7 @@ impl Shipper {
     }
 
     /// Loads each tensor as soon as it has arrived.
-    async fn load_while_it_comes<T: Send + 'static>(
+    async fn load_while_fetching<T: Send + 'static>(
         &self,
         needs: &LayerNeeds,
         missing: &Missing,
@@ -358,10 +370,10 @@ impl Shipper {
             drop(ending);
             fetched
         };
-        let told = arrivals.clone();
+        let loader_arrivals = arrivals.clone();
         let started = Instant::now();
         let loading = async {
-            let loaded = blocking(move || load(Some(told))).await??;
+            let loaded = blocking(move || load(Some(loader_arrivals))).await??;
             Ok::<_, Error>((loaded, started.elapsed()))
         };
         let mut loading = std::pin::pin!(loading);
@@ -382,18 +394,22 @@ impl Shipper {
         Ok(loaded)
     }
 
-    /// Fetches the missing chunks of `wanted` into the store. No effect for a plain file.
-    pub(crate) async fn bring(&self, path: &Path, wanted: WantedLayers) -> Result<(), Error> {
-        let Some((needs, missing)) = self.look(path, wanted).await? else { return Ok(()) };
-        let nobody = Arrivals::new(HashMap::new(), &[], 0);
-        self.fetch(&needs, &missing, &nobody).await
+    /// Fetches the missing chunks of `layers` into the store. No effect for a plain file.
+    pub(crate) async fn fetch_missing(&self, path: &Path, layers: WantedLayers) -> Result<(), Error> {
+        let Some((needs, missing)) = self.find_missing(path, layers).await? else { return Ok(()) };
+        let no_arrivals = Arrivals::new(HashMap::new(), &[], 0);
+        self.fetch(&needs, &missing, &no_arrivals).await
     }
 
-    /// Determines what is needed and what is missing, and reserves space for it. `None` if the model and its
-    /// drafter are plain files.
-    async fn look(&self, path: &Path, wanted: WantedLayers) -> Result<Option<(LayerNeeds, Missing)>, Error> {
+    /// Determines the needed and the missing chunks, and reserves space for the missing ones. `None` if the
+    /// model and its drafter are plain files.
+    async fn find_missing(
+        &self,
+        path: &Path,
+        layers: WantedLayers,
+    ) -> Result<Option<(LayerNeeds, Missing)>, Error> {
         let (path, store) = (path.to_owned(), self.store.clone());
-        let Some((needs, held)) = blocking(move || needs(&path, store, wanted)).await?? else {
+        let Some((needs, held)) = blocking(move || needs(&path, store, layers)).await?? else {
             return Ok(None);
         };
         self.held.lock().take(held);
@@ -406,7 +422,7 @@ impl Shipper {
         };
         let (missing, stored) = blocking(prepare).await?.map_err(ShippingError::Store)?;
         let all = sum(&needs.chunks);
-        self.metrics.wants(all, all - missing.bytes);
+        self.metrics.set_needed(all, all - missing.bytes);
         self.metrics.store.set(stored.cast_signed());
         Ok(Some((needs, missing)))
     }
@@ -460,9 +476,10 @@ fn needs(
     let (mut chunks, mut of_tensors) = (Vec::new(), HashMap::new());
     let mut seen = HashSet::new();
     let mut add = |held: &HeldModel, tensor: &str, key: String| {
-        let places: Vec<_> = held.manifest().chunks(tensor)?.map(|place| (place.id, place.bytes)).collect();
-        of_tensors.insert(key, places.iter().map(|(id, _)| *id).collect());
-        chunks.extend(places.into_iter().filter(|(id, _)| seen.insert(*id)));
+        let tensor_chunks: Vec<_> =
+            held.manifest().chunks(tensor)?.map(|chunk| (chunk.id, chunk.bytes)).collect();
+        of_tensors.insert(key, tensor_chunks.iter().map(|(id, _)| *id).collect());
+        chunks.extend(tensor_chunks.into_iter().filter(|(id, _)| seen.insert(*id)));
         Ok::<_, Error>(())
     };
     let mut all_held = LoadedModels::default();
@@ -472,11 +489,11 @@ fn needs(
             None => spec.tensors(),
             Some(layers) => crate::weights::tensors_of(&spec, layers),
         };
-        let appended = match speculative_method {
-            SpeculativeMethod::Appended => AppendedSpec::from_file(&file)?,
+        let mtp_head = match speculative_method {
+            SpeculativeMethod::MtpHead => MtpHeadSpec::from_file(&file)?,
             _ => None,
         };
-        tensors.extend(appended.iter().flat_map(AppendedSpec::tensors));
+        tensors.extend(mtp_head.iter().flat_map(MtpHeadSpec::tensors));
         if embedding {
             tensors.extend(spec.embedding_tensors());
         }

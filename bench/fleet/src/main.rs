@@ -29,52 +29,53 @@ use traffic::{Prompt, Traffic};
 /// Replays RAG traffic before simulated workers and prints JSON, one line for each run.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// The model's file, for tokenizer and template.
+    /// The model's file, for its tokenizer and chat template.
     #[arg(long)]
     gguf: PathBuf,
-    /// Questions, as `bench/rag/traffic.py` prints them.
+    /// Output of `bench/rag/traffic.py`.
     #[arg(long)]
     traffic: PathBuf,
     /// Output of `kvasir bench --json`, or an array of several that ran at once.
     #[arg(long)]
     rates: PathBuf,
-    /// `-n` of that bench.
+    /// The bench's `-n`.
     #[arg(long, default_value_t = 32.0)]
     decoded: f64,
-    /// Fleets to simulate.
+    /// Numbers of workers of the simulated fleets.
     #[arg(long, value_delimiter = ',', default_value = "2,4,16,64")]
     workers: Vec<usize>,
-    /// Requests offered, as a share of those that the fleet could prefill if nothing was ever cached.
+    /// Offered load, as a share of the requests that the fleet could prefill without any cache.
     #[arg(long, value_delimiter = ',', default_value = "0.5,0.8,0.95")]
     loads: Vec<f64>,
-    /// Questions for each worker, as far as there are so many.
+    /// Questions per worker, if the traffic has enough.
     #[arg(long, default_value_t = 60)]
     questions: usize,
-    /// MiB of KV of each worker.
+    /// KV memory of each worker in MiB.
     #[arg(long, default_value_t = 512)]
     kv_mib: u64,
-    /// Rows of a prompt in a step.
+    /// Prompt rows per step.
     #[arg(long, default_value_t = 448)]
     chunk: u32,
     /// Tokens of an answer.
     #[arg(long, default_value_t = 4)]
     out: u32,
-    /// Milliseconds from client to worker, and back.
+    /// One-way latency between client and worker in milliseconds.
     #[arg(long, default_value_t = 1.0)]
     hop_ms: f64,
     /// Layers of the model.
     #[arg(long, default_value_t = 30)]
     layers: u32,
-    /// MB per second of a pull, as workers measured it.
+    /// Rate of a pull in MB per second, as measured by workers.
     #[arg(long, default_value_t = 300.0)]
     pull_mbps: f64,
-    /// Milliseconds of a pull besides.
+    /// Additional time of a pull in milliseconds.
     #[arg(long, default_value_t = 10.0)]
     pull_ms: f64,
-    /// Only these, as `prefix-by_rank,smg`: policy and shape of the prompt, or router.
+    /// Run only these, such as `prefix-by_rank,smg`: policy and form of the prompt, or router.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Instead: the runs of this file of `bench/rag/replay.py` again, simulated, and how far off that is.
+    /// Simulate the runs of this file of `bench/rag/replay.py` instead, and print the errors of the
+    /// simulation.
     #[arg(long)]
     against: Option<PathBuf>,
 }
@@ -115,7 +116,7 @@ impl Contender {
     }
 
     /// Prompt tokens that one unbounded cache would compute.
-    fn floor(self, traffic: &Traffic, questions: usize) -> u64 {
+    fn ideal_prefill(self, traffic: &Traffic, questions: usize) -> u64 {
         traffic::computed_once(self.prompts(traffic, questions).iter().copied())
     }
 
@@ -185,8 +186,8 @@ fn main() -> Result<()> {
 }
 
 fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
-    let most = arguments.workers.iter().max().copied().unwrap_or(0) * arguments.questions;
-    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, most)?;
+    let max_questions = arguments.workers.iter().max().copied().unwrap_or(0) * arguments.questions;
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, max_questions)?;
     let tokens = traffic.mean_tokens();
     let alone = base.build.rates.prompt(tokens, f64::from(base.build.chunk));
     for &workers in &arguments.workers {
@@ -196,8 +197,8 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
                 Setting { workers, arrivals: Arrivals::Open(load * workers as f64 / alone), ..base };
             for contender in CONTENDERS.into_iter().filter(|contender| contender.is_in(&arguments.only)) {
                 let outcome = contender.run(setting, &traffic, questions)?;
-                let floor = contender.floor(&traffic, questions);
-                Row::new(contender.names(), workers, load, questions, floor, &outcome).print()?;
+                let ideal_prefill = contender.ideal_prefill(&traffic, questions);
+                Row::new(contender.names(), workers, load, questions, ideal_prefill, &outcome).print()?;
             }
         }
     }
@@ -206,8 +207,8 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
 
 /// Simulates the questions, clients and workers of each real run.
 fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()> {
-    let most = real.iter().map(|run| run.questions).max().unwrap_or(0);
-    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, most)?;
+    let max_questions = real.iter().map(|run| run.questions).max().unwrap_or(0);
+    let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, max_questions)?;
     for run in real {
         let contender = CONTENDERS.into_iter().find(|contender| contender.names() == run.names());
         let contender = contender.with_context(|| format!("who is {:?}", run.names()))?;
@@ -215,7 +216,7 @@ fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()>
         let build = Build { kv_bytes: run.kv_bytes, ..base.build };
         let setting = Setting { workers: run.workers, arrivals, out: run.out, build, ..base };
         let outcome = contender.run(setting, &traffic, run.questions)?;
-        run.compare(contender.floor(&traffic, run.questions), &outcome).print()?;
+        run.compare(contender.ideal_prefill(&traffic, run.questions), &outcome).print()?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! A worker: its real scheduler and cache, with measured step times.
 
-use crate::pulls::{Asked, PullRates, Pulling, Pulls};
+use crate::pulls::{PullRates, PullRequest, Pulling, Pulls};
 use crate::rates::Rates;
 use crate::routers::EPOCH;
 use anyhow::{Context, Result, anyhow};
@@ -24,7 +24,7 @@ pub(crate) struct Build {
     /// Prompt rows per step.
     pub(crate) chunk: u32,
     pub(crate) layers: u32,
-    /// Most sequences in the batch.
+    /// Maximum number of sequences in the batch.
     pub(crate) max_seqs: usize,
     /// Step times.
     pub(crate) rates: Rates,
@@ -53,7 +53,7 @@ pub(crate) struct Node {
     step: Option<Running>,
     pulls: Pulls,
     /// Requests of other workers that arrived during a step.
-    asked: Vec<(usize, Asked)>,
+    pull_requests: Vec<(usize, PullRequest)>,
     /// Time at which the link is free.
     link_free: Duration,
     /// End of each of its transfers.
@@ -104,7 +104,7 @@ impl Node {
             live: HashMap::new(),
             step: None,
             pulls: Pulls::default(),
-            asked: Vec::new(),
+            pull_requests: Vec::new(),
             link_free: Duration::ZERO,
             sends: Vec::new(),
             copying: 0.0,
@@ -121,18 +121,18 @@ impl Node {
         root: BlockId,
         asking: Pulling,
         out: u32,
-    ) -> Result<Option<Asked>> {
+    ) -> Result<Option<PullRequest>> {
         let id = SeqId(asking.request as u64);
         let turn = self.scheduler.take_turn();
         self.live.insert(id, Live { prompt: asking.prompt.len() as u32, left: out, turn, started: false });
-        let (computes, asked) = self.pulls.wait(now, &self.scheduler, root, asking, self.prefill_rate);
+        let (computes, request) = self.pulls.wait(now, &self.scheduler, root, asking, self.prefill_rate);
         computes.map_or(Ok(()), |request| self.compute(root, &request))?;
-        Ok(asked)
+        Ok(request)
     }
 
     /// Another worker requests a prefix.
-    pub(crate) fn ask(&mut self, puller: usize, asked: Asked) {
-        self.asked.push((puller, asked));
+    pub(crate) fn request_pull(&mut self, puller: usize, request: PullRequest) {
+        self.pull_requests.push((puller, request));
     }
 
     /// Serves the requests between two layers of its step: (worker, pull, depth, arrival time) of each.
@@ -141,20 +141,20 @@ impl Node {
         let now = now + Duration::from_secs_f64(layer);
         self.sends.retain(|until| *until > now);
         let mut sent = Vec::new();
-        for (puller, asked) in std::mem::take(&mut self.asked) {
-            let held = self.scheduler.resume_point(root, &asked.tokens).map_or(0, |point| point.tokens);
+        for (puller, request) in std::mem::take(&mut self.pull_requests) {
+            let held = self.scheduler.resume_point(root, &request.tokens).map_or(0, |point| point.tokens);
             let rates = self.build.pulls;
             let overhead = Duration::from_secs_f64(rates.overhead);
-            if held <= asked.have || self.sends.len() >= SENDS_AT_ONCE {
-                sent.push((puller, asked.pull, 0, now + overhead));
+            if held <= request.have || self.sends.len() >= SENDS_AT_ONCE {
+                sent.push((puller, request.pull, 0, now + overhead));
                 continue;
             }
-            let bytes = f64::from(held - asked.have) * self.build.rates.kv_bytes_per_token as f64;
+            let bytes = f64::from(held - request.have) * self.build.rates.kv_bytes_per_token as f64;
             self.copying += bytes / rates.copied_per_second;
             let takes = Duration::from_secs_f64(bytes / rates.bytes_per_second);
             self.link_free = self.link_free.max(now) + takes;
             self.sends.push(self.link_free);
-            sent.push((puller, asked.pull, held, self.link_free + overhead));
+            sent.push((puller, request.pull, held, self.link_free + overhead));
         }
         sent
     }

@@ -8,13 +8,13 @@ use std::time::Duration;
 use worker::scheduler::Scheduler;
 
 /// Fewest tokens that a pull must save.
-const LEAST_GAIN: u32 = 32;
-/// A pull must also save this part of the prefix: 1 / `GAIN_PART`.
-const GAIN_PART: u32 = 16;
+const MIN_GAIN: u32 = 32;
+/// A pull must also save this part of the prefix: 1 / `GAIN_DIVISOR`.
+const GAIN_DIVISOR: u32 = 16;
 /// Shortest timeout of a pull in seconds. The timeout is the time for computing the tokens, within limits.
-const LEAST_PATIENCE: f64 = 1.0;
+const MIN_TIMEOUT: f64 = 1.0;
 /// Longest timeout of a pull in seconds.
-const MOST_PATIENCE: f64 = 10.0;
+const MAX_TIMEOUT: f64 = 10.0;
 
 /// Measured times of pulls.
 #[derive(Debug, Clone, Copy)]
@@ -29,7 +29,7 @@ pub(crate) struct PullRates {
 
 /// A request to a holder.
 #[derive(Debug, Clone)]
-pub(crate) struct Asked {
+pub(crate) struct PullRequest {
     pub(crate) holder: usize,
     /// Number of the requesting worker's pull.
     pub(crate) pull: usize,
@@ -53,7 +53,7 @@ pub(crate) struct Pulling {
 /// Pulls of one worker.
 #[derive(Debug, Default)]
 pub(crate) struct Pulls {
-    begun: usize,
+    started: usize,
     under_way: Vec<Pull>,
 }
 
@@ -77,7 +77,7 @@ impl Pulls {
         root: BlockId,
         asking: Pulling,
         rate: f64,
-    ) -> (Option<Pulling>, Option<Asked>) {
+    ) -> (Option<Pulling>, Option<PullRequest>) {
         let prefix = &asking.prompt[..units(asking.prompt.len() - 1)];
         let here = || scheduler.resume_point(root, prefix).map_or(0, |point| point.tokens);
         if asking.source.is_none() && self.under_way.is_empty() {
@@ -98,13 +98,13 @@ impl Pulls {
             return (Some(asking), None);
         }
         let computing = f64::from(depth as u32 - have) / rate.max(1.0);
-        let until = now + Duration::from_secs_f64(computing.clamp(LEAST_PATIENCE, MOST_PATIENCE));
+        let until = now + Duration::from_secs_f64(computing.clamp(MIN_TIMEOUT, MAX_TIMEOUT));
         let tokens: Arc<[u32]> = prefix[..depth].into();
-        let asked = Asked { holder, pull: self.begun, tokens: Arc::clone(&tokens), have, until };
+        let request = PullRequest { holder, pull: self.started, tokens: Arc::clone(&tokens), have, until };
         let waiting = vec![Pulling { source: None, ..asking }];
-        self.under_way.push(Pull { id: self.begun, tokens, waiting, until, brought: None });
-        self.begun += 1;
-        (None, Some(asked))
+        self.under_way.push(Pull { id: self.started, tokens, waiting, until, brought: None });
+        self.started += 1;
+        (None, Some(request))
     }
 
     /// A pull has arrived.
@@ -146,5 +146,5 @@ fn units(tokens: usize) -> usize {
 
 fn worthwhile(have: u32, depth: u32) -> bool {
     let gain = depth.saturating_sub(have);
-    gain >= LEAST_GAIN && gain >= depth / GAIN_PART
+    gain >= MIN_GAIN && gain >= depth / GAIN_DIVISOR
 }

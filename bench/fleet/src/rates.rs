@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_lies_on_a_line_is_found_again() {
+    fn exact_rates_are_recovered() {
         let truth = [4e-3, 8e-4, 2e-7, 1e-7];
         let rows = [[1.0, 512.0, 131_328.0, 0.0], [4.0, 2048.0, 2_098_176.0, 0.0], [1.0, 1.0, 0.0, 16.0]];
         let more = [[1.0, 1.0, 0.0, 4_112.0], [1.0, 8.0, 0.0, 1_152.0], [1.0, 32.0, 0.0, 4_608.0]];

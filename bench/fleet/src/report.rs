@@ -35,7 +35,7 @@ impl Row {
         workers: usize,
         load: f64,
         questions: usize,
-        floor: u64,
+        ideal_prefill: u64,
         outcome: &Outcome,
     ) -> Self {
         let [router, policy, prompt] = names;
@@ -49,7 +49,7 @@ impl Row {
             prompt_tokens: outcome.prompt_tokens,
             hit_ratio: hit_ratio(outcome),
             computed: outcome.total(),
-            floor,
+            floor: ideal_prefill,
             load_cov: rounded(outcome.load_cov(), 4),
             seconds: rounded(outcome.seconds, 2),
             ttft_p50: rounded(outcome.ttft(0.5), 3),
@@ -122,7 +122,7 @@ impl Against {
     }
 
     /// Compares the run with a simulation.
-    pub(crate) fn compare(&self, floor: u64, outcome: &Outcome) -> Comparison<'_> {
+    pub(crate) fn compare(&self, ideal_prefill: u64, outcome: &Outcome) -> Comparison<'_> {
         let error =
             |real: f64, simulated: f64| [real, rounded(simulated, 3), rounded(simulated / real - 1.0, 4)];
         Comparison {
@@ -130,7 +130,7 @@ impl Against {
             policy: &self.policy,
             prompt: &self.prompt,
             computed: error(self.computed as f64, outcome.total() as f64),
-            floor,
+            floor: ideal_prefill,
             pulls: outcome.pulls,
             mispredicted: outcome.mispredicted,
             seconds: error(self.seconds, outcome.seconds),
@@ -154,7 +154,7 @@ fn hit_ratio(outcome: &Outcome) -> f64 {
     rounded(outcome.cached as f64 / outcome.prompt_tokens.max(1) as f64, 4)
 }
 
-fn rounded(value: f64, places: i32) -> f64 {
-    let scale = 10f64.powi(places);
+fn rounded(value: f64, digits: i32) -> f64 {
+    let scale = 10f64.powi(digits);
     (value * scale).round() / scale
 }

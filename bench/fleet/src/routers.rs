@@ -105,8 +105,8 @@ impl Kvasir {
                 models: vec![model.clone()],
             };
             balancer.change(start, TableChange::Join(register), random.next())?;
-            let nothing = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: Vec::new() };
-            balancer.replayed(node, EPOCH, Some(nothing))?;
+            let no_events = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: Vec::new() };
+            balancer.replayed(node, EPOCH, Some(no_events))?;
             balancer.load(start, node, report.clone(), random.next());
             let cost =
                 PullCost { model: model.id.clone(), bytes_per_token: kv_bytes_per_token, bytes_per_point: 0 };
@@ -143,7 +143,7 @@ impl Kvasir {
 impl Router for Kvasir {
     fn submit(&mut self, now: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>> {
         let now = self.start + now;
-        let ask = RouteRequest {
+        let route_request = RouteRequest {
             request_id: RequestId::new(request.to_string())?,
             tenant: TENANT.into(),
             model: self.model.id.clone(),
@@ -159,7 +159,7 @@ impl Router for Kvasir {
         };
         let (tickets, actions) = self
             .balancer
-            .submit(now, &[Arc::new(ask)], self.random.next())
+            .submit(now, &[Arc::new(route_request)], self.random.next())
             .map_err(|refusal| anyhow!("{refusal}"))?;
         for ticket in tickets {
             self.requests.insert(ticket, request);
@@ -244,9 +244,9 @@ impl CacheAware {
 
 impl Router for CacheAware {
     fn submit(&mut self, _: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>> {
-        let (most, least) =
+        let (max, min) =
             (self.loads.iter().max().copied().unwrap_or(0), self.loads.iter().min().copied().unwrap_or(0));
-        let imbalanced = most - least > BALANCE_ABS && most as f64 > least as f64 * BALANCE_REL;
+        let imbalanced = max - min > BALANCE_ABS && max as f64 > min as f64 * BALANCE_REL;
         let worker = match self.tree.matched(&prompt.text) {
             (matched, Some(worker))
                 if !imbalanced && matched as f64 > CACHE_THRESHOLD * prompt.text.len() as f64 =>

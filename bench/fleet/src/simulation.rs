@@ -1,7 +1,7 @@
 //! Requests, a router and workers in simulated time.
 
 use crate::node::{Build, Node, Progress};
-use crate::pulls::{Asked, Pulling};
+use crate::pulls::{PullRequest, Pulling};
 use crate::routers::{Placed, Random, Router};
 use crate::traffic::Prompt;
 use anyhow::{Context, Result, bail};
@@ -63,11 +63,11 @@ enum Event {
     AtWorker(Placed),
     StepEnds(usize),
     /// (holder, request): a worker requests a prefix.
-    Asked(usize, Asked),
+    PullRequested(usize, PullRequest),
     /// (worker, pull, depth): a prefix arrives.
     Brought(usize, usize, u32),
     /// A worker's pull may have timed out.
-    Patience(usize),
+    PullTimeout(usize),
     AtRouter(usize, Vec<Progress>, Vec<KvEvent>),
     Report(usize),
 }
@@ -126,7 +126,7 @@ pub(crate) fn run(
         let Reverse((time, _, event)) = run.queue.pop().context("requests that never end")?;
         now = time;
         let event = run.events.get_mut(event).and_then(Option::take).context("an event")?;
-        run.happens(now, event)?;
+        run.handle(now, event)?;
     }
     let mut outcome = run.outcome;
     outcome.seconds = now.as_secs_f64();
@@ -146,7 +146,7 @@ impl Run<'_> {
         self.events.push(Some(event));
     }
 
-    fn happens(&mut self, now: Duration, event: Event) -> Result<()> {
+    fn handle(&mut self, now: Duration, event: Event) -> Result<()> {
         match event {
             Event::Arrive => {
                 let request = self.arrived;
@@ -164,11 +164,11 @@ impl Run<'_> {
             Event::AtWorker(Placed { request, worker, pull, .. }) => {
                 let prompt = Arc::clone(&self.prompts[request].tokens);
                 let asking = Pulling { request, prompt, source: pull };
-                let asked = self.nodes[worker].submit(now, self.root, asking, self.setting.out)?;
-                if let Some(asked) = asked {
+                let pull_request = self.nodes[worker].submit(now, self.root, asking, self.setting.out)?;
+                if let Some(pull_request) = pull_request {
                     self.outcome.pulls += 1;
-                    self.at(asked.until, Event::Patience(worker));
-                    self.at(now + self.setting.hop, Event::Asked(worker, asked));
+                    self.at(pull_request.until, Event::PullTimeout(worker));
+                    self.at(now + self.setting.hop, Event::PullRequested(worker, pull_request));
                 }
                 self.step(now, worker)?;
             }
@@ -177,16 +177,16 @@ impl Run<'_> {
                 self.at(now + self.setting.hop, Event::AtRouter(worker, progress, events));
                 self.step(now, worker)?;
             }
-            Event::Asked(puller, asked) => {
-                let holder = asked.holder;
-                self.nodes[holder].ask(puller, asked);
+            Event::PullRequested(puller, pull_request) => {
+                let holder = pull_request.holder;
+                self.nodes[holder].request_pull(puller, pull_request);
                 self.serve(now, holder);
             }
             Event::Brought(worker, pull, depth) => {
                 self.nodes[worker].brought(pull, depth);
                 self.step(now, worker)?;
             }
-            Event::Patience(worker) => self.step(now, worker)?,
+            Event::PullTimeout(worker) => self.step(now, worker)?,
             Event::AtRouter(worker, progress, events) => {
                 if !events.is_empty() {
                     self.router.events(worker, events)?;
@@ -318,7 +318,7 @@ mod tests {
     }
 
     /// Two workers with one millisecond per token and one second per 10 MB.
-    fn simulate(told: Vec<(usize, Option<(usize, u32)>)>, clients: usize, prompts: &[Prompt]) -> Outcome {
+    fn simulate(script: Vec<(usize, Option<(usize, u32)>)>, clients: usize, prompts: &[Prompt]) -> Outcome {
         let rates = Rates { step: 0.001, row: 0.001, kv_bytes_per_token: 10_000, ..Rates::default() };
         let pulls = PullRates { bytes_per_second: 1e7, overhead: 0.0, copied_per_second: 1e9 };
         let build = Build { kv_bytes: 64 << 20, chunk: 64, layers: 10, max_seqs: 8, rates, pulls };
@@ -326,14 +326,14 @@ mod tests {
         let setting =
             Setting { workers: 2, build, arrivals: Arrivals::Closed(clients), out: 2, hop, report_every };
         let prompts: Vec<&Prompt> = prompts.iter().collect();
-        run(setting, &mut Scripted(told), &prompts, root()).unwrap()
+        run(setting, &mut Scripted(script), &prompts, root()).unwrap()
     }
 
     #[test]
-    fn what_is_pulled_is_not_computed() {
+    fn pulled_tokens_are_not_computed() {
         let prompts = [prompt(0..400), prompt((0..320).chain(1_000..1_080))];
-        let floor = computed_once(prompts.iter());
-        assert_eq!(floor, 400 + 80);
+        let ideal = computed_once(prompts.iter());
+        assert_eq!(ideal, 400 + 80);
         let alone = simulate(vec![(0, None), (1, None)], 1, &prompts);
         assert_eq!((alone.computed.as_slice(), alone.pulls), ([400, 400].as_slice(), 0));
         let pulled = simulate(vec![(0, None), (1, Some((0, 320)))], 1, &prompts);
@@ -343,8 +343,8 @@ mod tests {
         // A holder with less than expected sends that; without any, nothing.
         let less = simulate(vec![(0, None), (1, Some((0, 400)))], 1, &prompts);
         assert_eq!(less.computed, [400, 80]);
-        let nothing = simulate(vec![(1, Some((0, 320))), (0, None)], 1, &prompts);
-        assert_eq!((nothing.computed.as_slice(), nothing.pulls), ([400, 400].as_slice(), 1));
+        let unheld = simulate(vec![(1, Some((0, 320))), (0, None)], 1, &prompts);
+        assert_eq!((unheld.computed.as_slice(), unheld.pulls), ([400, 400].as_slice(), 1));
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! Requests prepared by the coordinator's code: bodies in, tokens and unit ids out.
 
 use anyhow::{Context, Result, anyhow};
-use coordinator::api::auth::{Keys, salt};
-use coordinator::api::documents::Popularity;
-use coordinator::api::plan::{self, Effort, Kind, Sources};
-use coordinator::models::{ModelEntry, Models};
+use api::auth::{Keys, salt};
+use api::documents::Popularity;
+use api::plan::{self, Effort, Kind, Sources};
+use dispatch::models::{ModelEntry, Models};
 use proto::block::{BlockId, ClusterKey, Scope};
 use proto::ids::ModelId;
 use proto::served_model::{ModelTask, ServedModel};
@@ -55,9 +55,9 @@ struct Line {
 }
 
 impl Traffic {
-    /// Reads the output of `bench/rag/traffic.py`, at most `most` questions, and prepares them for the model
-    /// in `gguf` with `layers` layers.
-    pub(crate) fn read(path: &Path, gguf: &Path, layers: u32, most: usize) -> Result<Self> {
+    /// Reads at most `max_questions` questions from the output of `bench/rag/traffic.py`, and prepares them
+    /// for the model in `gguf` with `layers` layers.
+    pub(crate) fn read(path: &Path, gguf: &Path, layers: u32, max_questions: usize) -> Result<Self> {
         let id = ModelId::new("simulated")?;
         let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }], false)?;
         let offered = models.only().context("one model")?;
@@ -101,7 +101,7 @@ impl Traffic {
         };
         let file = std::fs::File::open(path).with_context(|| format!("{}", path.display()))?;
         let mut questions = Vec::new();
-        for line in std::io::BufReader::new(file).lines().take(most) {
+        for line in std::io::BufReader::new(file).lines().take(max_questions) {
             let line: Line = serde_json::from_str(&line?)?;
             questions.push(Question {
                 by_rank: prompt(&line.by_rank)?,

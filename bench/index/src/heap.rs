@@ -8,8 +8,8 @@ static LIVE: AtomicUsize = AtomicUsize::new(0);
 
 struct Counting;
 
-// SAFETY: every call is forwarded unchanged to the system's allocator, whose contract is the caller's; the
-// counter beside it touches no memory that is handed out.
+// SAFETY: every call is forwarded unchanged to the system's allocator, whose contract is the caller's. The
+// counter touches no memory that is handed out.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LIVE.fetch_add(layout.size(), Relaxed);

@@ -2,8 +2,6 @@
 //! as received) is prepared before the clock starts.
 
 use crate::load::Stored;
-use router::prefix_index::PrefixIndex;
-use router::slot::Slot;
 use dynamo_kv_router::indexer::{SyncIndexer, WorkerTask};
 use dynamo_kv_router::protocols as dynamo;
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, RadixTree};
@@ -11,6 +9,8 @@ use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock
 use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, Medium};
 use proto::ids::Epoch;
+use router::prefix_index::PrefixIndex;
+use router::slot::Slot;
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ pub trait Index {
     fn find(&self, query: &mut Self::Query) -> Self::Answer;
     fn depth(answer: &Self::Answer, worker: usize) -> u32;
     /// Memory by the index's own account, in bytes.
-    fn says(&self) -> Option<u64> {
+    fn reported_bytes(&self) -> Option<u64> {
         None
     }
 }
@@ -55,8 +55,8 @@ impl Index for Kvasir {
         index.root(ROOT);
         for slot in (0..workers).filter_map(Slot::new) {
             index.join(slot, Epoch(1));
-            let nothing = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: Vec::new() };
-            index.replayed(slot, Epoch(1), Some(nothing)).expect("a worker that has said nothing");
+            let no_events = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: Vec::new() };
+            index.replayed(slot, Epoch(1), Some(no_events)).expect("a worker that has said nothing");
         }
         Self { index, sequences: vec![1; workers] }
     }
@@ -93,7 +93,7 @@ impl Index for Kvasir {
         answer.units(Slot::new(worker).expect("a slot"))
     }
 
-    fn says(&self) -> Option<u64> {
+    fn reported_bytes(&self) -> Option<u64> {
         Some(self.index.size().bytes)
     }
 }

@@ -77,23 +77,23 @@ impl Load {
     /// depth at its holders.
     pub fn query(self, number: u64, kind: Kind, len: usize) -> (usize, Vec<u64>, u32) {
         let chain = mix(number ^ 0x5eed) as usize % self.chains();
-        let known = match kind {
+        let depth = match kind {
             Kind::Hit => len,
             Kind::Half => HALF * len / CHAIN,
             Kind::Miss => 0,
         };
         let mut blocks = blocks(chain);
         blocks.truncate(len);
-        for (at, block) in blocks.iter_mut().enumerate().skip(known) {
+        for (at, block) in blocks.iter_mut().enumerate().skip(depth) {
             *block = mix(mix(number) ^ (at as u64) << 40 ^ 0xabcd);
         }
-        (chain, blocks, known as u32)
+        (chain, blocks, depth as u32)
     }
 
     /// The correct depth of every worker.
-    pub fn depths(self, chain: usize, known: u32) -> Vec<u32> {
-        let mut depths = vec![known.min(SHARED as u32); self.workers];
-        self.holders(chain).into_iter().for_each(|worker| depths[worker] = known);
+    pub fn depths(self, chain: usize, depth: u32) -> Vec<u32> {
+        let mut depths = vec![depth.min(SHARED as u32); self.workers];
+        self.holders(chain).into_iter().for_each(|worker| depths[worker] = depth);
         depths
     }
 }

@@ -59,7 +59,7 @@ fn measure<I: Index>(load: Load) -> Vec<f64> {
     }
     row.push(load.memberships() as f64 / applying.as_secs_f64() / 1e6);
     row.push(bytes as f64 / load.memberships() as f64);
-    row.push(index.says().map_or(0.0, |says| says as f64 / load.memberships() as f64));
+    row.push(index.reported_bytes().map_or(0.0, |bytes| bytes as f64 / load.memberships() as f64));
     row
 }
 
@@ -67,14 +67,14 @@ fn lookups<I: Index>(index: &I, load: Load, len: usize, kind: Kind) -> [f64; 2] 
     let clock = clock();
     let mut times: Vec<f64> = Vec::new();
     for number in 0..QUERIES {
-        let (chain, blocks, known) = load.query(number, kind, len);
+        let (chain, blocks, depth) = load.query(number, kind, len);
         // Just hashed, as in a router.
         let mut query = black_box(I::query(&blocks));
         let start = Instant::now();
         let answer = black_box(index.find(&mut query));
         times.push((start.elapsed().as_nanos() as f64 - clock).max(0.0));
         if number % 16 == 0 {
-            for (worker, depth) in load.depths(chain, known).into_iter().enumerate() {
+            for (worker, depth) in load.depths(chain, depth).into_iter().enumerate() {
                 assert_eq!(I::depth(&answer, worker), depth, "worker {worker}, {kind:?} of {len}");
             }
         }

@@ -12,7 +12,7 @@ const P50: [usize; 4] = [0, 2, 4, 6];
 /// Column where higher is better.
 const APPLY: usize = 8;
 const BYTES: usize = 9;
-const SAYS: usize = 10;
+const REPORTED: usize = 10;
 
 /// `quick`: one size, one round.
 pub fn run(quick: bool) {
@@ -66,7 +66,11 @@ fn medians(rounds: &[Vec<f64>]) -> Vec<f64> {
 
 fn print(blocks: usize, workers: usize, index: &str, row: &[f64]) {
     let times: Vec<String> = P50.iter().map(|&c| format!("{:.0} / {:.0}", row[c], row[c + 1])).collect();
-    let own = if row[SAYS] > 0.0 { format!(" ({:.1} by its own account)", row[SAYS]) } else { String::new() };
+    let own = if row[REPORTED] > 0.0 {
+        format!(" ({:.1} by its own account)", row[REPORTED])
+    } else {
+        String::new()
+    };
     println!(
         "| {} M | {workers} | {index} | {} | {:.1} | {:.1}{own} |",
         blocks / 1_000_000,

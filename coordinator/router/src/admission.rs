@@ -155,7 +155,7 @@ impl<T: Waiting> Queue<T> {
     }
 
     /// Offers requests of the least served lane to `place`, repeatedly, until nothing can be placed. The
-    /// second argument of `place` says whether the request may yield to another.
+    /// second argument of `place` is whether the request may yield to another.
     ///
     /// The first request of the lane is offered first. If it is stuck or yields, the requests behind it are
     /// offered, as far as they may overtake it: the next few of the same priority, and none once it was
@@ -185,9 +185,15 @@ impl<T: Waiting> Queue<T> {
     pub fn remove(&mut self, mut leaves: impl FnMut(&T) -> bool) -> Vec<T> {
         let mut out = Vec::new();
         for lane in &mut self.lanes {
-            let gone: Vec<LanePosition> =
-                lane.items.iter().filter(|(_, item)| leaves(&item.inner)).map(|(place, _)| *place).collect();
-            out.extend(gone.iter().filter_map(|place| lane.items.remove(place)).map(|item| item.inner));
+            let removed: Vec<LanePosition> = lane
+                .items
+                .iter()
+                .filter(|(_, item)| leaves(&item.inner))
+                .map(|(position, _)| *position)
+                .collect();
+            out.extend(
+                removed.iter().filter_map(|position| lane.items.remove(position)).map(|item| item.inner),
+            );
         }
         self.forget();
         self.requests -= out.len();
@@ -246,15 +252,15 @@ impl<T: Waiting> Lane<T> {
     /// Places one of the first requests and returns its tokens. `None` if none can be placed.
     fn offer(&mut self, place: &mut impl FnMut(T, bool) -> Offered<T>) -> Option<u64> {
         let first = self.items.first_key_value().map(|(_, item)| item.inner.priority())?;
-        let places: Vec<LanePosition> = self.items.keys().take(LOOKED_AT).copied().collect();
+        let positions: Vec<LanePosition> = self.items.keys().take(LOOKED_AT).copied().collect();
         let mut yielded = None;
-        for (passed, at) in places.iter().enumerate() {
+        for (passed, at) in positions.iter().enumerate() {
             let Some(Item { inner, overtaken }) = self.items.remove(at) else { break };
             let (tokens, same) = (inner.tokens(), inner.priority() == first);
             let offered = if same { place(inner, true) } else { Offered::Stuck(inner) };
             let back = match offered {
                 Offered::Taken => {
-                    self.overtake(&places[..passed]);
+                    self.overtake(&positions[..passed]);
                     return Some(tokens);
                 }
                 Offered::Stuck(inner) => inner,
@@ -268,7 +274,7 @@ impl<T: Waiting> Lane<T> {
                 break;
             }
         }
-        let (before, at) = places.split_at_checked(yielded?)?;
+        let (before, at) = positions.split_at_checked(yielded?)?;
         let at = at.first()?;
         let Item { inner, overtaken } = self.items.remove(at)?;
         let tokens = inner.tokens();
@@ -284,9 +290,9 @@ impl<T: Waiting> Lane<T> {
         }
     }
 
-    fn overtake(&mut self, places: &[LanePosition]) {
-        for place in places {
-            if let Some(item) = self.items.get_mut(place) {
+    fn overtake(&mut self, positions: &[LanePosition]) {
+        for position in positions {
+            if let Some(item) = self.items.get_mut(position) {
                 item.overtaken += 1;
             }
         }

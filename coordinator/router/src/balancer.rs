@@ -16,7 +16,7 @@ use crate::admission::{self, Offered, Queue, QueueLimits, TenantView, TenantWeig
 use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{GapRepair, IndexSize, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
-use crate::routing::{Parts, Reason, Routing};
+use crate::routing::{CostEstimate, Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 pub use operations::{OfferView, SessionPlacement, SessionRefusal, SessionRequest, SessionSlot};
 use proto::block::BlockId;
@@ -129,7 +129,7 @@ pub struct Ticket(u64);
 pub struct Explained {
     pub at: Instant,
     /// All candidates, each with the estimates that it was compared by.
-    pub candidates: Vec<(NodeId, Parts)>,
+    pub candidates: Vec<(NodeId, CostEstimate)>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -176,7 +176,8 @@ pub enum Refusal {
 pub enum AttemptError {
     /// The worker or its connection is gone. The worker may be chosen again in a later epoch.
     Lost,
-    /// The worker is alive and refused this request. It is not tried again in this epoch.
+    /// The worker refused this request, or its stream failed while its connection stays open. It is not tried
+    /// again in this epoch.
     Declined,
     /// The worker reported that it drains. It may be chosen again once it reports that it is ready.
     Draining,
@@ -250,8 +251,7 @@ struct RequestState {
     declined_by: Vec<(NodeId, Epoch)>,
     /// Numeric class that must continue the answer, once tokens have been emitted.
     only_class: Option<String>,
-    /// Until when the request may wait for a prefix that another worker computes. `None`: it has not begun to
-    /// wait.
+    /// Deadline of its wait for a prefix that another worker computes. `None`: it has not waited.
     prefix_deadline: Option<Instant>,
     /// The booking at the worker of the last attempt; `None` before the first.
     worker: Option<Booking>,
@@ -464,13 +464,13 @@ impl Balancer {
         actions
     }
 
-    /// Applies one part of the answer to [`GapRepair::Replay`]; [`replayed`](Self::replayed) takes the last
-    /// part.
-    pub fn replaying(&mut self, node: &NodeId, part: KvEventBatch) -> Result<Option<Action>, StreamError> {
-        self.worker_pool.index_of(node, |index, slot| index.replaying(slot, part).map(|()| None))
+    /// Applies one batch of the answer to [`GapRepair::Replay`]; [`replayed`](Self::replayed) takes the last
+    /// one.
+    pub fn replaying(&mut self, node: &NodeId, batch: KvEventBatch) -> Result<Option<Action>, StreamError> {
+        self.worker_pool.index_of(node, |index, slot| index.replaying(slot, batch).map(|()| None))
     }
 
-    /// Applies the last part of the answer to [`GapRepair::Replay`]. `None`: the worker no longer has the
+    /// Applies the last batch of the answer to [`GapRepair::Replay`]. `None`: the worker no longer has the
     /// events.
     pub fn replayed(
         &mut self,
@@ -481,9 +481,9 @@ impl Balancer {
         self.worker_pool.index_of(node, |index, slot| index.replayed(slot, epoch, missed))
     }
 
-    /// Applies the next part of the answer to [`GapRepair::Snapshot`].
-    pub fn snapshot(&mut self, node: &NodeId, part: KvSnapshotFrame) -> Result<Option<Action>, StreamError> {
-        self.worker_pool.index_of(node, |index, slot| index.install(slot, part))
+    /// Applies the next frame of the answer to [`GapRepair::Snapshot`].
+    pub fn snapshot(&mut self, node: &NodeId, frame: KvSnapshotFrame) -> Result<Option<Action>, StreamError> {
+        self.worker_pool.index_of(node, |index, slot| index.install(slot, frame))
     }
 
     /// Starts an export of a worker's prefixes for a peer. `None` if nothing newer than event `after` of this
@@ -517,9 +517,9 @@ impl Balancer {
     /// Expires deadlines, leases and reservations. Call it several times a second.
     pub fn tick(&mut self, now: Instant, random: u64) -> Vec<Action> {
         let mut actions: Vec<Action> = self.worker_pool.expire(now);
-        let mut late = self.queue.expire(now);
-        late.extend(self.worker_pool.remove_waiting(|state| state.request.deadline <= now));
-        actions.extend(late.into_iter().map(|state| Action::Refuse(state.ticket, Refusal::Deadline)));
+        let mut expired = self.queue.expire(now);
+        expired.extend(self.worker_pool.remove_waiting(|state| state.request.deadline <= now));
+        actions.extend(expired.into_iter().map(|state| Action::Refuse(state.ticket, Refusal::Deadline)));
         actions.extend(self.pump(now, random));
         actions
     }

@@ -17,7 +17,7 @@ const TOKENS: usize = UNITS * HASH_UNIT_TOKENS;
 const ROOT_BYTES: usize = 1 << 20;
 /// One in this many bytes is for named parts. They store an id for each 16 tokens, while runs also store the
 /// tokens.
-const PARTS_OF: usize = 4;
+const NAMED_PARTS_DIVISOR: usize = 4;
 
 /// Computes the unit ids of prompts under one key, with a memo.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ impl ChainMemo {
     /// A memo of at most about `bytes` bytes.
     pub fn new(key: &ClusterKey, bytes: usize) -> Self {
         let (cluster, key) = (key.clone(), key.units());
-        let beginnings = bytes / PARTS_OF;
+        let beginnings = bytes / NAMED_PARTS_DIVISOR;
         Self {
             cluster,
             key,
@@ -86,8 +86,8 @@ impl ChainMemo {
         fields.iter().for_each(|field| hasher.bytes(field));
         let hash = hasher.finish();
         let same = |root: &Root| root.salt == *salt && root.fields.iter().zip(fields).all(|(a, b)| **a == *b);
-        let known = self.roots.get(hash, |root| same(root).then_some(root.id));
-        known.unwrap_or_else(|| {
+        let memoized = self.roots.get(hash, |root| same(root).then_some(root.id));
+        memoized.unwrap_or_else(|| {
             let id = self.cluster.root(scope);
             let bytes = size_of::<Root>() + fields.iter().map(|field| field.len()).sum::<usize>();
             self.roots.put(hash, Root { salt: salt.clone(), fields: fields.map(Box::from), id }, bytes);
@@ -132,10 +132,10 @@ impl ChainMemo {
 
     /// If the last part of a beginning is known, appends its ids and returns its number.
     fn begins(&self, root: BlockId, before: u64, part: TokenPart, chain: &mut Vec<BlockId>) -> Option<u64> {
-        self.beginnings.get(self.beginning(root, before, part), |known| {
-            (known.root == root && known.before == before && known.part == part).then(|| {
-                chain.extend_from_slice(&known.ids);
-                known.number
+        self.beginnings.get(self.beginning(root, before, part), |beginning| {
+            (beginning.root == root && beginning.before == before && beginning.part == part).then(|| {
+                chain.extend_from_slice(&beginning.ids);
+                beginning.number
             })
         })
     }
@@ -153,11 +153,11 @@ impl ChainMemo {
         let (mut parent, mut before, mut next) = (parent, 0, 0);
         for run in runs {
             // A repeated run is mostly followed by the same run as before, which then need not be hashed.
-            let known = if next == 0 { None } else { self.recall(next, parent, run, chain) };
-            let hash = if known.is_some() { next } else { self.hash(parent, run) };
-            let known = known.or_else(|| self.recall(hash, parent, run, chain));
-            self.runs.count(known.is_some());
-            let after = known.unwrap_or_else(|| {
+            let found = if next == 0 { None } else { self.recall(next, parent, run, chain) };
+            let hash = if found.is_some() { next } else { self.hash(parent, run) };
+            let found = found.or_else(|| self.recall(hash, parent, run, chain));
+            self.runs.count(found.is_some());
+            let after = found.unwrap_or_else(|| {
                 self.name(hash, parent, run, chain);
                 0
             });
@@ -277,14 +277,14 @@ mod tests {
     }
 
     /// A prompt of these parts, followed by `rest`. A part's tokens follow from its name.
-    fn in_parts(names: &[u64], rest: &[u32]) -> TokenIds {
+    fn prompt_of(names: &[u64], rest: &[u32]) -> TokenIds {
         let (mut tokens, mut parts) = (Vec::new(), Vec::new());
         for &name in names {
             tokens.extend((0..name as u32 * 7 % 90).map(|at| at * 3 + name as u32));
             parts.push(TokenPart { name, end: tokens.len() });
         }
         tokens.extend(rest);
-        TokenIds::in_parts(tokens, parts)
+        TokenIds::from_parts(tokens, parts)
     }
 
     proptest! {
@@ -299,7 +299,7 @@ mod tests {
             let memo = ChainMemo::new(&key, 1 << 20);
             for (root, names, rest) in prompts.iter().chain(&prompts) {
                 let root = BlockId(roots[root % roots.len()]);
-                let prompt = in_parts(names, rest);
+                let prompt = prompt_of(names, rest);
                 prop_assert_eq!(memo.chain_of(root, &prompt), key.chain(root, &prompt));
             }
             let with_parts = prompts.iter().filter(|(_, names, _)| !names.is_empty()).count() as u64;
@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn named_parts_are_not_shared_between_tenants() {
         let memo = ChainMemo::new(&ClusterKey([5; 32]), 1 << 20);
-        let prompt = in_parts(&[5, 3, 4], &[]);
+        let prompt = prompt_of(&[5, 3, 4], &[]);
         let hits = |root| {
             let before = memo.beginnings.usage().hits;
             memo.chain_of(BlockId([root; 16]), &prompt);

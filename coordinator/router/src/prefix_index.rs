@@ -109,7 +109,7 @@ impl PrefixIndex {
     }
 
     /// Starts to follow a worker's epoch in `slot` and drops everything known of the slot. The returned
-    /// request asks for all events from the first, since the worker may have sent some before.
+    /// request is for all events from the first, since the worker may have sent some before.
     pub fn join(&mut self, slot: Slot, epoch: Epoch) -> GapRepair {
         self.leave(slot);
         let (stream, need) = Stream::new(epoch);
@@ -130,23 +130,23 @@ impl PrefixIndex {
         self.go_on();
     }
 
-    /// Takes a batch of the worker's events. `Ok(Some(need))` asks the caller to fetch missing events;
-    /// batches that arrive meanwhile are buffered and applied afterwards.
+    /// Takes a batch of the worker's events. On `Ok(Some(need))` the caller must fetch missing events.
+    /// Batches that arrive meanwhile are buffered and applied afterwards.
     pub fn apply(&mut self, slot: Slot, batch: KvEventBatch) -> Result<Option<GapRepair>, StreamError> {
         let (ready, need) = self.stream_mut(slot)?.accept(batch)?;
         self.take_all(slot, ready);
         Ok(need)
     }
 
-    /// Takes one part of the answer to [`GapRepair::Replay`]; [`replayed`](Self::replayed) takes the last
-    /// part.
-    pub fn replaying(&mut self, slot: Slot, part: KvEventBatch) -> Result<(), StreamError> {
-        let ready = self.stream_mut(slot)?.replaying(part)?;
+    /// Takes one batch of the answer to [`GapRepair::Replay`]; [`replayed`](Self::replayed) takes the last
+    /// one.
+    pub fn replaying(&mut self, slot: Slot, batch: KvEventBatch) -> Result<(), StreamError> {
+        let ready = self.stream_mut(slot)?.replaying(batch)?;
         self.take_all(slot, ready);
         Ok(())
     }
 
-    /// Takes the answer to [`GapRepair::Replay`], or its last part: a batch that is empty if nothing was
+    /// Takes the answer to [`GapRepair::Replay`], or its last batch, which is empty if nothing was
     /// missed, or `None` if the worker no longer has the events.
     pub fn replayed(
         &mut self,
@@ -159,11 +159,11 @@ impl PrefixIndex {
         Ok(need)
     }
 
-    /// Takes a part of the answer to [`GapRepair::Snapshot`]. The first part replaces everything known of the
-    /// worker. Each part counts at once. After the last part, the event stream continues.
-    pub fn install(&mut self, slot: Slot, part: KvSnapshotFrame) -> Result<Option<GapRepair>, StreamError> {
+    /// Takes a frame of the answer to [`GapRepair::Snapshot`]. The first frame replaces everything known of
+    /// the worker. Each frame counts at once. After the last frame, the event stream continues.
+    pub fn install(&mut self, slot: Slot, frame: KvSnapshotFrame) -> Result<Option<GapRepair>, StreamError> {
         let stream = self.stream_mut(slot)?;
-        match part {
+        match frame {
             KvSnapshotFrame::Begin { epoch, sequence } => {
                 stream.install(epoch, sequence)?;
                 self.lanes.clear(slot, &mut self.tree);
@@ -197,7 +197,7 @@ impl PrefixIndex {
         need
     }
 
-    /// The fetch that [`GapRepair`] asked for failed; the next batch asks again.
+    /// The fetch that [`GapRepair`] requested has failed; the next batch requests it again.
     pub fn fetch_failed(&mut self, slot: Slot) {
         if let Ok(stream) = self.stream_mut(slot) {
             stream.fetch_failed();
@@ -206,7 +206,7 @@ impl PrefixIndex {
 
     /// Leading units of `chain` that each worker can serve, now or after its reservations are fulfilled.
     pub fn lookup(&self, chain: &[BlockId]) -> Overlap {
-        if !self.tree.may_know(chain) {
+        if !self.tree.may_contain(chain) {
             return Overlap::default();
         }
         let mut units = vec![0; self.lanes.slots()];
@@ -225,7 +225,7 @@ impl PrefixIndex {
 
     /// Leading units of `chain` that each worker has announced; reservations do not count.
     pub fn lookup_held(&self, chain: &[BlockId]) -> Overlap {
-        if !self.tree.may_know(chain) {
+        if !self.tree.may_contain(chain) {
             return Overlap::default();
         }
         let mut units = vec![0; self.lanes.slots()];
@@ -294,7 +294,7 @@ impl PrefixIndex {
         for event in events {
             self.take(slot, event);
         }
-        self.claims.heard(slot, &self.lanes, &mut self.tree);
+        self.claims.release_fulfilled(slot, &self.lanes, &mut self.tree);
         self.go_on();
     }
 

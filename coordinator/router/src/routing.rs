@@ -7,8 +7,8 @@
 //! also delay the requests behind them. So requests that share an uncached prefix gather where it is being
 //! computed, and another worker recomputes a prefix only if its holder is busier by more than the weighted
 //! prefill. If costs are about equal, the candidate that was given less work lately wins. A candidate with
-//! fewer cached tokens than the cheapest one never ties with it: estimates of load are uncertain, cached
-//! tokens are not.
+//! fewer cached tokens than the cheapest one never ties with it: estimates of load are less certain than
+//! cached tokens.
 //!
 //! A prefix with lasting demand gets a second holder earlier. [`demand`] accumulates how much longer its
 //! requests wait at the holders than they would elsewhere. Once that exceeds the cost of computing the prefix
@@ -165,13 +165,13 @@ pub struct RoutingDecision {
 /// computed, since its logits are needed, and hits end at unit boundaries.
 pub fn predicted_tokens(prompt_tokens: u32, units: u32) -> u32 {
     let unit = HASH_UNIT_TOKENS as u32;
-    let most = prompt_tokens.saturating_sub(1) / unit * unit;
-    units.saturating_mul(unit).min(most)
+    let max = prompt_tokens.saturating_sub(1) / unit * unit;
+    units.saturating_mul(unit).min(max)
 }
 
 /// Chooses among `candidates`; `None` only if there are none. `random` draws two of the candidates with about
-/// equal costs, and the one with less pending work wins. So several coordinators with the same view do not
-/// all choose the same worker.
+/// equal costs, none of which has fewer cached tokens than the cheapest, and the one with less pending work
+/// wins. So several coordinators with the same view do not all choose the same worker.
 pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<RoutingDecision> {
     let estimates = Estimates::new(query, candidates);
     let mut tied: Vec<(&Candidate, f64)> = candidates.iter().map(|c| (c, estimates.cost(c))).collect();
@@ -200,7 +200,7 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<RoutingDecision
 
 /// The estimates for a candidate, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Parts {
+pub struct CostEstimate {
     /// Until the worker can start the prompt and the prefix that it pulls is available to be pulled.
     pub queue: f64,
     /// To compute the uncached tokens.
@@ -216,7 +216,7 @@ pub struct Parts {
 }
 
 /// The estimates by which [`choose`] compares the candidates, in their order.
-pub fn explain(query: &Query, candidates: &[Candidate]) -> Vec<Parts> {
+pub fn explain(query: &Query, candidates: &[Candidate]) -> Vec<CostEstimate> {
     let estimates = Estimates::new(query, candidates);
     candidates.iter().map(|candidate| estimates.parts(candidate)).collect()
 }
@@ -272,7 +272,7 @@ impl Outlook {
         candidate.pending_tokens as f64 / self.rate(candidate) + step
     }
 
-    /// Seconds to generate `tokens` tokens beside the candidate's other sequences.
+    /// Seconds to generate `tokens` tokens along with the candidate's other sequences.
     fn decode(&self, candidate: &Candidate, tokens: f64) -> f64 {
         let n = f64::from(candidate.sequences()) + 1.0;
         let slots = if candidate.slots > 0 { f64::from(candidate.slots) } else { f64::INFINITY };
@@ -296,8 +296,8 @@ fn trust(age_s: f32) -> f64 {
 
 /// Geometric mean of (value, weight), without values of 0 (unknown). `None` if all are unknown.
 fn geometric_mean(values: impl Iterator<Item = (f64, f64)>) -> Option<f64> {
-    let known = values.filter(|(value, _)| *value > 0.0);
-    let (sum, all) = known.fold((0.0, 0.0), |(sum, all), (value, w)| (sum + w * value.ln(), all + w));
+    let measured = values.filter(|(value, _)| *value > 0.0);
+    let (sum, all) = measured.fold((0.0, 0.0), |(sum, all), (value, w)| (sum + w * value.ln(), all + w));
     (all > 0.0).then(|| f64::exp(sum / all))
 }
 
@@ -330,9 +330,9 @@ impl<'a> Estimates<'a> {
         let home = query.standing.and_then(|s| candidates.iter().find(|c| c.slot == s.home));
         let home = home.map_or((0, 0), |c| (c.units, c.sequences()));
         let served = |c: &Candidate| predicted_tokens(query.prompt_tokens, c.served_units());
-        let most = candidates.iter().map(served).max().unwrap_or(0);
+        let max_served = candidates.iter().map(served).max().unwrap_or(0);
         let even = query.routing == Routing::LeastLoad
-            || candidates.iter().all(|c| !is_worth_pulling(served(c), most));
+            || candidates.iter().all(|c| !is_worth_pulling(served(c), max_served));
         let given_weight = if even { EVEN_GIVEN_WEIGHT } else { GIVEN_WEIGHT };
         Self { query, outlook: Outlook::new(candidates), least_given, given_weight, home }
     }
@@ -366,9 +366,9 @@ impl<'a> Estimates<'a> {
         begins + self.outlook.work_weight * work + decode + (replica + given) / rate
     }
 
-    fn parts(&self, candidate: &Candidate) -> Parts {
+    fn parts(&self, candidate: &Candidate) -> CostEstimate {
         let cached = self.cached(candidate);
-        Parts {
+        CostEstimate {
             queue: self.outlook.queue(candidate) + candidate.awaits(),
             prefill: f64::from(self.query.prompt_tokens - cached) / self.outlook.rate(candidate),
             transfer: candidate.pull_seconds(),

@@ -84,7 +84,7 @@ pub enum TableError {
         limit: usize,
     },
     /// Another member serves other weights or another tokenizer under the same name.
-    #[error("{node} and {other} serve different models as {model}: their {what} digests differ")]
+    #[error("{node} and {other} serve different models as {model}: their {digest} digests differ")]
     ModelConflict {
         /// The refused worker.
         node: NodeId,
@@ -92,7 +92,7 @@ pub enum TableError {
         other: NodeId,
         model: ModelId,
         /// The digest that differs: `model` or `tokenizer`.
-        what: &'static str,
+        digest: &'static str,
     },
 }
 
@@ -143,8 +143,8 @@ impl WorkerTable {
         let slot = before.or_else(free).ok_or(TableError::Full { limit: MAX_SLOTS })?;
         self.roster.apply(TableChange::Join(register))?;
         let worker = self.roster.worker(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
-        let register = worker.life.register().ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
-        let (epoch, draining) = (worker.epoch, matches!(worker.life, WorkerStanding::Draining(_)));
+        let register = worker.standing.register().ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
+        let (epoch, draining) = (worker.epoch, matches!(worker.standing, WorkerStanding::Draining(_)));
         let member = Member { slot, register: Arc::clone(register), draining };
         self.used.insert(slot);
         self.members.insert(node.clone(), member);
@@ -225,8 +225,8 @@ pub(crate) mod tests {
         table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) }).unwrap();
         // The same holds after the worker has left.
         assert_eq!(table.apply(TableChange::Join(register("a", 4, &[]))), Err(stale));
-        let gone = table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) });
-        assert_eq!(gone, Err(TableError::UnknownWorker(node)));
+        let left = table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) });
+        assert_eq!(left, Err(TableError::UnknownWorker(node)));
     }
 
     #[test]
@@ -234,14 +234,14 @@ pub(crate) mod tests {
         let mut table = WorkerTable::default();
         joined(&mut table, "a", 1);
         let refused = table.apply(TableChange::Join(register("b", 1, &[("m", 8)])));
-        assert!(matches!(refused, Err(TableError::ModelConflict { what: "model", .. })), "{refused:?}");
+        assert!(matches!(refused, Err(TableError::ModelConflict { digest: "model", .. })), "{refused:?}");
         // The only worker of a model may change it, and other names are free.
         table.apply(TableChange::Join(register("a", 2, &[("m", 8)]))).unwrap();
         table.apply(TableChange::Join(register("b", 1, &[("m", 8), ("n", 1)]))).unwrap();
         let mut other = register("c", 1, &[("n", 1)]);
         other.models[0].tokenizer_digest = [2; 32];
         let refused = table.apply(TableChange::Join(other));
-        assert!(matches!(refused, Err(TableError::ModelConflict { what: "tokenizer", .. })), "{refused:?}");
+        assert!(matches!(refused, Err(TableError::ModelConflict { digest: "tokenizer", .. })), "{refused:?}");
     }
 
     #[test]

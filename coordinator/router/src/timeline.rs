@@ -23,7 +23,7 @@ impl<T> Default for Timeline<T> {
 }
 
 impl<T: Default> Timeline<T> {
-    /// The slot of `now`, emptied if it has just begun.
+    /// The slot of `now`, emptied if it has just started.
     pub fn at(&mut self, now: Instant) -> &mut T {
         let origin = *self.origin.get_or_insert(now);
         let number = number(origin, now);
@@ -64,7 +64,7 @@ fn number(origin: Instant, now: Instant) -> u64 {
 /// Buckets of a [`Sketch`].
 const BUCKETS: usize = 64;
 /// Lower bound of the first bucket, in seconds.
-const LEAST: f64 = 1e-4;
+const MIN_SECONDS: f64 = 1e-4;
 /// Buckets for each doubling of the duration.
 const OCTAVE: f64 = 3.0;
 
@@ -83,7 +83,7 @@ impl Default for Sketch {
 impl Sketch {
     /// Adds `times` durations of this length.
     pub fn add(&mut self, took: Duration, times: u32) {
-        let octaves = (took.as_secs_f64() / LEAST).max(1.0).log2();
+        let octaves = (took.as_secs_f64() / MIN_SECONDS).max(1.0).log2();
         let at = ((octaves * OCTAVE) as usize).min(BUCKETS - 1);
         self.counts[at] = self.counts[at].saturating_add(times);
     }
@@ -108,7 +108,7 @@ impl Sketch {
             let here = f64::from(count);
             if here > 0.0 && below + here >= rank {
                 let within = (rank - below) / here;
-                return Some(LEAST * ((at as f64 + within) / OCTAVE).exp2());
+                return Some(MIN_SECONDS * ((at as f64 + within) / OCTAVE).exp2());
             }
             below += here;
         }

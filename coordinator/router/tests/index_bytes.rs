@@ -40,7 +40,7 @@ static HEAP: Counting = Counting;
 
 const WORKERS: usize = 12;
 /// Memory outside the index: the streams, and the message being applied.
-const BESIDE: u64 = 64 << 10;
+const OUTSIDE_INDEX: u64 = 64 << 10;
 
 fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -98,16 +98,16 @@ fn the_reported_bytes_match_the_heap_and_the_budget_holds() {
         };
         sequences[worker] += 1;
         index.apply(slot, batch(sequences[worker], vec![event])).unwrap();
-        let (live, says) = (LIVE.load(Relaxed) as u64 - base, index.size().bytes);
-        assert!(says <= budget, "step {step}: {says}");
+        let (live, reported) = (LIVE.load(Relaxed) as u64 - base, index.size().bytes);
+        assert!(reported <= budget, "step {step}: {reported}");
         assert!(
-            live <= says + BESIDE && says <= live + live / 8 + BESIDE,
-            "step {step}: {live}, says {says}"
+            live <= reported + OUTSIDE_INDEX && reported <= live + live / 8 + OUTSIDE_INDEX,
+            "step {step}: {live}, says {reported}"
         );
     }
     let size = index.size();
     assert!(size.refused > 0, "the budget is reached: {size:?}");
     assert!(size.bytes > budget / 10 * 7, "and used: {size:?}");
     let peak = PEAK.load(Relaxed) as u64 - base;
-    assert!(peak <= budget + BESIDE, "{peak}");
+    assert!(peak <= budget + OUTSIDE_INDEX, "{peak}");
 }

@@ -1,9 +1,10 @@
 //! Proposals from this coordinator: observed changes of workers and coordinators, and operators' changes.
 
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, Shared};
-use crate::consensus::core::ProposeError;
-use crate::consensus::driver::{ConsensusError, Handle};
-use crate::consensus::table::{
+use consensus::ConsensusError;
+use consensus::core::ProposeError;
+use consensus::driver::Handle;
+use consensus::table::{
     Change, ClientId, GroupMember, Kind, LevelReported, Outcome, Refusal, Table, WorkerLeft,
 };
 use proto::ids::NodeId;
@@ -80,7 +81,7 @@ impl Shared {
                     let here = self.dispatch.introductions().iter().any(|register| register.node == other);
                     if let Some(worker) = table.workers().worker(&other).filter(|_| !here) {
                         let left = WorkerLeft { node: other, epoch: worker.epoch };
-                        let _later = session.make(Change::WorkerLeft(left), deadline).await;
+                        let _retried = session.make(Change::WorkerLeft(left), deadline).await;
                     }
                 }
                 Ok(Outcome::Refused(refusal)) => {
@@ -100,8 +101,8 @@ impl Shared {
     pub(super) async fn report_levels(&self, session: &mut Session) {
         let Some(table) = self.table() else { return };
         let reports = {
-            let (own, heard) = (self.seat.get(), self.heard.lock());
-            new_levels(&table, |node| own.filter(|own| own.node == *node).or_else(|| heard.seat_of(node)))
+            let (own, latest) = (self.seat.get(), self.latest.lock());
+            new_levels(&table, |node| own.filter(|own| own.node == *node).or_else(|| latest.seat_of(node)))
         };
         for report in reports {
             tracing::info!(node = %report.node, level = report.level.0, "a coordinator supports another level of changes");
@@ -142,16 +143,21 @@ impl Shared {
 
 /// Whether the table lacks this epoch of a worker, or has it as ended.
 fn is_news(table: &Table, register: &WorkerInfo) -> bool {
-    table.workers().worker(&register.node).is_none_or(|known| {
-        known.epoch < register.epoch || known.epoch == register.epoch && known.life.register().is_none()
+    table.workers().worker(&register.node).is_none_or(|worker| {
+        worker.epoch < register.epoch
+            || worker.epoch == register.epoch && worker.standing.register().is_none()
     })
 }
 
 /// The reported levels that differ from the table. Reports of another incarnation are ignored.
-fn new_levels<'a>(table: &Table, said: impl Fn(&NodeId) -> Option<&'a GroupMember>) -> Vec<LevelReported> {
+fn new_levels<'a>(
+    table: &Table,
+    reported: impl Fn(&NodeId) -> Option<&'a GroupMember>,
+) -> Vec<LevelReported> {
     let report = |seat: &GroupMember| {
-        let said = said(&seat.node).filter(|said| said.incarnation == seat.incarnation)?;
-        (said.level != seat.level).then(|| LevelReported { node: seat.node.clone(), level: said.level })
+        let reported = reported(&seat.node).filter(|reported| reported.incarnation == seat.incarnation)?;
+        (reported.level != seat.level)
+            .then(|| LevelReported { node: seat.node.clone(), level: reported.level })
     };
     table.seats().filter_map(report).collect()
 }
@@ -169,19 +175,19 @@ impl From<ConsensusError> for ChangeError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::consensus::Incarnation;
-    use crate::consensus::table::Level;
+    use consensus::Incarnation;
+    use consensus::table::Level;
 
-    fn seat(name: &str, life: u64, level: u32) -> GroupMember {
+    fn seat(name: &str, incarnation: u64, level: u32) -> GroupMember {
         let node = NodeId::new(name).unwrap();
-        GroupMember { node, incarnation: Incarnation(life), quic: "h:1".into(), level: Level(level) }
+        GroupMember { node, incarnation: Incarnation(incarnation), quic: "h:1".into(), level: Level(level) }
     }
 
     #[test]
     fn a_level_is_proposed_only_from_the_members_own_report() {
         let table = Table::genesis(1, [seat("a", 1, 1), seat("b", 1, 1), seat("c", 1, 1)]);
-        let said = [seat("a", 1, 2), seat("b", 9, 2), seat("d", 1, 2)];
-        let reports = new_levels(&table, |node| said.iter().find(|seat| seat.node == *node));
+        let reported = [seat("a", 1, 2), seat("b", 9, 2), seat("d", 1, 2)];
+        let reports = new_levels(&table, |node| reported.iter().find(|seat| seat.node == *node));
         let a = LevelReported { node: NodeId::new("a").unwrap(), level: Level(2) };
         assert_eq!(reports, [a], "b is another life, c is silent, d is no member");
     }

@@ -6,11 +6,11 @@
 //! set on which all its founders have agreed. So no incarnation founds two groups, and a wiped founder founds
 //! none.
 
-use crate::consensus::Incarnation;
-use crate::consensus::message::GroupId;
-use crate::consensus::storage::{Identity, Loaded};
-use crate::consensus::table::{GroupMember, Level};
-use crate::random::random_u64;
+use consensus::Incarnation;
+use consensus::message::GroupId;
+use consensus::storage::{Identity, Loaded};
+use consensus::table::{GroupMember, Level};
+use dispatch::random::random_u64;
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::directory;
 use proto::ids::NodeId;
@@ -118,9 +118,9 @@ impl Founding {
     }
 
     /// Takes `peer`'s proposal. Proposals of unknown founders, or for another node, are ignored.
-    pub(super) fn hear(&mut self, peer: &NodeId, draft: FounderRecord) {
-        if let Some(known) = self.others.get_mut(peer).filter(|_| draft.seat.node == *peer) {
-            *known = Some(draft);
+    pub(super) fn add_draft(&mut self, peer: &NodeId, draft: FounderRecord) {
+        if let Some(slot) = self.others.get_mut(peer).filter(|_| draft.seat.node == *peer) {
+            *slot = Some(draft);
         }
     }
 
@@ -184,22 +184,22 @@ mod tests {
         NodeId::new(name).unwrap()
     }
 
-    fn draft(name: &str, life: u64) -> FounderRecord {
-        let incarnation = Incarnation(life);
+    fn draft(name: &str, incarnation: u64) -> FounderRecord {
+        let incarnation = Incarnation(incarnation);
         let seat = GroupMember { node: node(name), incarnation, quic: name.into(), level: Level::OWN };
         FounderRecord { seat, agreed: None }
     }
 
-    fn founding(name: &str, life: u64) -> Founding {
+    fn founding(name: &str, incarnation: u64) -> Founding {
         let others = ["a", "b", "c"].into_iter().filter(|other| *other != name).map(node);
-        Founding::new(draft(name, life), others)
+        Founding::new(draft(name, incarnation), others)
     }
 
     /// Delivers every founder's current proposal to all founders.
     fn exchange(founders: &mut [Founding]) {
-        let said: Vec<FounderRecord> = founders.iter().map(|founder| founder.draft().clone()).collect();
+        let drafts: Vec<FounderRecord> = founders.iter().map(|founder| founder.draft().clone()).collect();
         for founder in founders {
-            said.iter().for_each(|draft| founder.hear(&draft.seat.node, draft.clone()));
+            drafts.iter().for_each(|draft| founder.add_draft(&draft.seat.node, draft.clone()));
         }
     }
 
@@ -236,11 +236,11 @@ mod tests {
     #[test]
     fn a_proposal_for_another_node_is_ignored() {
         let mut founder = founding("a", 1);
-        founder.hear(&node("b"), draft("c", 3));
-        founder.hear(&node("d"), draft("d", 4));
-        founder.hear(&node("b"), draft("b", 2));
+        founder.add_draft(&node("b"), draft("c", 3));
+        founder.add_draft(&node("d"), draft("d", 4));
+        founder.add_draft(&node("b"), draft("b", 2));
         assert!(!founder.agree());
-        founder.hear(&node("c"), draft("c", 3));
+        founder.add_draft(&node("c"), draft("c", 3));
         assert!(founder.agree());
         assert_eq!(founder.draft().agreed.as_ref().unwrap().len(), 3);
     }

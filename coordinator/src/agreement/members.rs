@@ -2,18 +2,19 @@
 //! change at a time, by the leader, whichever coordinator receives the order.
 //!
 //! Guarantees: a coordinator becomes a voter only after it has caught up. No change leaves the group without
-//! a live majority. A refusal says what to do instead. Repeating an order resumes it.
+//! a live majority. A refusal names the remedy. Repeating an order resumes it.
 
 use super::changes::Session;
 use super::mesh::Mesh;
 use super::news::GroupMessage;
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, Shared};
 use crate::config::PeerEntry;
-use crate::consensus::Incarnation;
-use crate::consensus::core::{ProposeError, RaftRole, Status};
-use crate::consensus::driver::{ConsensusError, Handle};
-use crate::consensus::table::{Change, GroupMember, MAX_VOTERS, Outcome, Refusal, Standing, Table};
-use crate::random::random_u64;
+use consensus::ConsensusError;
+use consensus::Incarnation;
+use consensus::core::{ProposeError, RaftRole, Status};
+use consensus::driver::Handle;
+use consensus::table::{Change, GroupMember, MAX_VOTERS, Outcome, Refusal, Standing, Table};
+use dispatch::random::random_u64;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -60,7 +61,7 @@ pub struct MemberView {
     /// Whether it currently takes part in the group.
     pub here: bool,
     /// Whether a coordinator of this name reports another incarnation: its disk was wiped.
-    pub another_life: bool,
+    pub another_incarnation: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -122,15 +123,16 @@ impl Agreement {
         let read = handle.read(Instant::now() + CHANGE_LIMIT).await;
         let agreed = read.is_ok();
         let table = read.unwrap_or_else(|_| Arc::clone(&handle.table().borrow()));
-        let heard = self.shared.heard.lock();
+        let latest = self.shared.latest.lock();
         let view = |seat: &GroupMember, votes| {
             let own = seat.node == self.shared.node;
-            let said = heard.seat_of(&seat.node).filter(|said| said.incarnation != seat.incarnation);
+            let reported =
+                latest.seat_of(&seat.node).filter(|reported| reported.incarnation != seat.incarnation);
             MemberView {
                 seat: seat.clone(),
                 votes,
-                here: own || heard.takes_part(&seat.node, *group),
-                another_life: said.is_some(),
+                here: own || latest.takes_part(&seat.node, *group),
+                another_incarnation: reported.is_some(),
             }
         };
         let members = table.coordinators().values().filter_map(|standing| match standing {
@@ -143,7 +145,7 @@ impl Agreement {
 }
 
 impl Shared {
-    /// Checks that this coordinator is a member of its group. The error says what to do.
+    /// Checks that this coordinator is a member of its group. The error names the remedy.
     pub(super) fn check_member(&self) -> Result<(), ChangeError> {
         match (self.member.get(), self.seat.get()) {
             (Some(member), Some(seat)) if self.role(&member.handle.status()) == RaftRole::Outsider => {
@@ -159,18 +161,18 @@ impl Shared {
     }
 
     /// The removed incarnation that a peer still runs with, if it does.
-    pub(super) fn removed_life(&self, peer: &NodeId) -> Option<Incarnation> {
-        let Some(Standing::Removed(life)) = self.table()?.coordinators().get(peer).cloned() else {
+    pub(super) fn removed_incarnation(&self, peer: &NodeId) -> Option<Incarnation> {
+        let Some(Standing::Removed(incarnation)) = self.table()?.coordinators().get(peer).cloned() else {
             return None;
         };
-        let heard = self.heard.lock();
-        heard.seat_of(peer).filter(|seat| seat.incarnation == life).map(|_| life)
+        let latest = self.latest.lock();
+        latest.seat_of(peer).filter(|seat| seat.incarnation == incarnation).map(|_| incarnation)
     }
 
     /// Takes a peer's report that this incarnation was removed. A removed incarnation never returns, so a
     /// member's report cannot be outdated.
-    pub(super) fn told_removed(&self, peer: &NodeId, life: Incarnation) {
-        let own = self.seat.get().is_some_and(|seat| seat.incarnation == life);
+    pub(super) fn on_removed(&self, peer: &NodeId, incarnation: Incarnation) {
+        let own = self.seat.get().is_some_and(|seat| seat.incarnation == incarnation);
         let member = self.table().is_some_and(|table| table.seats().any(|seat| seat.node == *peer));
         if own && member {
             self.removed.store(true, Ordering::Relaxed);
@@ -178,7 +180,7 @@ impl Shared {
     }
 
     /// Carries out orders from other coordinators.
-    pub(super) async fn obey(
+    pub(super) async fn serve_orders(
         self: Arc<Self>,
         mesh: Arc<Mesh>,
         mut orders: mpsc::Receiver<(NodeId, u64, MemberRequest)>,
@@ -213,16 +215,16 @@ impl Shared {
     ) -> MemberReply {
         let number = random_u64();
         let (reply, answer) = oneshot::channel();
-        self.asked.lock().insert(number, reply);
+        self.pending_orders.lock().insert(number, reply);
         mesh.send(leader, GroupMessage::MemberRequest(number, order.clone()));
         let mut status = handle.statuses();
-        let said = tokio::select! {
-            said = answer => said.unwrap_or(MemberReply::NotLeader),
+        let result = tokio::select! {
+            result = answer => result.unwrap_or(MemberReply::NotLeader),
             _ = status.wait_for(|status| status.leader.as_ref() != Some(leader)) => MemberReply::NotLeader,
             () = tokio::time::sleep_until(end.into()) => MemberReply::NoQuorum,
         };
-        self.asked.lock().remove(&number);
-        said
+        self.pending_orders.lock().remove(&number);
+        result
     }
 
     /// Carries out an order as the leader.
@@ -258,16 +260,16 @@ impl Shared {
         let seat = self.seat_at(mesh, entry).await?;
         let node = &entry.node;
         match table.coordinators().get(node) {
-            Some(Standing::Voter(known)) if known.incarnation == seat.incarnation => return Ok(()),
-            Some(Standing::Voter(known) | Standing::Learner(known))
-                if known.incarnation != seat.incarnation =>
+            Some(Standing::Voter(member)) if member.incarnation == seat.incarnation => return Ok(()),
+            Some(Standing::Voter(member) | Standing::Learner(member))
+                if member.incarnation != seat.incarnation =>
             {
                 return Err(MemberReply::Refused(format!(
                     "{node} has lost the disk with which it is a member: run `kvasir coordinators remove {node}`, then \
                     repeat this command"
                 )));
             }
-            Some(Standing::Removed(life)) if *life == seat.incarnation => {
+            Some(Standing::Removed(incarnation)) if *incarnation == seat.incarnation => {
                 return Err(MemberReply::Refused(format!(
                     "{node} was removed and still has its old data: stop it, empty its data directory, start it, \
                     then repeat this command"
@@ -312,9 +314,9 @@ impl Shared {
         mesh.add(entry);
         let end = Instant::now() + SEAT_LIMIT;
         loop {
-            let said = self.heard.lock().seat_of(node).cloned();
-            if let Some(said) = said {
-                return Ok(GroupMember { quic: quic.clone(), ..said });
+            let seat = self.latest.lock().seat_of(node).cloned();
+            if let Some(seat) = seat {
+                return Ok(GroupMember { quic: quic.clone(), ..seat });
             }
             if Instant::now() >= end {
                 return Err(MemberReply::Refused(format!(
@@ -368,8 +370,8 @@ impl Shared {
         node: &NodeId,
     ) -> Result<(), MemberReply> {
         let table = Arc::clone(&handle.table().borrow());
-        let (known, level) = (table.coordinators().get(node), table.level());
-        let quic = match known {
+        let (standing, level) = (table.coordinators().get(node), table.level());
+        let quic = match standing {
             Some(Standing::Learner(seat) | Standing::Voter(seat) | Standing::Lost(seat)) => &seat.quic,
             Some(Standing::Removed(_)) | None => {
                 return Err(MemberReply::Refused(format!("{node} is not a member")));
@@ -377,23 +379,23 @@ impl Shared {
         };
         let entry = PeerEntry { node: node.clone(), quic: quic.clone() };
         let seat = self.seat_at(mesh, &entry).await?;
-        let held = known.and_then(Standing::seat);
+        let held = standing.and_then(Standing::seat);
         if held.is_some_and(|held| held.incarnation != seat.incarnation) {
             tracing::warn!(%node, "a coordinator has lost its data directory; it is removed and added again");
             let lost = Change::CoordinatorLost(node.clone());
             // If a member's version does not know of lost disks, use a plain removal: an operator must then
             // add it again should the leader be lost on the way.
-            let gone = if lost.level() > level { Change::CoordinatorRemoved(node.clone()) } else { lost };
-            self.remove(handle, session, node, gone).await?;
+            let removal = if lost.level() > level { Change::CoordinatorRemoved(node.clone()) } else { lost };
+            self.remove(handle, session, node, removal).await?;
         }
         self.add(handle, mesh, session, &entry).await
     }
 
-    /// Asks the current leader to rejoin. Repeated until this coordinator is a member, since a leader may be
-    /// lost halfway.
-    pub(super) fn ask_to_rejoin(&self, mesh: &Mesh) {
+    /// Sends a rejoin request to the current leader. Repeated until this coordinator is a member, since a
+    /// leader may be lost halfway.
+    pub(super) fn request_rejoin(&self, mesh: &Mesh) {
         let Some(Member { group, .. }) = self.member.get() else { return };
-        let leader = self.heard.lock().leader(*group).cloned();
+        let leader = self.latest.lock().leader(*group).cloned();
         if let Some(leader) = leader {
             mesh.send(
                 &leader,
@@ -418,24 +420,24 @@ impl Shared {
 
     /// Transfers leadership and waits until another coordinator leads (`to`, if given).
     async fn hand_over(&self, handle: &Handle, to: Option<&NodeId>) -> Result<(), MemberReply> {
-        let begun = handle.hand_over(to.cloned()).await;
-        begun.map_err(|error| MemberReply::Refused(error.to_string()))?;
+        let started = handle.hand_over(to.cloned()).await;
+        started.map_err(|error| MemberReply::Refused(error.to_string()))?;
         let mut status = handle.statuses();
         let over = status.wait_for(|status| {
             let leader = status.leader.as_ref().filter(|leader| **leader != self.node);
             leader.is_some_and(|leader| to.is_none_or(|to| leader == to))
         });
         let over = timeout_at((Instant::now() + TRANSFER_LIMIT).into(), over).await;
-        let who = to.map_or("nobody".to_owned(), |to| format!("{to} has not"));
+        let subject = to.map_or("no coordinator has".to_owned(), |to| format!("{to} has not"));
         match over {
             Ok(Ok(_)) => Ok(()),
-            _ => Err(MemberReply::Refused(format!("{who} taken over in {TRANSFER_LIMIT:?}"))),
+            _ => Err(MemberReply::Refused(format!("{subject} taken over in {TRANSFER_LIMIT:?}"))),
         }
     }
 
     fn is_here(&self, node: &NodeId) -> bool {
         let Some(Member { group, .. }) = self.member.get() else { return false };
-        *node == self.node || self.heard.lock().takes_part(node, *group)
+        *node == self.node || self.latest.lock().takes_part(node, *group)
     }
 }
 
@@ -503,9 +505,12 @@ mod tests {
         let here = |names: &'static [&'static str]| move |node: &NodeId| names.contains(&node.as_str());
         // Three voters, one dead: the dead one may be removed, another may not.
         assert_eq!(keeps_majority(&nodes(&["a", "b"]), here(&["a", "b"])), Ok(()));
-        let why = keeps_majority(&nodes(&["a", "c"]), here(&["a", "b"])).unwrap_err();
-        assert!(why.contains("need 2") && why.contains("only 1") && why.contains("remove c"), "{why}");
-        // A fourth voter beside three of which one is dead: three of four are live.
+        let reason = keeps_majority(&nodes(&["a", "c"]), here(&["a", "b"])).unwrap_err();
+        assert!(
+            reason.contains("need 2") && reason.contains("only 1") && reason.contains("remove c"),
+            "{reason}"
+        );
+        // A fourth voter joins three of which one is dead: three of four are live.
         assert_eq!(keeps_majority(&nodes(&["a", "b", "c", "d"]), here(&["a", "b", "d"])), Ok(()));
         assert!(keeps_majority(&nodes(&["a", "b", "c", "d"]), here(&["a", "b"])).is_err());
         assert_eq!(keeps_majority(&nodes(&["a"]), here(&["a"])), Ok(()));
@@ -516,13 +521,14 @@ mod tests {
         let node = NodeId::new("c1").unwrap();
         let seat = GroupMember {
             node,
-            incarnation: crate::consensus::Incarnation(7),
+            incarnation: consensus::Incarnation(7),
             quic: "10.0.0.2:7000".into(),
-            level: crate::consensus::table::Level::OWN,
+            level: consensus::table::Level::OWN,
         };
-        let said = outsider(&seat);
+        let message = outsider(&seat);
         assert!(
-            said.contains("coordinators remove c1") && said.contains("coordinators add c1=10.0.0.2:7000")
+            message.contains("coordinators remove c1")
+                && message.contains("coordinators add c1=10.0.0.2:7000")
         );
     }
 }

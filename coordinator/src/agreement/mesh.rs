@@ -3,8 +3,8 @@
 
 use super::news::GroupMessage;
 use crate::config::PeerEntry;
-use crate::dispatch::Dispatch;
-use crate::random::random_u64;
+use dispatch::Dispatch;
+use dispatch::random::random_u64;
 use parking_lot::RwLock;
 use pki::Expected;
 use proto::codec::CodecError;
@@ -35,7 +35,7 @@ pub(super) type Deliver = Arc<dyn Fn(&NodeId, GroupMessage) + Send + Sync>;
 pub(super) struct Mesh {
     endpoint: Arc<Endpoint>,
     lanes: RwLock<BTreeMap<NodeId, Lane>>,
-    ears: Inbox,
+    inbox: Inbox,
 }
 
 /// Handles incoming messages.
@@ -68,8 +68,8 @@ impl Mesh {
         dispatch: &Arc<Dispatch>,
         deliver: Deliver,
     ) -> Self {
-        let ears = Inbox { deliver, dispatch: Arc::clone(dispatch) };
-        let mesh = Self { endpoint: Arc::clone(endpoint), lanes: RwLock::default(), ears };
+        let inbox = Inbox { deliver, dispatch: Arc::clone(dispatch) };
+        let mesh = Self { endpoint: Arc::clone(endpoint), lanes: RwLock::default(), inbox };
         peers.iter().for_each(|peer| mesh.add(peer));
         mesh
     }
@@ -93,10 +93,10 @@ impl Mesh {
         let (accepted, connections) = mpsc::channel(MAX_ACCEPTED);
         let expected = Expected::node(Role::Coordinator, node.clone());
         let dialer = Dialer::new(Arc::clone(&self.endpoint), quic, expected);
-        let talker = PeerSender { dialer, frames, connections, ears: self.ears.clone() };
-        let task = tokio::spawn(talker.run());
+        let sender = PeerSender { dialer, frames, connections, inbox: self.inbox.clone() };
+        let task = tokio::spawn(sender.run());
         lanes.insert(node.clone(), Lane { quic: quic.clone(), task, queue, accepted });
-        self.ears.dispatch.peers().expect(lanes.len());
+        self.inbox.dispatch.peers().expect(lanes.len());
     }
 
     pub(super) fn peers(&self) -> Vec<NodeId> {
@@ -104,10 +104,10 @@ impl Mesh {
     }
 
     /// Queues a message for a peer; drops it if there is no connection or the queue is full.
-    pub(super) fn send(&self, to: &NodeId, told: GroupMessage) {
+    pub(super) fn send(&self, to: &NodeId, message: GroupMessage) {
         if let Some(lane) = self.lanes.read().get(to) {
             // The queue is full: the connection is down or slow.
-            let _lost = lane.queue.try_send(told);
+            let _lost = lane.queue.try_send(message);
         }
     }
 
@@ -125,7 +125,7 @@ impl Mesh {
             connection.close(CloseCode::Protocol);
             return;
         };
-        tokio::spawn(listen(connection.clone(), self.ears.clone()));
+        tokio::spawn(listen(connection.clone(), self.inbox.clone()));
         // It is the newest connection, so it belongs to the peer's current process. If several wait, any of
         // them will do.
         let _enough = lane.accepted.try_send(connection);
@@ -149,7 +149,7 @@ struct PeerSender {
     dialer: Dialer,
     frames: mpsc::Receiver<GroupMessage>,
     connections: mpsc::Receiver<Connection>,
-    ears: Inbox,
+    inbox: Inbox,
 }
 
 impl PeerSender {
@@ -162,17 +162,17 @@ impl PeerSender {
                 None => tokio::select! {
                     Some(connection) = self.connections.recv() => connection,
                     connection = self.dialer.connect() => {
-                        tokio::spawn(listen(connection.clone(), self.ears.clone()));
+                        tokio::spawn(listen(connection.clone(), self.inbox.clone()));
                         connection
                     }
                 },
             };
             tracing::info!(peer = %connection.peer(), "connected to a coordinator");
-            let (peers, node) = (self.ears.dispatch.peers(), connection.peer().node.clone());
+            let (peers, node) = (self.inbox.dispatch.peers(), connection.peer().node.clone());
             peers.connected(connection.clone());
             next = self.talk(connection).await;
             if next.is_none() {
-                self.ears.dispatch.peers().gone(&node);
+                self.inbox.dispatch.peers().disconnected(&node);
             }
         }
     }
@@ -183,31 +183,31 @@ impl PeerSender {
         // Queued messages are from before this connection.
         while self.frames.try_recv().is_ok() {}
         loop {
-            let told = tokio::select! {
+            let message = tokio::select! {
                 Some(newer) = self.connections.recv() => return Some(newer),
                 _ = connection.closed() => return None,
-                Some(told) = self.frames.recv() => told,
+                Some(message) = self.frames.recv() => message,
             };
             tokio::select! {
                 // The peer may have restarted without knowing the connection that we write to.
                 Some(newer) = self.connections.recv() => return Some(newer),
-                sent = out.send(&told) => sent.ok()?,
+                sent = out.send(&message) => sent.ok()?,
             }
         }
     }
 }
 
 /// Handles incoming streams of one connection until it is gone.
-async fn listen(connection: Connection, ears: Inbox) {
+async fn listen(connection: Connection, inbox: Inbox) {
     let mut streams = JoinSet::new();
     while let Ok(incoming) = connection.accept().await {
         while streams.try_join_next().is_some() {}
         match incoming {
             Incoming::Group(stream) => {
-                streams.spawn(read(connection.peer().node.clone(), stream, Arc::clone(&ears.deliver)));
+                streams.spawn(read(connection.peer().node.clone(), stream, Arc::clone(&inbox.deliver)));
             }
             Incoming::PeerIndex(call) => {
-                let dispatch = Arc::clone(&ears.dispatch);
+                let dispatch = Arc::clone(&inbox.dispatch);
                 streams.spawn(async move { dispatch.export_to_peer(call).await });
             }
             // Bulk streams are not used here; the transport refuses the rest.
@@ -220,7 +220,7 @@ async fn read(peer: NodeId, stream: GroupStream, deliver: Deliver) {
     let mut frames = stream.frames::<GroupMessage>();
     while let Some(frame) = frames.next().await {
         match frame {
-            Ok(told) => deliver(&peer, told),
+            Ok(message) => deliver(&peer, message),
             // A later version's message. The sender repeats what it needs.
             Err(transport::Error::Codec(CodecError::UnknownVariant { .. })) => {}
             Err(error) => {

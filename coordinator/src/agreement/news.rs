@@ -3,11 +3,11 @@
 use super::founding::FounderRecord;
 use super::members::{MemberReply, MemberRequest};
 use super::settings::SettingDigests;
-use crate::consensus::Incarnation;
-use crate::consensus::core::RaftRole;
-use crate::consensus::message::{Frame, GroupId};
-use crate::consensus::table::GroupMember;
-use crate::quota::Spending;
+use consensus::Incarnation;
+use consensus::core::RaftRole;
+use consensus::message::{Frame, GroupId};
+use consensus::table::GroupMember;
+use dispatch::quota::Spending;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -86,7 +86,7 @@ impl LatestNews {
         self.news.iter().map(|(node, (_, news))| (node, news))
     }
 
-    /// The peer that claims to lead the group: of the recently heard ones, the one with the latest term.
+    /// The peer that claims to lead the group. Among peers with a recent message, the latest term wins.
     /// Claims of a lost leader thus expire.
     pub(super) fn leader(&self, group: GroupId) -> Option<&NodeId> {
         let lately = self.news.iter().filter(|(_, (at, _))| at.elapsed() < SILENT_AFTER);
@@ -130,20 +130,20 @@ mod tests {
 
     const GROUP: GroupId = GroupId(7);
 
-    fn heard(told: &[(&str, Duration, RaftRole, u64, GroupId)]) -> LatestNews {
-        let mut heard = LatestNews::default();
-        for (name, ago, role, term, group) in told {
+    fn received(reports: &[(&str, Duration, RaftRole, u64, GroupId)]) -> LatestNews {
+        let mut received = LatestNews::default();
+        for (name, ago, role, term, group) in reports {
             let member = MemberStatus { group: *group, role: *role, term: *term, applied: 9 };
             let at = Instant::now().checked_sub(*ago).unwrap();
-            heard.news.insert(NodeId::new(*name).unwrap(), (at, News::Member(member)));
+            received.news.insert(NodeId::new(*name).unwrap(), (at, News::Member(member)));
         }
-        heard
+        received
     }
 
     #[test]
     fn only_a_recent_claim_of_the_latest_term_counts_as_leader() {
         let (now, long_ago) = (Duration::ZERO, SILENT_AFTER * 2);
-        let leader = |told: &[_]| heard(told).leader(GROUP).map(|node| node.as_str().to_owned());
+        let leader = |reports: &[_]| received(reports).leader(GROUP).map(|node| node.as_str().to_owned());
         let lost = ("a", long_ago, RaftRole::Leader, 4, GROUP);
         assert_eq!(leader(&[lost]), None, "it was lost as the leader");
         let next = ("c", now, RaftRole::Leader, 5, GROUP);

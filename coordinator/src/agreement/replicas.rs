@@ -2,8 +2,8 @@
 
 use super::changes::Session;
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member};
-use crate::consensus::core::RaftRole;
-use crate::consensus::table::{Change, Outcome, Table};
+use consensus::core::RaftRole;
+use consensus::table::{Change, Outcome, Table};
 use std::sync::Arc;
 use std::time::Instant;
 

@@ -2,8 +2,8 @@
 //! odd one out reports this, is not ready, and accepts no workers, since their block ids could depend on
 //! another cluster key.
 
-use crate::api::auth::KeyEntry;
-use crate::random::random_u64;
+use api::auth::KeyEntry;
+use dispatch::random::random_u64;
 use proto::block::ClusterKey;
 use proto::ids::{ModelId, NodeId};
 use serde::{Deserialize, Serialize};
@@ -109,11 +109,11 @@ impl OwnSettings {
         let mut names: Vec<&str> = models.tokenizers.keys().map(ModelId::as_str).collect();
         names.sort_unstable();
         settings.push(list("models", names.join("\n")));
-        for (what, digests) in [("tokenizer of ", &models.tokenizers), (PROMPTING, &models.prompting)] {
+        for (prefix, digests) in [("tokenizer of ", &models.tokenizers), (PROMPTING, &models.prompting)] {
             let mut digests: Vec<_> = digests.iter().collect();
             digests.sort_unstable();
             settings.extend(digests.iter().map(|(id, of_model)| {
-                let name = format!("{what}{id}");
+                let name = format!("{prefix}{id}");
                 SettingDigest { digest: open(&name, *of_model), name, odd: false }
             }));
         }
@@ -122,7 +122,7 @@ impl OwnSettings {
 
     /// The message to the other coordinators. `odd` names the settings in which this one differs from the
     /// group.
-    pub(super) fn told(&self, certificate_ends: i64, odd: &[String]) -> SettingDigests {
+    pub(super) fn digests(&self, certificate_ends: i64, odd: &[String]) -> SettingDigests {
         let up_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let settings = self.settings.iter().cloned();
         let settings =
@@ -151,14 +151,14 @@ pub struct Difference {
 pub(super) struct Compared(BTreeMap<NodeId, (Instant, SettingDigests)>);
 
 impl Compared {
-    pub(super) fn hear(&mut self, node: &NodeId, told: SettingDigests) {
-        if told.settings.len() <= MAX_SETTINGS {
-            self.0.insert(node.clone(), (Instant::now(), told));
+    pub(super) fn insert(&mut self, node: &NodeId, received: SettingDigests) {
+        if received.settings.len() <= MAX_SETTINGS {
+            self.0.insert(node.clone(), (Instant::now(), received));
         }
     }
 
     /// Whether all of these coordinators have sent their settings.
-    pub(super) fn knows(&self, nodes: &[NodeId]) -> bool {
+    pub(super) fn has_all(&self, nodes: &[NodeId]) -> bool {
         nodes.iter().all(|node| self.0.contains_key(node))
     }
 
@@ -168,37 +168,39 @@ impl Compared {
     }
 
     pub(super) fn certificate_ends(&self, node: &NodeId) -> Option<i64> {
-        self.0.get(node).map(|(_, told)| told.certificate_ends).filter(|ends| *ends != 0)
+        self.0.get(node).map(|(_, received)| received.certificate_ends).filter(|ends| *ends != 0)
     }
 
     /// The differences, by setting. A coordinator without a setting (such as a model) does not differ in it.
     pub(super) fn differences(&self, own: &NodeId) -> Vec<Difference> {
         let mut by_setting: BTreeMap<&str, BTreeMap<[u8; 16], Vec<&NodeId>>> = BTreeMap::new();
-        for (node, (_, told)) in &self.0 {
-            for SettingDigest { name, digest, .. } in &told.settings {
+        for (node, (_, received)) in &self.0 {
+            for SettingDigest { name, digest, .. } in &received.settings {
                 by_setting.entry(name).or_default().entry(*digest).or_default().push(node);
             }
         }
         let now = Instant::now();
-        let up = |(at, told): &(Instant, SettingDigests)| {
-            Duration::from_millis(told.up_ms).saturating_add(now.saturating_duration_since(*at))
+        let up = |(at, received): &(Instant, SettingDigests)| {
+            Duration::from_millis(received.up_ms).saturating_add(now.saturating_duration_since(*at))
         };
         let oldest = self.0.values().map(up).max().unwrap_or_default();
         let age = |node: &&NodeId| {
-            let known = self.0.get(*node)?;
+            let entry = self.0.get(*node)?;
             // Clocks and the network are inexact, so a random number orders coordinators that started
             // together. Their age difference is constant while they run, and so is the result.
-            Some((up(known) + STARTED_TOGETHER >= oldest, known.1.draw))
+            Some((up(entry) + STARTED_TOGETHER >= oldest, entry.1.draw))
         };
         let mut differences = Vec::new();
         for (setting, groups) in by_setting {
             // A coordinator that reports itself as odd has compared with more peers than this one.
             let is_sure = |nodes: &[&NodeId]| {
-                let says_odd = |node: &&&NodeId| {
-                    let told = self.0.get(**node).filter(|_| **node != own);
-                    told.is_some_and(|(_, told)| told.settings.iter().any(|s| s.name == setting && s.odd))
+                let reports_odd = |node: &&&NodeId| {
+                    let received = self.0.get(**node).filter(|_| **node != own);
+                    received.is_some_and(|(_, received)| {
+                        received.settings.iter().any(|s| s.name == setting && s.odd)
+                    })
                 };
-                !nodes.iter().any(|node| says_odd(&node))
+                !nodes.iter().any(|node| reports_odd(&node))
             };
             let right = groups
                 .iter()
@@ -240,7 +242,7 @@ mod tests {
     fn compared<const N: usize>(all: [(&str, u64, OwnSettings); N]) -> Compared {
         let mut compared = Compared::default();
         for (name, up_ms, own) in all {
-            compared.hear(&node(name), SettingDigests { up_ms, ..own.told(0, &[]) });
+            compared.insert(&node(name), SettingDigests { up_ms, ..own.digests(0, &[]) });
         }
         compared
     }
@@ -252,15 +254,15 @@ mod tests {
     }
 
     #[test]
-    fn one_of_three_is_odd_and_knows_it() {
+    fn the_differing_coordinator_reports_itself() {
         let all = || {
             let right = || own(1, 1, &[]);
             compared([("a", 0, right()), ("b", 90_000, own(2, 1, &[])), ("c", 0, right())])
         };
-        let wanted =
+        let expected =
             |own| Difference { setting: CLUSTER_KEY.into(), odd: vec![node("b")], own, binding: true };
-        assert_eq!(all().differences(&node("b")), [wanted(true)]);
-        assert_eq!(all().differences(&node("c")), [wanted(false)]);
+        assert_eq!(all().differences(&node("b")), [expected(true)]);
+        assert_eq!(all().differences(&node("c")), [expected(false)]);
     }
 
     #[test]
@@ -291,9 +293,9 @@ mod tests {
 
     #[test]
     fn a_coordinator_that_reports_itself_as_odd_is_odd() {
-        let told = own(2, 1, &[]).told(0, &[CLUSTER_KEY.to_owned()]);
+        let received = own(2, 1, &[]).digests(0, &[CLUSTER_KEY.to_owned()]);
         let mut all = compared([("a", 0, own(1, 1, &[]))]);
-        all.hear(&node("b"), SettingDigests { up_ms: 9_000_000, ..told });
+        all.insert(&node("b"), SettingDigests { up_ms: 9_000_000, ..received });
         assert_eq!(all.differences(&node("a"))[0].odd, [node("b")]);
     }
 
@@ -324,16 +326,16 @@ mod tests {
 
     #[test]
     fn a_digest_depends_on_the_key_and_does_not_reveal_it() {
-        let told = own(7, 1, &[]).told(0, &[]);
-        assert!(told.settings.iter().all(|setting| setting.digest != [7; 16]));
-        assert_eq!(told.settings[0].digest, own(7, 9, &["z"]).told(0, &[]).settings[0].digest);
-        assert_ne!(told.settings[0].digest, own(8, 1, &[]).told(0, &[]).settings[0].digest);
+        let message = own(7, 1, &[]).digests(0, &[]);
+        assert!(message.settings.iter().all(|setting| setting.digest != [7; 16]));
+        assert_eq!(message.settings[0].digest, own(7, 9, &["z"]).digests(0, &[]).settings[0].digest);
+        assert_ne!(message.settings[0].digest, own(8, 1, &[]).digests(0, &[]).settings[0].digest);
     }
 
     #[test]
     fn a_coordinator_that_has_left_is_not_compared() {
         let mut all = compared([("a", 0, own(1, 1, &[])), ("b", 9_000, own(2, 1, &[]))]);
-        assert!(all.knows(&[node("a"), node("b")]) && !all.knows(&[node("c")]));
+        assert!(all.has_all(&[node("a"), node("b")]) && !all.has_all(&[node("c")]));
         all.keep(&[], &node("a"));
         assert_eq!(all.differences(&node("a")), []);
     }

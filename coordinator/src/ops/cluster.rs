@@ -2,9 +2,9 @@
 
 use super::Ops;
 use crate::agreement::{Difference, Standing};
-use crate::consensus::table::ModelBlocked;
-use crate::metrics::state_name;
 use crate::replicas::ReplicaView;
+use consensus::table::ModelBlocked;
+use dispatch::metrics::state_name;
 use proto::ids::{ModelId, NodeId};
 use proto::shard::ShippingReport;
 use router::balancer::{OfferView, WorkerView};
@@ -148,10 +148,10 @@ fn shipment((node, report): &(NodeId, ShippingReport)) -> Value {
 fn unplanned(ops: &Ops) -> Vec<Value> {
     let unplanned = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
-    let told =
+    let by_operator =
         |model: &ModelId| table.as_ref().is_some_and(|table| table.operator_plans().contains_key(model));
     let value = |(model, reason): (&ModelId, &String)| {
-        let by = if told(model) { "operator" } else { "leader" };
+        let by = if by_operator(model) { "operator" } else { "leader" };
         json!({"model": model.as_str(), "reason": reason, "planned_by": by})
     };
     unplanned.iter().map(value).collect()
@@ -185,22 +185,22 @@ fn stage_of(planned: &[ReplicaView], node: &NodeId) -> Option<(u32, u32)> {
 
 /// Replicas: workers that serve a model alone, and replicas of several workers.
 fn replicas(workers: &[WorkerView], planned: &[ReplicaView]) -> Vec<Value> {
-    let alone = |view: &WorkerView| stage_of(planned, &view.member.register.node).is_none();
-    let alone = workers.iter().filter(|view| alone(view)).flat_map(|view| {
+    let single = |view: &WorkerView| stage_of(planned, &view.member.register.node).is_none();
+    let single = workers.iter().filter(|view| single(view)).flat_map(|view| {
         let register = &view.member.register;
         register.models.iter().map(|model| {
             let stage = json!({"worker": register.node.as_str(), "layers": [model.layers.0, model.layers.1]});
             json!({"model": model.id.as_str(), "state": "serving", "stages": [stage]})
         })
     });
-    let planned = planned.iter().map(|ReplicaView { life, plan, by_operator, report }| {
+    let planned = planned.iter().map(|ReplicaView { plan_index, plan, by_operator, report }| {
         let stages = plan
             .stages
             .iter()
             .map(|stage| json!({"worker": stage.node.as_str(), "layers": [stage.layers.0, stage.layers.1]}));
         json!({
             "model": plan.model.as_str(),
-            "life": life,
+            "life": plan_index,
             "planned_by": if *by_operator { "operator" } else { "leader" },
             // As its first stage reported.
             "state": report.as_ref().map_or("planned", |report| report.state.name()),
@@ -209,7 +209,7 @@ fn replicas(workers: &[WorkerView], planned: &[ReplicaView]) -> Vec<Value> {
             "stages": stages.collect::<Vec<_>>(),
         })
     });
-    alone.chain(planned).collect()
+    single.chain(planned).collect()
 }
 
 fn stream(view: &WorkerView) -> Option<Value> {
@@ -230,14 +230,14 @@ mod tests {
 
     #[test]
     fn workers_whose_metrics_report_sleeping_cpus_are_found() {
-        let told = |name: &str, text: &str| (NodeId::new(name).unwrap(), text.to_owned());
+        let entry = |name: &str, text: &str| (NodeId::new(name).unwrap(), text.to_owned());
         let metrics = [
-            told(
+            entry(
                 "w0",
                 "# HELP kvasir_stage_cpus_sleep x.\nkvasir_stage_cpus_sleep 1\nkvasir_steps_total 3\n# EOF\n",
             ),
-            told("w1", "kvasir_stage_cpus_sleep 0\n# EOF\n"),
-            told("w2", "# EOF\n"),
+            entry("w1", "kvasir_stage_cpus_sleep 0\n# EOF\n"),
+            entry("w2", "# EOF\n"),
         ];
         assert_eq!(asleep(&metrics), HashSet::from([NodeId::new("w0").unwrap()]));
     }

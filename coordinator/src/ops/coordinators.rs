@@ -15,9 +15,9 @@
 
 use super::{Ops, count};
 use crate::agreement::{Agreement, GroupView, MemberRequest};
-use crate::api::error::ApiError;
-use crate::api::limits;
 use crate::config::PeerEntry;
+use api::error::ApiError;
+use api::limits;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{delete, get, post};
@@ -65,9 +65,9 @@ async fn lead(State(ops): State<Arc<Ops>>, Path(id): Path<String>) -> Result<Sta
     change(&ops, "transfer_leadership", MemberRequest::Lead(name(id)?)).await
 }
 
-async fn change(ops: &Ops, what: &'static str, order: MemberRequest) -> Result<StatusCode, ApiError> {
+async fn change(ops: &Ops, operation: &'static str, order: MemberRequest) -> Result<StatusCode, ApiError> {
     let made = group(ops)?.order(order).await.map_err(ApiError::from);
-    count(ops, what, &made);
+    count(ops, operation, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }
 
@@ -90,7 +90,7 @@ fn view(group: &GroupView) -> Value {
             "incarnation": format!("{:016x}", member.seat.incarnation.0),
             "votes": member.votes,
             "here": member.here,
-            "another_life": member.another_life,
+            "another_life": member.another_incarnation,
             "level": member.seat.level.0,
         })
     });

@@ -16,17 +16,15 @@
 
 use super::{Ops, Subject, count};
 use crate::agreement::Agreement;
-use crate::api::auth::{hex, key_id};
-use crate::api::error::ApiError;
-use crate::api::limits;
-use crate::consensus::table::{
-    Access, CacheGroup, Change, KeyIssued, KeyRecord, KeyScope, Quota, TenantTuned,
-};
-use crate::random::random_bytes;
+use api::auth::{hex, key_id};
+use api::error::ApiError;
+use api::limits;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{delete, get, put};
 use axum::{Extension, Json, Router};
+use consensus::table::{Access, CacheGroup, Change, KeyIssued, KeyRecord, KeyScope, Quota, TenantTuned};
+use dispatch::random::random_bytes;
 use proto::block::TenantSalt;
 use proto::ids::{ModelId, TenantId};
 use serde::Deserialize;
@@ -89,11 +87,11 @@ async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
     let access = access(&ops);
     let agreed = access.keys().values().map(|key| {
         let scope = access.scope(&key.sha256).cloned().unwrap_or_default();
-        shown(key, &scope, "cluster")
+        key_json(key, &scope, "cluster")
     });
     let configured = ops.keys.configured().map(|(sha256, tenant, admin)| {
         let key = KeyRecord { sha256: *sha256, tenant: tenant.clone(), admin, expires_unix_s: 0 };
-        shown(&key, &KeyScope::default(), "file")
+        key_json(&key, &KeyScope::default(), "file")
     });
     Json(json!({"keys": agreed.chain(configured).collect::<Vec<_>>()}))
 }
@@ -117,7 +115,7 @@ async fn create(
     };
     subject.set(format!("key {} of {}", key_id(&key.sha256), key.tenant));
     let scope = KeyScope { models, quota: limits.into(), created_unix_s: now };
-    let mut answer = shown(&key, &scope, "cluster");
+    let mut answer = key_json(&key, &scope, "cluster");
     if let Some(answer) = answer.as_object_mut() {
         answer.insert("key".into(), secret.into());
     }
@@ -153,13 +151,13 @@ async fn revoke(
 
 async fn tenants(State(ops): State<Arc<Ops>>) -> Json<Value> {
     let access = access(&ops);
-    let shown = access.tenants().values().map(|tenant| {
-        let mut shown = limits(&tenant.quota);
-        shown["tenant"] = tenant.tenant.as_str().into();
-        shown["cache_group"] = access.cache_group(&tenant.tenant).map(TenantId::as_str).into();
-        shown
+    let tenants = access.tenants().values().map(|tenant| {
+        let mut json = limits(&tenant.quota);
+        json["tenant"] = tenant.tenant.as_str().into();
+        json["cache_group"] = access.cache_group(&tenant.tenant).map(TenantId::as_str).into();
+        json
     });
-    Json(json!({"tenants": shown.collect::<Vec<_>>()}))
+    Json(json!({"tenants": tenants.collect::<Vec<_>>()}))
 }
 
 async fn tune(
@@ -179,25 +177,25 @@ async fn tune(
     change(&ops, "tune_tenant", Change::TenantTuned(tuned)).await
 }
 
-fn shown(key: &KeyRecord, scope: &KeyScope, from: &str) -> Value {
+fn key_json(key: &KeyRecord, scope: &KeyScope, from: &str) -> Value {
     let time = |seconds: u64| (seconds > 0).then_some(seconds);
-    let mut shown = limits(&scope.quota);
-    shown["id"] = key_id(&key.sha256).into();
-    shown["tenant"] = key.tenant.as_str().into();
-    shown["admin"] = key.admin.into();
-    shown["models"] = scope.models.iter().map(ModelId::as_str).collect();
-    shown["created_unix_s"] = time(scope.created_unix_s).into();
-    shown["expires_unix_s"] = time(key.expires_unix_s).into();
-    shown["from"] = from.into();
-    shown
+    let mut json = limits(&scope.quota);
+    json["id"] = key_id(&key.sha256).into();
+    json["tenant"] = key.tenant.as_str().into();
+    json["admin"] = key.admin.into();
+    json["models"] = scope.models.iter().map(ModelId::as_str).collect();
+    json["created_unix_s"] = time(scope.created_unix_s).into();
+    json["expires_unix_s"] = time(key.expires_unix_s).into();
+    json["from"] = from.into();
+    json
 }
 
 fn limits(quota: &Quota) -> Value {
-    let some = |n: u64| (n > 0).then_some(n);
+    let nonzero = |n: u64| (n > 0).then_some(n);
     json!({
-        "rpm": some(quota.requests_per_minute.into()),
-        "tpm": some(quota.tokens_per_minute),
-        "concurrency": some(quota.concurrency.into()),
+        "rpm": nonzero(quota.requests_per_minute.into()),
+        "tpm": nonzero(quota.tokens_per_minute),
+        "concurrency": nonzero(quota.concurrency.into()),
     })
 }
 
@@ -207,12 +205,12 @@ fn access(ops: &Ops) -> Arc<Access> {
     table.map(|table| Arc::clone(table.access())).unwrap_or_default()
 }
 
-async fn change(ops: &Ops, what: &'static str, change: Change) -> Result<StatusCode, ApiError> {
+async fn change(ops: &Ops, operation: &'static str, change: Change) -> Result<StatusCode, ApiError> {
     let agreement: &Agreement = ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
         why: "this coordinator has no data directory, so its keys are in its configuration file only".into(),
     })?;
     let made = agreement.change_table(change).await.map_err(ApiError::from);
-    count(ops, what, &made);
+    count(ops, operation, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }
 

@@ -13,15 +13,15 @@
 
 use super::{Ops, count};
 use crate::agreement::{Agreement, ChangeError};
-use crate::api::error::ApiError;
-use crate::api::limits;
-use crate::consensus::table::{Change, MAX_PLANNED_WORKERS, OperatorPlan, Refusal, StagePlan};
-use crate::models::OfferedModel;
 use crate::placement::check_ranges;
+use api::error::ApiError;
+use api::limits;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{get, put};
 use axum::{Json, Router};
+use consensus::table::{Change, MAX_PLANNED_WORKERS, OperatorPlan, Refusal, StagePlan};
+use dispatch::models::OfferedModel;
 use proto::ids::{ModelId, NodeId};
 use proto::placement::MAX_STAGES;
 use serde::Deserialize;
@@ -51,12 +51,12 @@ struct StageInput {
 
 async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
-    let waits = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
+    let reasons = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
     let plans = table.iter().flat_map(|table| table.operator_plans().values());
     let plans = plans.map(|OperatorPlan { model, replicas }| {
         let stages = |stages: &Vec<StagePlan>| stages.iter().map(stage).collect::<Vec<_>>();
         let replicas: Vec<Vec<Value>> = replicas.iter().map(stages).collect();
-        json!({"model": model.as_str(), "replicas": replicas, "waits": waits.get(model)})
+        json!({"model": model.as_str(), "replicas": replicas, "waits": reasons.get(model)})
     });
     Json(json!({"plans": plans.collect::<Vec<_>>()}))
 }
@@ -72,9 +72,9 @@ async fn plan(
 ) -> Result<StatusCode, ApiError> {
     let offered = ops.models.get(&model).ok_or(ApiError::ModelNotFound(model))?;
     let body = limits::read(request.into_body()).await?;
-    let wanted: PlanRequest =
+    let requested: PlanRequest =
         serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))?;
-    let plan = checked(offered, wanted)?;
+    let plan = checked(offered, requested)?;
     let agreement = agreement(&ops)?;
     let made = agreement.change_table(Change::OperatorPlanned(plan)).await.map_err(ApiError::from);
     count(&ops, "plan_model", &made);
@@ -102,8 +102,8 @@ fn agreement(ops: &Ops) -> Result<&Agreement, ApiError> {
 }
 
 /// Checks that a request is a plan of the model's layers, independent of the workers.
-fn checked(model: &OfferedModel, wanted: PlanRequest) -> Result<OperatorPlan, ApiError> {
-    let PlanRequest { replicas } = wanted;
+fn checked(model: &OfferedModel, requested: PlanRequest) -> Result<OperatorPlan, ApiError> {
+    let PlanRequest { replicas } = requested;
     let Some(costs) = &model.costs else {
         let reason = format!("{} does not generate text, so its layers are not placed", model.id);
         return Err(ApiError::field("model", reason));
@@ -129,15 +129,15 @@ fn checked(model: &OfferedModel, wanted: PlanRequest) -> Result<OperatorPlan, Ap
         };
         let ranges: Vec<(String, Range<usize>)> = stages.iter().map(range).collect();
         check_ranges(costs, &ranges).map_err(|error| ApiError::field(field, error.to_string()))?;
-        for (part, StageInput { worker, .. }) in stages.iter().enumerate() {
+        for (position, StageInput { worker, .. }) in stages.iter().enumerate() {
             if !workers.insert(worker) {
                 let reason = format!("{worker} is also in another replica; a worker has one range");
-                return Err(ApiError::field(format!("replicas[{at}][{part}].worker"), reason));
+                return Err(ApiError::field(format!("replicas[{at}][{position}].worker"), reason));
             }
         }
     }
-    let told = |StageInput { worker: node, layers }| StagePlan { node, layers };
-    let replicas = replicas.into_iter().map(|stages| stages.into_iter().map(told).collect()).collect();
+    let to_stage = |StageInput { worker: node, layers }| StagePlan { node, layers };
+    let replicas = replicas.into_iter().map(|stages| stages.into_iter().map(to_stage).collect()).collect();
     Ok(OperatorPlan { model: model.id.clone(), replicas })
 }
 

@@ -14,10 +14,10 @@
 //! `?worker=`.
 
 use super::Ops;
-use super::keep::{Keep, Query};
-use crate::api::auth::Caller;
-use crate::api::error::ApiError;
-use crate::api::{limits, plan};
+use super::sequence_access::{Query, SequenceAccess};
+use api::auth::Caller;
+use api::error::ApiError;
+use api::{limits, plan};
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{delete, get};
@@ -37,11 +37,11 @@ pub(super) fn router() -> Router<Arc<Ops>> {
 }
 
 async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let mut prefixes = Vec::new();
-    for node in keep.workers(&query, None)? {
-        if let (SequenceReply::List(list), _) = keep.call_worker(&node, SequenceOperation::List).await? {
-            prefixes.extend(list.pins.into_iter().map(|info| pin_json(&keep, &node, &info)));
+    for node in access.workers(&query, None)? {
+        if let (SequenceReply::List(list), _) = access.call_worker(&node, SequenceOperation::List).await? {
+            prefixes.extend(list.pins.into_iter().map(|info| pin_json(&access, &node, &info)));
         }
     }
     Ok(Json(json!({"prefixes": prefixes})))
@@ -52,18 +52,18 @@ async fn pin(
     (State(ops), Extension(caller), query): From,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let body = limits::read(request.into_body()).await?;
-    let (model, limit) = (Arc::clone(&keep.model), keep.served.max_model_len);
+    let (model, limit) = (Arc::clone(&access.model), access.served.max_model_len);
     let tenant = query.tenant.as_deref().map_or_else(|| Arc::clone(caller.tenant()), Arc::from);
     let planned = ops.turns.run(&tenant, move || plan::prefix(&body, &model, limit));
     let plan::Prefix { tokens, ttl } = planned.await?;
     let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
-    let workers = keep.workers(&query, None)?;
-    let asked = workers
+    let workers = access.workers(&query, None)?;
+    let calls = workers
         .iter()
-        .map(|node| keep.call_worker(node, SequenceOperation::Pin { tokens: tokens.clone(), ttl_ms }));
-    let answers = futures::future::join_all(asked).await;
+        .map(|node| access.call_worker(node, SequenceOperation::Pin { tokens: tokens.clone(), ttl_ms }));
+    let answers = futures::future::join_all(calls).await;
     let (mut pinned, mut refusal) = (Vec::new(), None);
     for (node, answer) in workers.iter().zip(answers) {
         match answer {
@@ -75,12 +75,12 @@ async fn pin(
     if let Some(error) = refusal {
         for (node, info) in pinned {
             // An unreachable worker unpins it when its time is up.
-            let _ = keep.call_worker(node, SequenceOperation::Unpin { pin: info.pin }).await;
+            let _ = access.call_worker(node, SequenceOperation::Unpin { pin: info.pin }).await;
         }
         return Err(error);
     }
-    futures::future::join_all(pinned.iter().map(|(node, _)| keep.catch_up(node))).await;
-    let prefixes: Vec<Value> = pinned.iter().map(|(node, info)| pin_json(&keep, node, info)).collect();
+    futures::future::join_all(pinned.iter().map(|(node, _)| access.catch_up(node))).await;
+    let prefixes: Vec<Value> = pinned.iter().map(|(node, info)| pin_json(&access, node, info)).collect();
     Ok(Json(json!({"prefixes": prefixes})))
 }
 
@@ -91,17 +91,17 @@ async fn unpin(
     let unknown = || ApiError::Unknown { what: "this prefix".to_owned() };
     let (worker, pin) = id.rsplit_once('.').ok_or_else(unknown)?;
     let pin: u64 = pin.parse().map_err(|_| unknown())?;
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let worker = NodeId::new(worker).map_err(|_| unknown())?;
-    keep.call_worker(&worker, SequenceOperation::Unpin { pin }).await?;
+    access.call_worker(&worker, SequenceOperation::Unpin { pin }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-fn pin_json(keep: &Keep<'_>, node: &NodeId, info: &PinInfo) -> Value {
+fn pin_json(access: &SequenceAccess<'_>, node: &NodeId, info: &PinInfo) -> Value {
     json!({
         "id": format!("{node}.{}", info.pin),
         "worker": node.as_str(),
-        "model": keep.model.id.as_str(),
+        "model": access.model.id.as_str(),
         "tokens": info.tokens,
         "expires_in_s": (info.ttl_ms > 0).then(|| info.ttl_ms.div_ceil(1000)),
         "pinned_bytes": info.pinned_bytes,

@@ -29,7 +29,7 @@ pub fn append(text: &mut String, workers: &[(NodeId, String)]) {
         read(&mut families, node, metrics);
     }
     families.retain(|name, _| !own.contains(name.as_str()));
-    let known: HashSet<String> = families.keys().cloned().collect();
+    let names: HashSet<String> = families.keys().cloned().collect();
     for (name, family) in &families {
         let mut write = |rename: &dyn Fn(&str) -> String| {
             for line in family.heads.iter().chain(&family.samples) {
@@ -38,7 +38,7 @@ pub fn append(text: &mut String, workers: &[(NodeId, String)]) {
             }
         };
         write(&str::to_owned);
-        if let Some((new, old)) = OLDER.iter().find(|(new, old)| new == name && !known.contains(*old)) {
+        if let Some((new, old)) = OLDER.iter().find(|(new, old)| new == name && !names.contains(*old)) {
             write(&|line| line.replacen(new, old, 1));
         }
     }

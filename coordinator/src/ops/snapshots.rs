@@ -18,18 +18,18 @@
 //! because of the current state is 409.
 
 use super::Ops;
-use super::keep::{Keep, OPERATION_LIMIT, Query, answer, named};
-use crate::api::auth::Caller;
-use crate::api::error::ApiError;
-use crate::api::fields::Fields;
-use crate::api::limits::{self, BODY_IDLE, WRITE_STALL};
-use crate::random::random_u64;
+use super::sequence_access::{OPERATION_LIMIT, Query, SequenceAccess, answer, named};
+use api::auth::Caller;
+use api::error::ApiError;
+use api::fields::Fields;
+use api::limits::{self, BODY_IDLE, WRITE_STALL};
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
+use dispatch::random::random_u64;
 use http_body_util::BodyExt;
 use proto::ids::NodeId;
 use proto::sequence::{
@@ -53,12 +53,12 @@ pub(super) fn router() -> Router<Arc<Ops>> {
 }
 
 async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let (mut sequences, mut snapshots) = (Vec::new(), Vec::new());
-    for node in keep.workers(&query, None)? {
-        if let (SequenceReply::List(list), _) = keep.call_worker(&node, SequenceOperation::List).await? {
-            sequences.extend(list.sequences.into_iter().map(|info| sequence_json(&keep, &node, &info)));
-            snapshots.extend(list.snapshots.into_iter().map(|info| snapshot_json(&keep, &node, &info)));
+    for node in access.workers(&query, None)? {
+        if let (SequenceReply::List(list), _) = access.call_worker(&node, SequenceOperation::List).await? {
+            sequences.extend(list.sequences.into_iter().map(|info| sequence_json(&access, &node, &info)));
+            snapshots.extend(list.snapshots.into_iter().map(|info| snapshot_json(&access, &node, &info)));
         }
     }
     Ok(Json(json!({"sequences": sequences, "snapshots": snapshots})))
@@ -76,7 +76,7 @@ async fn save(
     (State(ops), Extension(caller), query): From,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let body = limits::read(request.into_body()).await?;
     let fields = Fields::parse(&body, &["id", "medium"])?;
     let id: String = fields.get("id")?.ok_or_else(|| ApiError::field("id", "is missing"))?;
@@ -84,8 +84,8 @@ async fn save(
     let medium: Option<SaveMedium> = fields.get("medium")?;
     let medium = medium.unwrap_or(SaveMedium::Memory);
     let operation = SequenceOperation::Save { sequence: sequence.clone(), medium };
-    match keep.call_holder(&query, &sequence, &operation).await? {
-        (node, SequenceReply::Saved(info), _) => Ok(Json(snapshot_json(&keep, &node, &info))),
+    match access.call_holder(&query, &sequence, &operation).await? {
+        (node, SequenceReply::Saved(info), _) => Ok(Json(snapshot_json(&access, &node, &info))),
         _ => Err(ApiError::Internal),
     }
 }
@@ -95,16 +95,16 @@ async fn upload(
     (State(ops), Extension(caller), query): From,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
     let bytes: u64 = length
         .and_then(|length| length.parse().ok())
         .ok_or_else(|| ApiError::field("content-length", "is required with a snapshot"))?;
     let name = new_name(query.id.clone(), &query)?;
-    let workers = keep.workers(&query, None)?;
+    let workers = access.workers(&query, None)?;
     let node = workers.first().ok_or(ApiError::NoWorker)?;
     let operation = SequenceOperation::Upload { name: name.clone(), bytes };
-    let mut exchange = keep.open(node, operation).await?;
+    let mut exchange = access.open(node, operation).await?;
     let mut body = request.into_body();
     loop {
         let frame = timeout(BODY_IDLE, body.frame()).await.map_err(|_| ApiError::BodyTimeout)?;
@@ -118,17 +118,17 @@ async fn upload(
         }
     }
     let answered = timeout(OPERATION_LIMIT, answer(exchange)).await;
-    restored(&keep, node, answered.unwrap_or(Err(ApiError::DeadlineExceeded))?.0).await
+    restored(&access, node, answered.unwrap_or(Err(ApiError::DeadlineExceeded))?.0).await
 }
 
 async fn fetch(
     (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let sequence = named(id, &query)?;
     let operation = SequenceOperation::Fetch { sequence: sequence.clone() };
-    let (node, reply, bytes) = keep.call_holder(&query, &sequence, &operation).await?;
+    let (node, reply, bytes) = access.call_holder(&query, &sequence, &operation).await?;
     let SequenceReply::Bytes(length) = reply else { return Err(ApiError::Internal) };
     let pieces = futures::stream::try_unfold(bytes, async |mut bytes: SequenceBytes| {
         let piece = timeout(BODY_IDLE, bytes.next()).await.map_err(std::io::Error::other)?;
@@ -151,8 +151,8 @@ async fn restore(
     Path(id): Path<String>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
-    let body = body_or_nothing(request).await?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
+    let body = body_or_empty(request).await?;
     let snapshot = named(id, &query)?;
     let name = match Fields::parse(&body, &["as"])?.get::<String>("as")? {
         Some(id) => named(id, &Query::default())?,
@@ -162,21 +162,21 @@ async fn restore(
     let anywhere = Query { worker: None, ..query.clone() };
     let operation = SequenceOperation::Restore { snapshot: snapshot.clone(), name: name.clone() };
     if query.worker.is_none() {
-        let (node, reply, _) = keep.call_holder(&anywhere, &snapshot, &operation).await?;
-        return restored(&keep, &node, reply).await;
+        let (node, reply, _) = access.call_holder(&anywhere, &snapshot, &operation).await?;
+        return restored(&access, &node, reply).await;
     }
-    let workers = keep.workers(&query, None)?;
+    let workers = access.workers(&query, None)?;
     let target = workers.first().ok_or(ApiError::NoWorker)?;
-    match keep.call_worker(target, operation).await {
-        Ok((reply, _)) => return restored(&keep, target, reply).await,
+    match access.call_worker(target, operation).await {
+        Ok((reply, _)) => return restored(&access, target, reply).await,
         Err(ApiError::Unknown { .. }) => {}
         Err(error) => return Err(error),
     }
     let operation = SequenceOperation::Fetch { sequence: snapshot.clone() };
-    let (_, reply, mut pieces) = keep.call_holder(&anywhere, &snapshot, &operation).await?;
+    let (_, reply, mut pieces) = access.call_holder(&anywhere, &snapshot, &operation).await?;
     let SequenceReply::Bytes(bytes) = reply else { return Err(ApiError::Internal) };
     let moved = async {
-        let mut exchange = keep.open(target, SequenceOperation::Upload { name, bytes }).await?;
+        let mut exchange = access.open(target, SequenceOperation::Upload { name, bytes }).await?;
         while let Some(piece) = pieces.next().await.map_err(|_| ApiError::WorkerLost)? {
             if exchange.send(&piece).await.is_err() {
                 break;
@@ -185,7 +185,7 @@ async fn restore(
         answer(exchange).await
     };
     let answered = timeout(OPERATION_LIMIT, moved).await.unwrap_or(Err(ApiError::DeadlineExceeded))?;
-    restored(&keep, target, answered.0).await
+    restored(&access, target, answered.0).await
 }
 
 async fn fork(
@@ -193,13 +193,13 @@ async fn fork(
     Path(id): Path<String>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
-    let body = body_or_nothing(request).await?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
+    let body = body_or_empty(request).await?;
     let sequence = named(id, &query)?;
     let name = new_name(Fields::parse(&body, &["as"])?.get("as")?, &Query::default())?;
     let operation = SequenceOperation::Fork { sequence: sequence.clone(), name };
-    let (node, reply, _) = keep.call_holder(&query, &sequence, &operation).await?;
-    restored(&keep, &node, reply).await
+    let (node, reply, _) = access.call_holder(&query, &sequence, &operation).await?;
+    restored(&access, &node, reply).await
 }
 
 async fn reset(
@@ -207,32 +207,36 @@ async fn reset(
     Path(id): Path<String>,
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let body = limits::read(request.into_body()).await?;
-    let left = Fields::parse(&body, &["keep"])?.get("keep")?;
-    let left = left.ok_or_else(|| ApiError::field("keep", "is missing"))?;
+    let tokens = Fields::parse(&body, &["keep"])?.get("keep")?;
+    let tokens = tokens.ok_or_else(|| ApiError::field("keep", "is missing"))?;
     let sequence = named(id, &query)?;
-    let operation = SequenceOperation::Reset { sequence: sequence.clone(), keep: left };
-    let (node, reply, _) = keep.call_holder(&query, &sequence, &operation).await?;
-    restored(&keep, &node, reply).await
+    let operation = SequenceOperation::Reset { sequence: sequence.clone(), keep: tokens };
+    let (node, reply, _) = access.call_holder(&query, &sequence, &operation).await?;
+    restored(&access, &node, reply).await
 }
 
 async fn drop_all(
     (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
 ) -> Result<StatusCode, ApiError> {
-    let keep = Keep::new(&ops, &caller, &query)?;
+    let access = SequenceAccess::new(&ops, &caller, &query)?;
     let sequence = named(id, &query)?;
-    keep.call_holder(&query, &sequence, &SequenceOperation::Drop { sequence: sequence.clone() }).await?;
+    access.call_holder(&query, &sequence, &SequenceOperation::Drop { sequence: sequence.clone() }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Responds with a new or changed sequence. Later requests for it are routed to its worker.
-async fn restored(keep: &Keep<'_>, node: &NodeId, reply: SequenceReply) -> Result<Json<Value>, ApiError> {
+async fn restored(
+    access: &SequenceAccess<'_>,
+    node: &NodeId,
+    reply: SequenceReply,
+) -> Result<Json<Value>, ApiError> {
     let SequenceReply::Sequence(info) = reply else { return Err(ApiError::Internal) };
-    keep.catch_up(node).await;
-    let json = sequence_json(keep, node, &info);
-    keep.note(info.name, node);
+    access.catch_up(node).await;
+    let json = sequence_json(access, node, &info);
+    access.note(info.name, node);
     Ok(Json(json))
 }
 
@@ -242,29 +246,29 @@ fn new_name(id: Option<String>, query: &Query) -> Result<SequenceName, ApiError>
 }
 
 /// The body; `{}` if it is empty.
-async fn body_or_nothing(request: Request) -> Result<bytes::Bytes, ApiError> {
+async fn body_or_empty(request: Request) -> Result<bytes::Bytes, ApiError> {
     let body = limits::read(request.into_body()).await?;
     Ok(if body.is_empty() { bytes::Bytes::from_static(b"{}") } else { body })
 }
 
-fn sequence_json(keep: &Keep<'_>, node: &NodeId, info: &SequenceInfo) -> Value {
+fn sequence_json(access: &SequenceAccess<'_>, node: &NodeId, info: &SequenceInfo) -> Value {
     json!({
         "id": info.name.request.as_str(),
         "choice": info.name.choice,
         "worker": node.as_str(),
-        "model": keep.model.id.as_str(),
+        "model": access.model.id.as_str(),
         "tokens": info.tokens,
         "cached": info.cached,
         "live": info.live,
     })
 }
 
-fn snapshot_json(keep: &Keep<'_>, node: &NodeId, info: &SnapshotInfo) -> Value {
+fn snapshot_json(access: &SequenceAccess<'_>, node: &NodeId, info: &SnapshotInfo) -> Value {
     json!({
         "id": info.name.request.as_str(),
         "choice": info.name.choice,
         "worker": node.as_str(),
-        "model": keep.model.id.as_str(),
+        "model": access.model.id.as_str(),
         "bytes": info.bytes,
         "medium": info.medium.name(),
     })

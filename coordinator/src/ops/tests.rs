@@ -1,10 +1,11 @@
 use super::*;
-use crate::api::auth::tests::entry;
+use api::auth::{KeyEntry, hex};
 use axum::body::Body;
 use http_body_util::BodyExt;
 use pki::ca::Authority;
 use proto::ids::{ClusterName, Role};
 use router::balancer::Policy;
+use sha2::{Digest, Sha256};
 use std::net::SocketAddr;
 use std::path::Path as FilePath;
 use std::time::SystemTime;
@@ -13,6 +14,10 @@ use transport::heartbeat::Heartbeat;
 
 /// Paths without authentication, besides the dashboard's files, which have no data of the cluster.
 const OPEN: [&str; 4] = ["/livez", "/startupz", "/readyz", "/metrics"];
+
+fn entry(key: &str, tenant: &str, admin: bool) -> KeyEntry {
+    KeyEntry { sha256: hex(&Sha256::digest(key)), tenant: tenant.into(), admin }
+}
 
 fn identity() -> Identity {
     let (cluster, now) = (ClusterName::new("c").unwrap(), SystemTime::now());
@@ -54,8 +59,8 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
 /// All paths with a route in this port's sources, so that new ones are tested automatically.
 fn routes() -> Vec<String> {
     let directory = FilePath::new(env!("CARGO_MANIFEST_DIR")).join("src/ops");
-    let parts = std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path());
-    let files = parts
+    let entries = std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path());
+    let files = entries
         .chain([directory.with_extension("rs")])
         .filter(|path| path.extension().is_some_and(|extension| extension == "rs"));
     let mut found = Vec::new();
@@ -75,7 +80,7 @@ fn routes() -> Vec<String> {
 }
 
 /// Status, and whether the route has the method.
-async fn ask(router: &Router, from: &str, method: &Method, path: &str, key: Option<&str>) -> (u16, bool) {
+async fn send(router: &Router, from: &str, method: &Method, path: &str, key: Option<&str>) -> (u16, bool) {
     let peer: SocketAddr = from.parse().unwrap();
     let mut request = axum::http::Request::builder().method(method).uri(path);
     if let Some(key) = key {
@@ -94,8 +99,8 @@ async fn ask(router: &Router, from: &str, method: &Method, path: &str, key: Opti
         return (status, true);
     }
     let body = response.into_body().collect().await.unwrap().to_bytes();
-    let nothing = ApiError::NotFound.body().to_string();
-    (status, body != nothing.as_bytes())
+    let not_found = ApiError::NotFound.body().to_string();
+    (status, body != not_found.as_bytes())
 }
 
 #[tokio::test]
@@ -117,13 +122,13 @@ async fn sec_ops_routes() {
         let (open, mut methods) = (OPEN.contains(&path.as_str()), 0);
         for method in [Method::GET, Method::POST, Method::PUT, Method::DELETE] {
             for (key, refusal) in [(None, 401), (Some("nobody"), 401), (Some("user"), 403)] {
-                let (status, served) = ask(&router, far, &method, &path, key).await;
+                let (status, served) = send(&router, far, &method, &path, key).await;
                 assert!(!served || open || status == refusal, "{method} {path} with {key:?}: {status}");
                 methods += usize::from(served);
             }
             // An admin key, or a caller on this machine, is never refused.
             for (from, key) in [(far, Some("admin")), (near, None)] {
-                let (status, _) = ask(&router, from, &method, &path, key).await;
+                let (status, _) = send(&router, from, &method, &path, key).await;
                 assert!(![401, 403].contains(&status), "{method} {path} from {from}: {status}");
             }
         }
@@ -136,15 +141,15 @@ async fn a_node_with_a_stopped_loop_is_not_alive() {
     let past = std::time::Instant::now().checked_sub(Duration::from_secs(60)).unwrap();
     let (turns, stands) = (Heartbeat::new("the runtime"), Heartbeat::since("the dispatcher", past));
     let port = port_with(vec![turns, stands.clone()]);
-    let ask = async || {
+    let probe = async || {
         let request = Request::builder().uri("/livez").body(Body::empty()).unwrap();
         let answer = port.clone().oneshot(request).await.unwrap();
         let status = answer.status();
         (status, answer.into_body().collect().await.unwrap().to_bytes())
     };
-    let (status, why) = ask().await;
+    let (status, why) = probe().await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(why, "the dispatcher is stuck\n");
     stands.beat();
-    assert_eq!(ask().await.0, StatusCode::OK);
+    assert_eq!(probe().await.0, StatusCode::OK);
 }

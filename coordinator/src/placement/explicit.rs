@@ -101,7 +101,7 @@ pub fn check_ranges(model: &ModelCosts, ranges: &[(String, Range<usize>)]) -> Re
 }
 
 impl Placement<'_> {
-    /// The replica that an operator asks for: workers by name with their layers, in order. It is checked, not
+    /// The replica that an operator defines: workers by name with their layers, in order. It is checked, not
     /// optimized: every layer once, no cut between a layer and the KV it reads, no worker beyond its memory.
     pub fn explicit(&self, ranges: &[(String, Range<usize>)]) -> Result<Replica, PlacementError> {
         self.check_workers()?;

@@ -6,9 +6,9 @@ use std::collections::HashMap;
 
 /// Maximum of distinct choices of workers. With this many, a model of a hundred layers takes about a second.
 /// Above it, workers keep their order.
-const MOST_CHOICES: usize = 1 << 9;
+const MAX_CHOICES: usize = 1 << 9;
 /// Maximum of workers considered when they keep their order, for the same reason.
-const MOST_ORDERED: usize = 24;
+const MAX_ORDERED: usize = 24;
 
 /// Workers with equal capacities.
 struct Kind {
@@ -44,12 +44,12 @@ struct Best {
 }
 
 impl<'a> Search<'a> {
-    /// A search over the workers `free`, for replicas of up to `least` stages or more.
-    pub(super) fn new(placement: &'a Placement<'a>, free: &[usize], least: usize) -> Self {
+    /// A search over the workers `free`, for replicas of up to `min_stages` stages or more.
+    pub(super) fn new(placement: &'a Placement<'a>, free: &[usize], min_stages: usize) -> Self {
         let mut bounds = vec![0];
         bounds.extend(placement.model.cuts());
         bounds.push(placement.model.layers());
-        let (kinds, order) = kinds(placement, free, least);
+        let (kinds, order) = kinds(placement, free, min_stages);
         let costs: HashMap<(usize, usize), _> = pairs(bounds.len())
             .map(|(from, to)| ((from, to), placement.model.range(bounds[from]..bounds[to])))
             .collect();
@@ -91,7 +91,7 @@ impl<'a> Search<'a> {
         join: fn(f64, f64) -> f64,
     ) -> Option<Replica> {
         let costs: Vec<Option<f64>> = self.stages.iter().map(cost).collect();
-        let mut solver = Solver { search: self, costs, join, known: HashMap::new() };
+        let mut solver = Solver { search: self, costs, join, memo: HashMap::new() };
         solver.best(0, 0, count)?;
         let mut used = vec![0; self.kinds.len()];
         let (mut state, mut from, mut left) = (0, 0, count);
@@ -118,9 +118,9 @@ impl<'a> Search<'a> {
             Order::Given => (kind >= state).then_some(kind + 1),
             Order::Any => {
                 let radix = |kind: &Kind| kind.workers.len() + 1;
-                let place: usize = self.kinds.iter().take(kind).map(radix).product();
-                let used = state / place % radix(&self.kinds[kind]);
-                (used < self.kinds[kind].workers.len()).then_some(state + place)
+                let weight: usize = self.kinds.iter().take(kind).map(radix).product();
+                let used = state / weight % radix(&self.kinds[kind]);
+                (used < self.kinds[kind].workers.len()).then_some(state + weight)
             }
         }
     }
@@ -131,15 +131,15 @@ struct Solver<'a> {
     search: &'a Search<'a>,
     costs: Vec<Option<f64>>,
     join: fn(f64, f64) -> f64,
-    known: HashMap<(usize, usize, usize), Option<Best>>,
+    memo: HashMap<(usize, usize, usize), Option<Best>>,
 }
 
 impl Solver<'_> {
     /// The cheapest `left` stages from bound `from` to the last layer. Recursion depth is the number of
     /// stages.
     fn best(&mut self, state: usize, from: usize, left: usize) -> Option<Best> {
-        if let Some(known) = self.known.get(&(state, from, left)) {
-            return *known;
+        if let Some(found) = self.memo.get(&(state, from, left)) {
+            return *found;
         }
         let last = self.search.bounds.len() - 1;
         let mut best: Option<Best> = None;
@@ -161,7 +161,7 @@ impl Solver<'_> {
                 }
             }
         }
-        self.known.insert((state, from, left), best);
+        self.memo.insert((state, from, left), best);
         best
     }
 }
@@ -172,27 +172,27 @@ fn pairs(bounds: usize) -> impl Iterator<Item = (usize, usize)> {
 
 /// Groups workers with equal capacities. If there are too many choices, each worker is its own kind, fastest
 /// first, and the slowest are left out.
-fn kinds(placement: &Placement<'_>, free: &[usize], least: usize) -> (Vec<Kind>, Order) {
+fn kinds(placement: &Placement<'_>, free: &[usize], min_stages: usize) -> (Vec<Kind>, Order) {
     let of = |worker: usize| &placement.workers[worker];
-    let alike = |a: usize, b: usize| {
+    let equal = |a: usize, b: usize| {
         let (a, b) = (of(a), of(b));
         (a.memory, a.bandwidth, a.compute) == (b.memory, b.bandwidth, b.compute)
     };
     let mut kinds: Vec<Kind> = Vec::new();
     for &worker in free {
-        match kinds.iter_mut().find(|kind| alike(kind.workers[0], worker)) {
+        match kinds.iter_mut().find(|kind| equal(kind.workers[0], worker)) {
             Some(kind) => kind.workers.push(worker),
             None => kinds.push(Kind { workers: vec![worker] }),
         }
     }
     let choices = kinds.iter().try_fold(1usize, |product, kind| product.checked_mul(kind.workers.len() + 1));
-    if choices.is_some_and(|choices| choices <= MOST_CHOICES) {
+    if choices.is_some_and(|choices| choices <= MAX_CHOICES) {
         return (kinds, Order::Any);
     }
     let whole = placement.model.range(0..placement.model.layers());
     let time = |worker: &usize| placement.times(of(*worker), &whole).request;
     let mut sorted = free.to_vec();
     sorted.sort_by(|a, b| time(a).total_cmp(&time(b)));
-    sorted.truncate(least.max(MOST_ORDERED));
+    sorted.truncate(min_stages.max(MAX_ORDERED));
     (sorted.into_iter().map(|worker| Kind { workers: vec![worker] }).collect(), Order::Given)
 }

@@ -156,15 +156,16 @@ proptest! {
         let workers: Vec<Worker> =
             workers.iter().enumerate().map(|(name, (memory, speed))| worker(name, *memory, *speed)).collect();
         let placement = Placement { model: &model, workload: Workload::of_context(context), workers: &workers };
-        let most = most_shards(&model).min(workers.len());
-        let counts = shards.map_or(1..=most, |wanted| wanted..=wanted);
+        let max = max_shards(&model).min(workers.len());
+        let counts = shards.map_or(1..=max, |requested| requested..=requested);
         let found = placement.place(shards, 1);
-        if shards.is_some_and(|wanted| wanted > most_shards(&model)) {
-            let refused = matches!(found, Err(PlacementError::Shards { most, .. }) if most == most_shards(&model));
+        if shards.is_some_and(|requested| requested > max_shards(&model)) {
+            let refused =
+                matches!(found, Err(PlacementError::Shards { max, .. }) if max == max_shards(&model));
             prop_assert!(refused, "{found:?}");
             return Ok(());
         }
-        if shards.is_some_and(|wanted| wanted > workers.len()) {
+        if shards.is_some_and(|requested| requested > workers.len()) {
             let refused = matches!(found, Err(PlacementError::Workers { .. }));
             prop_assert!(refused, "{found:?}");
             return Ok(());
@@ -179,15 +180,16 @@ proptest! {
                 let [found] = found.as_slice() else { panic!("one replica") };
                 prop_assert_eq!(found.stages.len(), all[0].stages.len(), "the fewest stages");
                 prop_assert!(all.contains(found), "{:?} is one of them", found);
-                let slowest = all.iter().map(|one| times(one).0).fold(f64::INFINITY, f64::min);
-                let least = all.iter().filter(|one| times(one).0 <= slowest).map(|one| times(one).1);
+                let slowest = all.iter().map(|replica| times(replica).0).fold(f64::INFINITY, f64::min);
+                let fastest = all.iter().filter(|replica| times(replica).0 <= slowest);
+                let least = fastest.map(|replica| times(replica).1);
                 let least = least.fold(f64::INFINITY, f64::min);
                 prop_assert!(close(times(found).0, slowest), "{:?} {slowest}", times(found));
                 prop_assert!(close(times(found).1, least), "{:?} {least}", times(found));
             }
             (Err(PlacementError::DoesNotFit { missing: lacks, worker_needs, worker_has, .. }), None) => {
                 let all = counts.flat_map(|count| all_replicas(&placement, count));
-                prop_assert_eq!(Some(lacks), all.map(|one| missing(&placement, &one)).min());
+                prop_assert_eq!(Some(lacks), all.map(|replica| missing(&placement, &replica)).min());
                 prop_assert!(worker_needs > worker_has);
             }
             (found, all) => prop_assert!(false, "{found:?} where {} fit", all.map_or(0, |all| all.len())),
@@ -202,21 +204,22 @@ proptest! {
     fn many_unlike_workers_are_placed_within_the_search_limits(
         speeds in prop::collection::vec(100u32..1_000, 30..40),
         shards in 1usize..5,
-        most in 25usize..30,
+        max in 25usize..30,
     ) {
         let model = model(&[100; 30], 50, None);
         let speed = |(name, speed): (usize, &u32)| worker(name, 100_000 + name as u64, f64::from(*speed));
         let workers: Vec<Worker> = speeds.iter().enumerate().map(speed).collect();
         let placement = Placement { model: &model, workload: Workload::of_context(64), workers: &workers };
         let found = placement.place(Some(shards), 2).unwrap();
-        let used: std::collections::HashSet<_> = found.iter().flat_map(|one| &one.stages).map(|s| s.worker).collect();
+        let stages = found.iter().flat_map(|replica| &replica.stages);
+        let used: std::collections::HashSet<_> = stages.map(|stage| stage.worker).collect();
         prop_assert_eq!(used.len(), 2 * shards, "no worker serves twice");
         for replica in &found {
             let ranges: Vec<_> = replica.stages.iter().map(|stage| stage.layers.clone()).collect();
             let ends = ranges.windows(2).all(|pair| pair[0].end == pair[1].start && !pair[0].is_empty());
             prop_assert!(ends && ranges[0].start == 0 && ranges[shards - 1].end == 30, "{ranges:?}");
         }
-        prop_assert_eq!(placement.place(Some(most), 1).unwrap()[0].stages.len(), most);
+        prop_assert_eq!(placement.place(Some(max), 1).unwrap()[0].stages.len(), max);
     }
 }
 
@@ -255,7 +258,7 @@ fn a_partial_placement_reports_how_many_replicas_fit() {
     let workers: Vec<Worker> = (0..3).map(|name| worker(name, 4_000, 100.0)).collect();
     let placement = Placement { model: &model, workload: Workload::of_context(16), workers: &workers };
     let error = placement.place(None, 2).unwrap_err();
-    let PlacementError::Replicas { wanted: 2, made: 1, reason } = &error else { panic!("{error}") };
+    let PlacementError::Replicas { requested: 2, made: 1, reason } = &error else { panic!("{error}") };
     assert!(matches!(**reason, PlacementError::DoesNotFit { worker_has: 4_000, .. }), "{reason}");
     let error = Placement { workers: &[], ..placement }.place(None, 1).unwrap_err();
     assert_eq!(error, PlacementError::NoWorkers);
@@ -349,7 +352,7 @@ fn a_drafter_that_does_not_fit_is_refused_with_its_bytes_and_layers() {
     assert!(error.to_string().contains("the drafter takes 9000 of what worker"), "{error}");
     assert!(Placement { model: &plain, ..placement }.place(Some(2), 1).is_ok());
     // More than one cut lies after the layer.
-    assert_eq!(most_shards(&with), 3);
+    assert_eq!(max_shards(&with), 3);
     let error = check_shards(&with, 4).unwrap_err().to_string();
     assert!(error.contains("at most 3") && error.contains("the caches of layer 2"), "{error}");
     let cut = |at: usize| [("w0".to_owned(), 0..at), ("w1".to_owned(), at..4)];

@@ -6,10 +6,10 @@
 mod operators;
 
 use super::drafters;
-use crate::consensus::table::{
+use crate::placement::{Placement, PlacementError, Worker, Workload};
+use consensus::table::{
     Change, MAX_REASON, ModelBlocked, OperatorPlan, ReplicaPlaced, ReplicaPlan, StagePlan, Table,
 };
-use crate::placement::{Placement, PlacementError, Worker, Workload};
 use model::costs::ModelCosts;
 use proto::ids::{ModelId, NodeId};
 use proto::placement::{Capacity, OfferedDrafter};
@@ -32,7 +32,7 @@ pub(super) struct WantedModel<'a> {
 pub(super) struct Node<'a> {
     pub(super) name: &'a NodeId,
     pub(super) capacity: &'a Capacity,
-    /// The drafter beside its model.
+    /// The drafter of its model.
     pub(super) drafter: Option<&'a OfferedDrafter>,
     pub(super) draining: bool,
 }
@@ -58,12 +58,12 @@ impl Node<'_> {
 
 pub(super) struct View<'a> {
     pub(super) table: &'a Table,
-    pub(super) wants: &'a [WantedModel<'a>],
+    pub(super) targets: &'a [WantedModel<'a>],
     /// Stages per replica; `None`: as few as hold the model.
     pub(super) shards: Option<usize>,
     pub(super) nodes: &'a [Node<'a>],
     /// Whether a worker has been away for too long to wait for it.
-    pub(super) gone: &'a dyn Fn(&NodeId) -> bool,
+    pub(super) away: &'a dyn Fn(&NodeId) -> bool,
     /// Why the first stage of this replica epoch reports its file as unusable, if it does.
     pub(super) bad: &'a dyn Fn(u64, &NodeId) -> Option<String>,
     /// Whether the first stage of this replica epoch reports that the last setup failed.
@@ -73,8 +73,8 @@ pub(super) struct View<'a> {
 /// The next change, and for each model why no further replica can be planned.
 pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, String>) {
     let mut unplanned = BTreeMap::new();
-    let change = view.block().or_else(|| view.as_told(&mut unplanned));
-    let change = change.or_else(|| view.replace(&mut unplanned)).or_else(|| view.drop_strays());
+    let change = view.block().or_else(|| view.place_planned(&mut unplanned));
+    let change = change.or_else(|| view.replace(&mut unplanned)).or_else(|| view.drop_mismatched_replicas());
     let change = change.or_else(|| view.add(&mut unplanned));
     (change, unplanned)
 }
@@ -82,9 +82,9 @@ pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, Stri
 impl View<'_> {
     /// Adds a file to the block list that a first stage reported as unusable.
     fn block(&self) -> Option<Change> {
-        self.table.replicas().iter().find_map(|(&life, plan)| {
+        self.table.replicas().iter().find_map(|(&plan_index, plan)| {
             let lead = &plan.stages.first()?.node;
-            let mut reason = (self.bad)(life, lead)?;
+            let mut reason = (self.bad)(plan_index, lead)?;
             reason.truncate(reason.floor_char_boundary(MAX_REASON));
             let (model_digest, node) = (plan.model_digest, lead.clone());
             Some(Change::ModelBlocked(ModelBlocked { model_digest, node, reason }))
@@ -95,18 +95,18 @@ impl View<'_> {
     /// current drafter, if it can be cut again over the available workers. Otherwise its plan stays, in case
     /// the worker returns. Replicas of a model with an operator's plan also stay.
     fn replace(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
-        self.table.replicas().iter().find_map(|(&life, plan)| {
-            let told = self.table.operator_plans().contains_key(&plan.model);
-            let lost = plan.stages.iter().any(|stage| (self.gone)(&stage.node));
-            let fails = plan.stages.first().is_some_and(|lead| (self.fails)(life, &lead.node));
-            let want = self.wants.iter().find(|want| *want.model == plan.model)?;
-            let crowded = !lost && fails && self.has_no_room_for_drafter(want, plan);
-            if told || !(lost || crowded) {
+        self.table.replicas().iter().find_map(|(&plan_index, plan)| {
+            let operator_planned = self.table.operator_plans().contains_key(&plan.model);
+            let lost = plan.stages.iter().any(|stage| (self.away)(&stage.node));
+            let fails = plan.stages.first().is_some_and(|lead| (self.fails)(plan_index, &lead.node));
+            let target = self.targets.iter().find(|target| *target.model == plan.model)?;
+            let crowded = !lost && fails && self.has_no_room_for_drafter(target, plan);
+            if operator_planned || !(lost || crowded) {
                 return None;
             }
             let own: BTreeSet<&NodeId> = plan.stages.iter().map(|stage| &stage.node).collect();
-            match self.plan(want, plan.model_digest, |name| own.contains(name))? {
-                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlaced { plan, replaces: Some(life) })),
+            match self.plan(target, plan.model_digest, |name| own.contains(name))? {
+                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlaced { plan, replaces: Some(plan_index) })),
                 Err(error) => {
                     if crowded {
                         unplanned.insert(plan.model.clone(), error.to_string());
@@ -118,8 +118,8 @@ impl View<'_> {
     }
 
     /// Whether the plan fits its workers without the model's drafter but not with it.
-    fn has_no_room_for_drafter(&self, want: &WantedModel<'_>, plan: &ReplicaPlan) -> bool {
-        let with = self.costs(want, &plan.model_digest);
+    fn has_no_room_for_drafter(&self, target: &WantedModel<'_>, plan: &ReplicaPlan) -> bool {
+        let with = self.costs(target, &plan.model_digest);
         if with.drafter().is_none() {
             return false;
         }
@@ -127,20 +127,20 @@ impl View<'_> {
         let there = |stage: &StagePlan| self.nodes.iter().find(|node| *node.name == stage.node);
         let workers: Vec<Worker> = plan.stages.iter().filter_map(there).map(|node| node.worker()).collect();
         let goes = |model: &ModelCosts| {
-            Placement { model, workload: want.workload(), workers: &workers }.explicit(&ranges).is_ok()
+            Placement { model, workload: target.workload(), workers: &workers }.explicit(&ranges).is_ok()
         };
-        goes(want.costs) && !goes(&with)
+        goes(target.costs) && !goes(&with)
     }
 
     /// The costs of the model with this digest, including its drafter.
-    fn costs<'a>(&self, want: &WantedModel<'a>, digest: &[u8; 32]) -> Cow<'a, ModelCosts> {
+    fn costs<'a>(&self, target: &WantedModel<'a>, digest: &[u8; 32]) -> Cow<'a, ModelCosts> {
         let offered = self.nodes.iter().map(|node| (node.capacity, node.drafter));
-        drafters::with(want.costs, drafters::of(offered, digest))
+        drafters::with(target.costs, drafters::of(offered, digest))
     }
 
     /// Drops a replica of which a worker has another file, so that the replica can never be set up and no
     /// other worker can replace it. Its workers become free.
-    fn drop_strays(&self) -> Option<Change> {
+    fn drop_mismatched_replicas(&self) -> Option<Change> {
         let strays = |plan: &ReplicaPlan| {
             plan.stages.iter().any(|stage| {
                 let node = self.nodes.iter().find(|node| *node.name == stage.node);
@@ -151,23 +151,25 @@ impl View<'_> {
             })
         };
         let stray = self.table.replicas().iter().find(|(_, plan)| strays(plan));
-        stray.map(|(&life, _)| Change::ReplicaDropped(life))
+        stray.map(|(&plan_index, _)| Change::ReplicaDropped(plan_index))
     }
 
     /// Adds a replica over free workers, for the model with the fewest replicas first.
     fn add(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
-        let replicas = |want: &&WantedModel<'_>| {
-            self.table.replicas().values().filter(|plan| plan.model == *want.model).count()
+        let replicas = |target: &&WantedModel<'_>| {
+            self.table.replicas().values().filter(|plan| plan.model == *target.model).count()
         };
-        let told = |want: &&WantedModel<'_>| self.table.operator_plans().contains_key(want.model);
-        let mut wants: Vec<&WantedModel<'_>> = self.wants.iter().filter(|want| !told(want)).collect();
-        wants.sort_by_key(replicas);
-        wants.into_iter().find_map(|want| {
-            let plan = |digest| self.plan(want, digest, |_| false);
-            match self.digests(want.model).into_iter().find_map(plan)? {
+        let operator_planned =
+            |target: &&WantedModel<'_>| self.table.operator_plans().contains_key(target.model);
+        let mut targets: Vec<&WantedModel<'_>> =
+            self.targets.iter().filter(|target| !operator_planned(target)).collect();
+        targets.sort_by_key(replicas);
+        targets.into_iter().find_map(|target| {
+            let plan = |digest| self.plan(target, digest, |_| false);
+            match self.digests(target.model).into_iter().find_map(plan)? {
                 Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlaced { plan, replaces: None })),
                 Err(error) => {
-                    unplanned.entry(want.model.clone()).or_insert_with(|| error.to_string());
+                    unplanned.entry(target.model.clone()).or_insert_with(|| error.to_string());
                     None
                 }
             }
@@ -186,7 +188,7 @@ impl View<'_> {
     /// files, which then receive it. `None` if no worker is free.
     fn plan(
         &self,
-        want: &WantedModel<'_>,
+        target: &WantedModel<'_>,
         digest: [u8; 32],
         may_take: impl Fn(&NodeId) -> bool,
     ) -> Option<Result<ReplicaPlan, PlacementError>> {
@@ -194,7 +196,7 @@ impl View<'_> {
             self.table.replicas().values().flat_map(|plan| &plan.stages).map(|stage| &stage.node).collect();
         let named: BTreeSet<&NodeId> =
             self.table.operator_plans().values().flat_map(OperatorPlan::workers).collect();
-        let has = |node: &Node<'_>| node.has(want.model, digest);
+        let has = |node: &Node<'_>| node.has(target.model, digest);
         let free = |node: &&Node<'_>| {
             !node.draining
                 && !named.contains(node.name)
@@ -210,28 +212,28 @@ impl View<'_> {
             // No worker could send the file.
             false => holders.clone(),
         };
-        match self.cut(want, digest, &holders) {
+        match self.cut(target, digest, &holders) {
             _ if all.is_empty() => None,
-            Err(_) if all.len() > holders.len() => Some(self.cut(want, digest, &all)),
+            Err(_) if all.len() > holders.len() => Some(self.cut(target, digest, &all)),
             planned => Some(planned),
         }
     }
 
     fn cut(
         &self,
-        want: &WantedModel<'_>,
+        target: &WantedModel<'_>,
         model_digest: [u8; 32],
         candidates: &[&Node<'_>],
     ) -> Result<ReplicaPlan, PlacementError> {
         let workers: Vec<Worker> = candidates.iter().map(|node| node.worker()).collect();
-        let costs = self.costs(want, &model_digest);
-        let placement = Placement { model: &costs, workload: want.workload(), workers: &workers };
+        let costs = self.costs(target, &model_digest);
+        let placement = Placement { model: &costs, workload: target.workload(), workers: &workers };
         let replica = placement.place(self.shards, 1)?.into_iter().next().ok_or(PlacementError::NoWorkers)?;
         let stages = replica.stages.into_iter().filter_map(|stage| {
             let node = candidates.get(stage.worker)?.name.clone();
             Some(StagePlan { node, layers: (stage.layers.start as u32, stage.layers.end as u32) })
         });
-        Ok(ReplicaPlan { model: want.model.clone(), model_digest, stages: stages.collect() })
+        Ok(ReplicaPlan { model: target.model.clone(), model_digest, stages: stages.collect() })
     }
 }
 

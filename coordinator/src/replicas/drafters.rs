@@ -6,9 +6,9 @@ use proto::placement::{Capacity, Drafter, OfferedDrafter};
 use std::borrow::Cow;
 
 /// Upper bound of a drafter's registered bytes; larger numbers are clamped.
-const MOST_BYTES: u64 = 1 << 50;
+const MAX_BYTES: u64 = 1 << 50;
 /// Upper bound of registered elements per position and per sequence.
-const MOST_ELEMENTS: u64 = 1 << 24;
+const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// The drafter of the model with this digest. If workers have registered several, the smallest in their order
 /// is used, so that all coordinators choose the same one.
@@ -35,13 +35,13 @@ fn taken(offered: &OfferedDrafter) -> DrafterCosts {
     DrafterCosts {
         stage: match offered.drafter {
             Drafter::Model(_) => DrafterStage::First,
-            Drafter::Appended | Drafter::Assistant(_) => {
+            Drafter::MtpHead | Drafter::Assistant(_) => {
                 DrafterStage::Last { from_layer: offered.from_layer as usize }
             }
         },
-        weight_bytes: offered.weight_bytes.min(MOST_BYTES),
+        weight_bytes: offered.weight_bytes.min(MAX_BYTES),
         reads_embedding: offered.reads_embedding,
-        kv_elements: offered.kv_elements.min(MOST_ELEMENTS),
-        state_elements: offered.state_elements.min(MOST_ELEMENTS),
+        kv_elements: offered.kv_elements.min(MAX_ELEMENTS),
+        state_elements: offered.state_elements.min(MAX_ELEMENTS),
     }
 }

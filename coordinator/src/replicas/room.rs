@@ -1,9 +1,9 @@
 //! Sizes the caches of a replica so that they fit into every stage.
 
-use crate::consensus::table::ReplicaPlan;
-use crate::dispatch::PoolWorker;
-use crate::models::Models;
-use crate::placement::{beside_cache, stage_cache, stage_weights};
+use crate::placement::{draft_model_cache, stage_cache, stage_weights};
+use consensus::table::ReplicaPlan;
+use dispatch::PoolWorker;
+use dispatch::models::Models;
 use proto::placement::OfferedDrafter;
 
 /// Cache bytes of a replica over all stages, limited by the stage with the least room relative to its share,
@@ -29,7 +29,7 @@ pub(super) fn cache_bytes(
             Some(StageMemory {
                 room: usable.saturating_sub(stage_weights(&range)),
                 sequence: stage_cache(&range, context as u64),
-                beside: beside_cache(&costs, &range, context as u64),
+                draft_cache: draft_model_cache(&costs, &range, context as u64),
             })
         })
         .collect();
@@ -42,13 +42,14 @@ struct StageMemory {
     /// Bytes that a sequence takes in this stage.
     sequence: u64,
     /// The part of `sequence` that is in the draft model's own arena.
-    beside: u64,
+    draft_cache: u64,
 }
 
 fn share_out(stages: &[StageMemory]) -> u64 {
-    let all: u128 = stages.iter().map(|part| u128::from(part.sequence.saturating_sub(part.beside))).sum();
-    let parts = stages.iter().filter(|part| part.sequence > 0);
-    let least = parts.map(|part| u128::from(part.room) * all / u128::from(part.sequence)).min();
+    let all: u128 =
+        stages.iter().map(|stage| u128::from(stage.sequence.saturating_sub(stage.draft_cache))).sum();
+    let cached = stages.iter().filter(|stage| stage.sequence > 0);
+    let least = cached.map(|stage| u128::from(stage.room) * all / u128::from(stage.sequence)).min();
     least.map_or(0, |bytes| u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 
@@ -57,16 +58,19 @@ mod tests {
     use super::*;
 
     fn shared(stages: &[(u64, u64)]) -> u64 {
-        let part =
-            |(room, sequence): &(u64, u64)| StageMemory { room: *room, sequence: *sequence, beside: 0 };
-        share_out(&stages.iter().map(part).collect::<Vec<_>>())
+        let stage =
+            |(room, sequence): &(u64, u64)| StageMemory { room: *room, sequence: *sequence, draft_cache: 0 };
+        share_out(&stages.iter().map(stage).collect::<Vec<_>>())
     }
 
     #[test]
     fn a_model_that_drafts_has_its_part_beside_the_caches() {
         // A sequence takes 8 bytes in the caches of both stages, and 2 in the drafter's arena at the first.
         let stages = |room| {
-            [StageMemory { room, sequence: 6, beside: 2 }, StageMemory { room: 1000, sequence: 4, beside: 0 }]
+            [
+                StageMemory { room, sequence: 6, draft_cache: 2 },
+                StageMemory { room: 1000, sequence: 4, draft_cache: 0 },
+            ]
         };
         let bytes = share_out(&stages(60));
         assert_eq!(bytes, 80);

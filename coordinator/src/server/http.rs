@@ -1,29 +1,30 @@
 //! TCP listeners with limits: connections, time and size of request heads, idle time, clients that do not
 //! read.
 
+mod activity;
 mod guard;
 mod head;
-mod places;
-mod turn;
+mod slots;
 
 use super::StartError;
-use crate::api::error::ApiError;
-use crate::api::limits::{HEAD_TIMEOUT, MAX_FORM, MAX_HEAD, WRITE_STALL};
-use crate::api::refused_before;
-use crate::http_ext::{ConnectionPermit, Peer, closing};
-use crate::metrics::Metrics;
+use activity::ConnectionActivity;
+use api::error::ApiError;
+use api::http_ext::{ConnectionPermit, Peer, closing};
+use api::limits::{HEAD_TIMEOUT, MAX_FORM, MAX_HEAD, WRITE_STALL};
+use api::refused_before;
 use axum::Router;
 use axum::extract::Request;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
 use bytes::Bytes;
+use dispatch::metrics::Metrics;
 use guard::{ClientTimeouts, Guarded, Refuse};
 use http_body_util::BodyExt;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use places::{ConnectionClass, Places};
+use slots::{ConnectionClass, ConnectionSlots};
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -37,12 +38,11 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
 use tower::ServiceExt;
-use turn::ConnectionActivity;
 
 /// Pause after a failed `accept`, which happens when file descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Shortest interval between log lines about refused connections.
-const SAY_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Most bytes that are read of a body that the handler dropped.
 const LINGER_BYTES: usize = 2 * MAX_FORM;
 /// Time limit of reading a body that the handler dropped.
@@ -116,24 +116,24 @@ async fn serve(
     mut stop: watch::Receiver<Option<Instant>>,
 ) {
     let counted = limits.metrics.port(limits.port, limits.connections);
-    let mut places = Places::new(limits.connections);
+    let mut slots = ConnectionSlots::new(limits.connections);
     let mut connections = JoinSet::new();
     let (closing, close) = watch::channel(false);
     let mut latest = Instant::now();
     let began = Instant::now();
-    let mut said: Option<Instant> = None;
-    let entrance = Entrance { router, limits, close, refuse: Arc::new(|_, _| Bytes::new()) };
-    let entrance = entrance.refusing();
+    let mut last_log: Option<Instant> = None;
+    let context = ConnectionContext { router, limits, close, refuse: Arc::new(|_, _| Bytes::new()) };
+    let context = context.with_refusal();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             Some(ended) = connections.join_next_with_id() => {
                 let id = ended.map_or_else(|error| error.id(), |(id, ())| id);
-                places.leave(id);
-                counted.open(places.taken());
+                slots.leave(id);
+                counted.open(slots.taken());
                 continue;
             }
-            () = quiet(&mut stop, latest) => break,
+            () = wait_until_quiet(&mut stop, latest) => break,
         };
         latest = Instant::now();
         let (stream, peer) = match accepted {
@@ -144,19 +144,19 @@ async fn serve(
                 continue;
             }
         };
-        let seat = places.seat();
-        if places.made_room() {
+        let class = slots.classify();
+        if slots.made_room() {
             counted.made_room();
         }
-        if seat != ConnectionClass::Regular || places.made_room() {
+        if class != ConnectionClass::Regular || slots.made_room() {
             // Lets earlier connections be read before another one may displace them.
             tokio::task::yield_now().await;
         }
-        if seat != ConnectionClass::Regular {
+        if class != ConnectionClass::Regular {
             counted.refused();
-            if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
-                said = Some(latest);
-                let (port, limit) = (entrance.limits.port, entrance.limits.connections);
+            if last_log.is_none_or(|last_log| last_log.elapsed() >= LOG_INTERVAL) {
+                last_log = Some(latest);
+                let (port, limit) = (context.limits.port, context.limits.connections);
                 tracing::warn!(
                     port,
                     limit,
@@ -164,25 +164,25 @@ async fn serve(
                 );
             }
         }
-        if seat == ConnectionClass::None {
+        if class == ConnectionClass::None {
             continue;
         }
-        let turn = Arc::new(ConnectionActivity::new(began));
-        let connection = entrance.clone().connection(stream, peer, Arc::clone(&turn), seat);
+        let activity = Arc::new(ConnectionActivity::new(began));
+        let connection = context.clone().connection(stream, peer, Arc::clone(&activity), class);
         let task = connections.spawn(connection);
-        places.take(task, turn, seat);
-        counted.open(places.taken());
+        slots.take(task, activity, class);
+        counted.open(slots.taken());
     }
     drop(listener);
     closing.send_replace(true);
     while let Some(ended) = connections.join_next_with_id().await {
-        places.leave(ended.map_or_else(|error| error.id(), |(id, ())| id));
-        counted.open(places.taken());
+        slots.leave(ended.map_or_else(|error| error.id(), |(id, ())| id));
+        counted.open(slots.taken());
     }
 }
 
 /// Waits until the listener should stop accepting. `latest`: arrival of the latest connection.
-async fn quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
+async fn wait_until_quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
     // An error means that the sender is gone.
     let stopped = stop.wait_for(Option::is_some).await.ok().and_then(|since| *since);
     if let Some(since) = stopped {
@@ -192,20 +192,20 @@ async fn quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
 
 /// State shared by all connections of a listener.
 #[derive(Clone)]
-struct Entrance {
+struct ConnectionContext {
     router: Router,
     limits: Limits,
     close: watch::Receiver<bool>,
     refuse: Refuse,
 }
 
-impl Entrance {
-    fn refusing(self) -> Self {
+impl ConnectionContext {
+    fn with_refusal(self) -> Self {
         let metrics = Arc::clone(&self.limits.metrics);
         let refuse = move |head: &[u8], error: &ApiError| {
             let path = head::path(head).unwrap_or_default();
             metrics.answered("other", error.status().as_u16(), error.is_shed());
-            written(error, path)
+            refusal_bytes(error, path)
         };
         Self { refuse: Arc::new(refuse), ..self }
     }
@@ -214,8 +214,8 @@ impl Entrance {
         self,
         stream: TcpStream,
         peer: SocketAddr,
-        turn: Arc<ConnectionActivity>,
-        seat: ConnectionClass,
+        activity: Arc<ConnectionActivity>,
+        class: ConnectionClass,
     ) {
         // Tokens are small, and the client waits for each.
         if let Err(error) = stream.set_nodelay(true) {
@@ -223,35 +223,35 @@ impl Entrance {
         }
         let Self { router, limits, mut close, refuse } = self;
         let (taken, mut left) = mpsc::channel(1);
-        let place = ConnectionPermit::new(close.clone(), taken);
+        let permit = ConnectionPermit::new(close.clone(), taken);
         // A connection beyond the limit must begin its request within `HEAD_TIMEOUT`.
-        let idle = if seat == ConnectionClass::Regular { limits.idle } else { HEAD_TIMEOUT };
-        let patience = ClientTimeouts { head: HEAD_TIMEOUT, idle };
-        let stream = Unstalled::new(stream, WRITE_STALL);
-        let stream = Guarded::new(stream, Arc::clone(&turn), patience, refuse);
+        let idle = if class == ConnectionClass::Regular { limits.idle } else { HEAD_TIMEOUT };
+        let timeouts = ClientTimeouts { head: HEAD_TIMEOUT, idle };
+        let stream = StallGuard::new(stream, WRITE_STALL);
+        let stream = Guarded::new(stream, Arc::clone(&activity), timeouts, refuse);
         let service = service_fn(move |mut request: hyper::Request<Incoming>| {
             request.extensions_mut().insert(Peer(peer));
-            request.extensions_mut().insert(place.clone());
+            request.extensions_mut().insert(permit.clone());
             let request = request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request;
-            let refused = seat != ConnectionClass::Regular && !limits.always.contains(&request.uri().path());
+            let refused = class != ConnectionClass::Regular && !limits.always.contains(&request.uri().path());
             let answer = match refused {
-                true => Err(full(&limits, request.uri().path())),
+                true => Err(refuse_full(&limits, request.uri().path())),
                 false => Ok(router.clone().oneshot(request)),
             };
-            let turn = Arc::clone(&turn);
+            let activity = Arc::clone(&activity);
             async move {
                 let mut response = match answer {
                     Ok(answer) => answer.await?,
                     Err(full) => full,
                 };
-                if seat != ConnectionClass::Regular {
+                if class != ConnectionClass::Regular {
                     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
                 }
                 if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-                    turn.upgrade();
-                    return Ok::<_, Infallible>(response.map(|body| Answering { body, turn: None }));
+                    activity.upgrade();
+                    return Ok::<_, Infallible>(response.map(|body| TrackedBody { body, activity: None }));
                 }
-                Ok(response.map(|body| Answering { body, turn: Some(turn) }))
+                Ok(response.map(|body| TrackedBody { body, activity: Some(activity) }))
             }
         });
         let connection = http1::Builder::new()
@@ -280,7 +280,7 @@ impl Entrance {
 }
 
 /// The response to a request at `path` that arrived while all connections were in use.
-fn full(limits: &Limits, path: &str) -> Response {
+fn refuse_full(limits: &Limits, path: &str) -> Response {
     let error = ApiError::Connections { limit: limits.connections };
     limits.metrics.answered("other", error.status().as_u16(), error.is_shed());
     let (id, status, body) = refused_before(&error, path);
@@ -290,7 +290,7 @@ fn full(limits: &Limits, path: &str) -> Response {
 }
 
 /// The bytes of a refusal on the wire. `path`: the path in the refused head, as far as known.
-fn written(error: &ApiError, path: &str) -> Bytes {
+fn refusal_bytes(error: &ApiError, path: &str) -> Bytes {
     let (id, status, body) = refused_before(error, path);
     let body = body.to_string();
     let mut head = format!(
@@ -308,12 +308,12 @@ fn written(error: &ApiError, path: &str) -> Bytes {
 
 /// The body of a response. When it has been sent or dropped, the connection is idle again.
 #[derive(Debug)]
-struct Answering {
+struct TrackedBody {
     body: axum::body::Body,
-    turn: Option<Arc<ConnectionActivity>>,
+    activity: Option<Arc<ConnectionActivity>>,
 }
 
-impl HttpBody for Answering {
+impl HttpBody for TrackedBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -333,10 +333,10 @@ impl HttpBody for Answering {
     }
 }
 
-impl Drop for Answering {
+impl Drop for TrackedBody {
     fn drop(&mut self) {
-        if let Some(turn) = &self.turn {
-            turn.end();
+        if let Some(activity) = &self.activity {
+            activity.end();
         }
     }
 }
@@ -376,10 +376,10 @@ impl Drop for Lingering {
         let Some(mut body) = self.0.take().filter(|body| !body.is_end_stream()) else { return };
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let read = async move {
-            let mut room = LINGER_BYTES;
+            let mut budget = LINGER_BYTES;
             while let Some(Ok(frame)) = body.frame().await {
-                room = room.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
-                if room == 0 {
+                budget = budget.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
+                if budget == 0 {
                     return;
                 }
             }
@@ -390,14 +390,14 @@ impl Drop for Lingering {
 
 /// A stream whose reader must make progress: a write that blocks for `limit` fails.
 #[derive(Debug)]
-struct Unstalled<S> {
+struct StallGuard<S> {
     stream: S,
     limit: Duration,
     /// Runs while a write is blocked.
     blocked: Option<Pin<Box<Sleep>>>,
 }
 
-impl<S> Unstalled<S> {
+impl<S> StallGuard<S> {
     fn new(stream: S, limit: Duration) -> Self {
         Self { stream, limit, blocked: None }
     }
@@ -415,7 +415,7 @@ impl<S> Unstalled<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Unstalled<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for StallGuard<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -425,7 +425,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Unstalled<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Unstalled<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for StallGuard<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
         self.watch(cx, written)
@@ -437,8 +437,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Unstalled<S> {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let shut = Pin::new(&mut self.stream).poll_shutdown(cx);
-        self.watch(cx, shut)
+        let result = Pin::new(&mut self.stream).poll_shutdown(cx);
+        self.watch(cx, result)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -464,7 +464,7 @@ mod tests {
     async fn a_stalled_reader_is_disconnected_and_a_slow_one_is_not() {
         let limit = Duration::from_secs(30);
         let (near, mut far) = tokio::io::duplex(8);
-        let mut near = Unstalled::new(near, limit);
+        let mut near = StallGuard::new(near, limit);
         let slow = tokio::spawn(async move {
             for _ in 0..4 {
                 tokio::time::sleep(limit - Duration::from_secs(1)).await;

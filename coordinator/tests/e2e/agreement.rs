@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
-async fn drain(rig: &Rig, worker: &str, what: &str) -> (u16, Value) {
-    let reply = post(rig.at.ops, &format!("/admin/v1/workers/{worker}/{what}"), &json!({})).await;
+async fn drain(rig: &Rig, worker: &str, action: &str) -> (u16, Value) {
+    let reply = post(rig.at.ops, &format!("/admin/v1/workers/{worker}/{action}"), &json!({})).await;
     let status = reply.status.as_u16();
     (status, if status == 204 { Value::Null } else { reply.json() })
 }
@@ -24,8 +24,8 @@ async fn applied(rig: &Rig) -> u64 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn drains_and_epochs_outlive_a_restart() {
     let dir = tempfile::tempdir().unwrap();
-    let keep = |config: &mut Config| config.data_dir = Some(dir.path().join("data"));
-    let rig = Rig::bare(keep).await;
+    let with_data_dir = |config: &mut Config| config.data_dir = Some(dir.path().join("data"));
+    let rig = Rig::bare(with_data_dir).await;
     let worker = rig.join("w1", 5).await;
     assert_eq!(drain(&rig, "w1", "drain").await.0, 204);
     until("the worker is told", async || worker.draining()).await;
@@ -38,10 +38,10 @@ async fn drains_and_epochs_outlive_a_restart() {
     worker.leave().await;
     assert!(rig.stop().await);
 
-    let rig = Rig::bare(keep).await;
+    let rig = Rig::bare(with_data_dir).await;
     until("it has read its log", async || applied(&rig).await >= before).await;
-    let zombie = rig.join_as(rig.setup("w1", 4)).await.err();
-    assert_eq!(zombie, Some(Refusal::StaleEpoch { known: Epoch(5) }));
+    let refusal = rig.join_as(rig.setup("w1", 4)).await.err();
+    assert_eq!(refusal, Some(Refusal::StaleEpoch { known: Epoch(5) }));
     let worker = rig.join("w1", 6).await;
     assert_eq!(rig.cluster().await["workers"][0]["draining"], true);
     until("the worker is told again", async || worker.draining()).await;
@@ -62,10 +62,10 @@ async fn a_founder_serves_before_its_peers_but_refuses_changes() {
     let _worker = rig.join("w1", 1).await;
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 1});
     assert_eq!(post(rig.at.http, "/v1/completions", &body).await.status.as_u16(), 200);
-    let asked = Instant::now();
+    let started = Instant::now();
     let (status, answer) = drain(&rig, "w1", "drain").await;
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("no_quorum")));
-    assert!(asked.elapsed() < Duration::from_secs(18));
+    assert!(started.elapsed() < Duration::from_secs(18));
     let roles: Vec<Value> = rig.cluster().await["coordinators"]
         .as_array()
         .unwrap()

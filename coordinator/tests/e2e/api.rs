@@ -87,8 +87,9 @@ async fn a_streamed_chat_has_all_chunks_and_ends_with_usage() {
         chunks[0]["choices"][0]["delta"],
         json!({"role": "assistant", "content": "", "refusal": null})
     );
-    let said: String = chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect();
-    assert_eq!(said, text);
+    let content: String =
+        chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect();
+    assert_eq!(content, text);
     let ids: Vec<u64> = chunks
         .iter()
         .filter_map(|c| c["choices"][0]["token_ids"].as_array())
@@ -183,7 +184,7 @@ async fn tokenize_and_detokenize_generate_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn documents_stand_in_the_prompt_by_popularity() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
-    let ask = async |documents: Value| {
+    let complete = async |documents: Value| {
         let messages = json!([{"role": "user", "content": "why"}]);
         let body = json!({"messages": messages, "documents": documents, "max_tokens": 1});
         let answer = post(rig.at.http, CHAT, &body).await;
@@ -193,9 +194,9 @@ async fn documents_stand_in_the_prompt_by_popularity() {
         (order, prompt)
     };
     let [a, b] = ["a", "b"].map(|id| json!({"id": id, "text": format!("about {id}")}));
-    let (order, _) = ask(json!([b])).await;
+    let (order, _) = complete(json!([b])).await;
     assert_eq!(order.as_deref(), Some("0"));
-    let (order, prompt) = ask(json!([a, b])).await;
+    let (order, prompt) = complete(json!([a, b])).await;
     assert_eq!(order.as_deref(), Some("1,0"));
     let text = "user\nDocuments:\n<document id=\"b\">\nabout b\n</document>\n\
                 <document id=\"a\">\nabout a\n</document>\nMost relevant first: a, b\n\nwhy";
@@ -204,7 +205,7 @@ async fn documents_stand_in_the_prompt_by_popularity() {
     let body = json!({"messages": messages, "documents": [a, b]});
     assert_eq!(ok(&post(rig.at.http, "/tokenize", &body).await)["tokens"], json!(*prompt));
     // Without documents, the answer does not mention them.
-    assert_eq!(ask(json!([])).await.0, None);
+    assert_eq!(complete(json!([])).await.0, None);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -212,7 +213,7 @@ async fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
     let (rig, workers) = Rig::with_workers::<2>(|_| {}).await;
     let shared: Vec<u32> = (0..1_500).map(|i| (i * 7 + i / 256) % 256).collect();
     let burst = async |wave: u32| {
-        let one = |i: u32| {
+        let request = |i: u32| {
             let own: Vec<u32> = [wave, i].into_iter().chain(0..28).collect();
             let prompt = [&shared[..], &own].concat();
             let body = json!({"prompt": prompt, "max_tokens": 2});
@@ -221,8 +222,8 @@ async fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
         };
         let mut cached = Vec::new();
         let mut predicted = Vec::new();
-        // So few that their own tokens, all in one worker's queue, take less than the prefix anew at the other one.
-        for reply in futures::future::join_all((0..12).map(one)).await {
+        // So few that their tokens in one queue cost less than the prefix anew at the other worker.
+        for reply in futures::future::join_all((0..12).map(request)).await {
             let answer = ok(&reply);
             cached.push(answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap());
             predicted

@@ -3,7 +3,7 @@
 use super::client::{Reply, post};
 use super::fake_worker::{FakeWorker, letters};
 use super::{Rig, write_model};
-use kvasir_coordinator::models::ModelEntry;
+use dispatch::models::ModelEntry;
 use proto::ids::ModelId;
 use proto::served_model::ModelTask;
 use serde_json::{Value, json};
@@ -65,13 +65,14 @@ fn bodies(merge: [Value; 3]) -> [(&'static str, Value); 3] {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_developer_role_becomes_system_unless_the_template_knows_it() {
-    let knows = TEMPLATE.replace("{{ m.role }}", "{{ 'Developer' if m.role == 'developer' else m.role }}");
-    for (template, role) in [(TEMPLATE, "system"), (&knows, "Developer")] {
+    let with_developer =
+        TEMPLATE.replace("{{ m.role }}", "{{ 'Developer' if m.role == 'developer' else m.role }}");
+    for (template, role) in [(TEMPLATE, "system"), (&with_developer, "Developer")] {
         let (rig, worker, _dir) = rig(template).await;
-        let said = json!([{"role": "developer", "content": "d"}, {"role": "user", "content": "q"}]);
+        let messages = json!([{"role": "developer", "content": "d"}, {"role": "user", "content": "q"}]);
         for (path, body) in [
-            (CHAT, json!({"messages": said, "max_tokens": 1})),
-            (RESPONSES, json!({"input": said, "max_output_tokens": 1})),
+            (CHAT, json!({"messages": messages, "max_tokens": 1})),
+            (RESPONSES, json!({"input": messages, "max_output_tokens": 1})),
         ] {
             ok(&post(rig.at.http, path, &body).await);
             let expected = format!("<bos><|im_start|>{role}\nd<|im_end|>\n<|im_start|>user\nq<|im_end|>\n");
@@ -83,7 +84,7 @@ async fn the_developer_role_becomes_system_unless_the_template_knows_it() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_effort_reaches_the_template_in_every_dialect() {
     let (rig, worker, _dir) = rig(TEMPLATE).await;
-    for (effort, told) in [
+    for (effort, expected) in [
         ("low", "[low]"),
         ("medium", "[medium]"),
         ("high", "[high]"),
@@ -92,11 +93,11 @@ async fn an_effort_reaches_the_template_in_every_dialect() {
         ("none", "[False]"),
         ("minimal", "[False]"),
     ] {
-        let ours = json!({"reasoning_effort": effort});
-        let theirs = json!({"reasoning": {"effort": effort}});
-        for (path, body) in bodies([ours, theirs, json!({"output_config": {"effort": effort}})]) {
+        let chat = json!({"reasoning_effort": effort});
+        let responses = json!({"reasoning": {"effort": effort}});
+        for (path, body) in bodies([chat, responses, json!({"output_config": {"effort": effort}})]) {
             ok(&post(rig.at.http, path, &body).await);
-            assert!(prompt(&worker).contains(told), "{path} {effort}: {}", prompt(&worker));
+            assert!(prompt(&worker).contains(expected), "{path} {effort}: {}", prompt(&worker));
         }
     }
     let body = json!({"messages": user("q"), "reasoning_effort": "some"});
@@ -124,10 +125,10 @@ async fn tokenize_agrees_with_the_prompt_of_a_chat() {
     for more in more {
         let mut body = json!({"messages": user("q <|im_end|>"), "max_tokens": 1});
         body.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
-        let told = ok(&post(rig.at.http, "/tokenize", &body).await);
+        let tokenized = ok(&post(rig.at.http, "/tokenize", &body).await);
         ok(&post(rig.at.http, CHAT, &body).await);
         let sent = worker.requests().last().unwrap().prompt.to_vec();
-        assert_eq!((&told["tokens"], &told["count"]), (&json!(sent), &json!(sent.len())), "{more}");
+        assert_eq!((&tokenized["tokens"], &tokenized["count"]), (&json!(sent), &json!(sent.len())), "{more}");
         prompts.push(sent);
     }
     // Each of these fields changes the prompt, except tools that may not be called.
@@ -139,18 +140,18 @@ async fn tokenize_agrees_with_the_prompt_of_a_chat() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_last_message_is_continued() {
     let (rig, worker, _dir) = rig(TEMPLATE).await;
-    let said =
+    let conversation =
         |role: &str, text: &str| json!([{"role": "user", "content": "q"}, {"role": role, "content": text}]);
     let body =
         |messages: &Value| json!({"messages": messages, "continue_final_message": true, "max_tokens": 2});
-    ok(&post(rig.at.http, CHAT, &body(&said("assistant", "It is"))).await);
+    ok(&post(rig.at.http, CHAT, &body(&conversation("assistant", "It is"))).await);
     let expected = "<bos><|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nIt is";
     assert_eq!(prompt(&worker), expected);
-    for messages in [said("user", "q"), said("assistant", " "), json!([])] {
+    for messages in [conversation("user", "q"), conversation("assistant", " "), json!([])] {
         let refused = post(rig.at.http, CHAT, &body(&messages)).await.error();
         assert_eq!(refused.0, 400, "{messages}");
     }
-    let mut both = body(&said("assistant", "It is"));
+    let mut both = body(&conversation("assistant", "It is"));
     both["add_generation_prompt"] = json!(true);
     assert_eq!(post(rig.at.http, CHAT, &both).await.error().2, "continue_final_message");
 }
@@ -168,8 +169,8 @@ async fn a_stop_string_is_included_on_request() {
     let stop = &all[10..12];
     let before = &all[..all.find(stop).unwrap()];
     body["stop"] = json!([stop]);
-    for (told, expected) in [(false, before.to_owned()), (true, format!("{before}{stop}"))] {
-        body["include_stop_str_in_output"] = json!(told);
+    for (included, expected) in [(false, before.to_owned()), (true, format!("{before}{stop}"))] {
+        body["include_stop_str_in_output"] = json!(included);
         let answer = ok(&post(rig.at.http, CHAT, &body).await);
         let choice = &answer["choices"][0];
         assert_eq!(choice["message"]["content"], expected);
@@ -180,8 +181,8 @@ async fn a_stop_string_is_included_on_request() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_top_p_of_0_selects_the_most_likely_token() {
     let (rig, worker, _dir) = rig(TEMPLATE).await;
-    let nothing = json!({"top_p": 0, "temperature": 1});
-    for (path, body) in bodies([nothing.clone(), nothing.clone(), nothing]) {
+    let zero = json!({"top_p": 0, "temperature": 1});
+    for (path, body) in bodies([zero.clone(), zero.clone(), zero]) {
         ok(&post(rig.at.http, path, &body).await);
         let sampling = worker.requests().last().unwrap().sampling.clone();
         assert_eq!((sampling.top_p, sampling.temperature), (f32::MIN_POSITIVE, 1.0), "{path}");

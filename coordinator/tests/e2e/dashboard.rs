@@ -2,8 +2,8 @@
 
 use super::client::{Events, get, post, send};
 use super::{Rig, until};
+use api::auth::KeyEntry;
 use hyper::Method;
-use kvasir_coordinator::api::auth::KeyEntry;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -44,45 +44,49 @@ async fn the_page_is_complete_and_loads_nothing_from_elsewhere() {
 }
 
 /// Reads events until one matches.
-async fn look_when(events: &mut Events, what: &str, mut wanted: impl FnMut(&Value) -> bool) -> Value {
+async fn look_when(
+    events: &mut Events,
+    description: &str,
+    mut condition: impl FnMut(&Value) -> bool,
+) -> Value {
     for _ in 0..20 {
-        let (name, data) = events.next().await.expect(what);
+        let (name, data) = events.next().await.expect(description);
         let data: Value = serde_json::from_str(&data).unwrap();
-        if name.as_deref() == Some("look") && wanted(&data) {
+        if name.as_deref() == Some("look") && condition(&data) {
             return data;
         }
     }
-    panic!("{what}");
+    panic!("{description}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_event_has_workers_and_explains_requests() {
     let (rig, _workers) = Rig::with_workers::<2>(|_| {}).await;
     let prompt: Vec<u32> = (0..40).collect();
-    let ask = async || {
+    let complete = async || {
         let body = json!({"prompt": prompt, "max_tokens": 3});
         post(rig.at.http, "/v1/completions", &body).await.header("x-request-id").to_owned()
     };
-    let first = ask().await;
+    let first = complete().await;
     until("events are in", async || rig.cluster().await["index"]["blocks"] == 2).await;
     let mut events = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
     assert_eq!(events.status.as_u16(), 200);
     let (name, begin) = events.next().await.unwrap();
     assert_eq!(name.as_deref(), Some("begin"));
     let begin: Value = serde_json::from_str(&begin).unwrap();
-    let known = &begin["requests"][0];
+    let first_request = &begin["requests"][0];
     assert_eq!(
-        (&known["request"], &known["predicted"], &known["cached"]),
+        (&first_request["request"], &first_request["predicted"], &first_request["cached"]),
         (&json!(first), &json!(0), &json!(0))
     );
-    assert_eq!((&known["state"], &known["generated"]), (&json!("done"), &json!(3)));
+    assert_eq!((&first_request["state"], &first_request["generated"]), (&json!("done"), &json!(3)));
     assert_eq!(begin["history"]["requests"][0]["done"], 1);
 
-    let second = ask().await;
-    let is_told = |look: &Value| {
+    let second = complete().await;
+    let is_reported = |look: &Value| {
         look["requests"].as_array().unwrap().iter().any(|r| r["request"] == *second && r["state"] == "done")
     };
-    let look = look_when(&mut events, "the second request is told of", is_told).await;
+    let look = look_when(&mut events, "the second request is told of", is_reported).await;
     assert_eq!(look["coordinator"], "c1");
     assert_eq!(look["workers"].as_array().unwrap().len(), 2);
     assert_eq!(look["cluster"]["workers"][0]["id"], look["workers"][0]["id"]);
@@ -107,9 +111,9 @@ async fn each_event_has_workers_and_explains_requests() {
     assert_eq!((&look["locality"]["best"], &look["locality"]["predicted"]), (&json!(32), &json!(32)));
     assert_eq!((&look["latency"]["done"], &look["latency"]["generated"]), (&json!(2), &json!(6)));
     assert_eq!(look["tenants"][0]["tenant"], "default");
-    let told = look.to_string();
+    let text = look.to_string();
     assert!(
-        !told.contains(&prompt.iter().map(u32::to_string).collect::<Vec<_>>().join(",")),
+        !text.contains(&prompt.iter().map(u32::to_string).collect::<Vec<_>>().join(",")),
         "prompts are told"
     );
 
@@ -117,8 +121,8 @@ async fn each_event_has_workers_and_explains_requests() {
     look_when(&mut events, "all is idle again", |look| look["verdict"]["level"] == "idle").await;
 
     // A later client receives the same state from the beginning.
-    let mut late = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
-    let (_, begin) = late.next().await.unwrap();
+    let mut later_events = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
+    let (_, begin) = later_events.next().await.unwrap();
     let begin: Value = serde_json::from_str(&begin).unwrap();
     assert_eq!(begin["requests"].as_array().unwrap().len(), 2);
 }
@@ -142,21 +146,24 @@ async fn each_event_has_tenants_and_their_limits() {
     let first = look_when(&mut events, "a first look", |_| true).await;
     assert_eq!(first["tenants"], json!([]), "who asks for nothing is not shown");
     let body = json!({"prompt": (0..40).collect::<Vec<u32>>(), "max_tokens": 3}).to_string();
-    let ask = async || {
+    let complete = async || {
         let headers = [("authorization", key.as_str())];
         send(rig.at.http, Method::POST, "/v1/completions", &headers, body.clone()).await.status.as_u16()
     };
-    assert_eq!((ask().await, ask().await, ask().await, ask().await), (200, 200, 200, 429));
-    let is_told = |look: &Value| look["tenants"][0]["placed"] == 3;
-    let look = look_when(&mut events, "its requests are told of", is_told).await;
-    let told = &look["tenants"][0]["limits"];
+    assert_eq!(
+        (complete().await, complete().await, complete().await, complete().await),
+        (200, 200, 200, 429)
+    );
+    let is_reported = |look: &Value| look["tenants"][0]["placed"] == 3;
+    let look = look_when(&mut events, "its requests are told of", is_reported).await;
+    let usage = &look["tenants"][0]["limits"];
     assert_eq!(look["tenants"][0]["tenant"], "a");
-    assert_eq!(told["requests_per_minute"]["allowed"], 3);
+    assert_eq!(usage["requests_per_minute"]["allowed"], 3);
     // Three requests were counted; one is refilled every twenty seconds.
-    assert!(told["requests_per_minute"]["used"].as_u64().unwrap() >= 2, "{told}");
-    let tokens = told["tokens_per_minute"]["used"].as_u64().unwrap();
-    assert!((1..=129).contains(&tokens), "{told}");
-    assert_eq!((&told["tokens_per_minute"]["allowed"], &told["concurrency"]), (&json!(200), &Value::Null));
+    assert!(usage["requests_per_minute"]["used"].as_u64().unwrap() >= 2, "{usage}");
+    let tokens = usage["tokens_per_minute"]["used"].as_u64().unwrap();
+    assert!((1..=129).contains(&tokens), "{usage}");
+    assert_eq!((&usage["tokens_per_minute"]["allowed"], &usage["concurrency"]), (&json!(200), &Value::Null));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -165,8 +172,8 @@ async fn the_playground_has_the_apis_access_rules_and_other_sites_get_nothing() 
     let models = get(rig.at.ops, "/v1/models").await;
     assert_eq!(models.json()["data"][0]["id"], "tiny");
     let chat = json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2});
-    let said = post(rig.at.ops, "/v1/chat/completions", &chat).await;
-    assert_eq!((said.status.as_u16(), said.header("x-kvasir-worker")), (200, "w1"));
+    let reply = post(rig.at.ops, "/v1/chat/completions", &chat).await;
+    assert_eq!((reply.status.as_u16(), reply.header("x-kvasir-worker")), (200, "w1"));
     assert_eq!(post(rig.at.ops, "/v1/completions", &chat).await.status.as_u16(), 404, "only what it asks");
     for path in ["/v1/models", "/admin/v1/dashboard/events"] {
         let stranger = [("origin", "http://elsewhere.example")];

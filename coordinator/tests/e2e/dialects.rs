@@ -4,8 +4,8 @@ use super::client::{Events, Reply, get, post, send};
 use super::fake_worker::{FakeWorker, letters};
 use super::limits::key;
 use super::{Rig, until};
+use api::Endpoint;
 use hyper::Method;
-use kvasir_coordinator::api::Endpoint;
 use proto::message::GenerateError;
 use serde_json::{Value, json};
 
@@ -39,14 +39,14 @@ fn text(path: &str, answer: &Value) -> String {
     text.as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
 }
 
-fn said(event: &Value) -> &str {
-    let said = match event["type"].as_str() {
+fn delta_text(event: &Value) -> &str {
+    let delta = match event["type"].as_str() {
         Some("response.output_text.delta") => &event["delta"],
         Some("content_block_delta") => &event["delta"]["text"],
         Some(_) => &Value::Null,
         None => &event["choices"][0]["delta"]["content"],
     };
-    said.as_str().unwrap_or_default()
+    delta.as_str().unwrap_or_default()
 }
 
 fn streamed(body: &Value) -> Value {
@@ -56,11 +56,11 @@ fn streamed(body: &Value) -> Value {
 }
 
 /// Reads events until the text has this length.
-async fn until_said(events: &mut Events, letters: usize) -> String {
+async fn read_text(events: &mut Events, letters: usize) -> String {
     let mut all = String::new();
     while all.len() < letters {
         let (_, data) = events.next().await.unwrap();
-        all += said(&serde_json::from_str(&data).unwrap());
+        all += delta_text(&serde_json::from_str(&data).unwrap());
     }
     all
 }
@@ -85,7 +85,7 @@ async fn one_request_has_the_same_answer_in_three_dialects() {
         assert_eq!(events.headers["x-kvasir-worker"], "w1");
         let (all, done) = events.rest().await;
         assert_eq!(done, path == CHAT, "only chats end with a word of their own");
-        texts.push(all.iter().map(said).collect());
+        texts.push(all.iter().map(delta_text).collect());
     }
     let requests = workers[0].requests();
     assert!(requests.iter().all(|r| r.prompt == requests[0].prompt && r.sampling == requests[0].sampling));
@@ -178,12 +178,12 @@ async fn usage_has_cached_and_draft_tokens() {
                 }
             };
             assert_eq!((input, hit), (prompt, &json!(cached)), "{path}");
-            let told = (&details["accepted_prediction_tokens"], &details["rejected_prediction_tokens"]);
+            let prediction = (&details["accepted_prediction_tokens"], &details["rejected_prediction_tokens"]);
             let expected = match drafted {
                 0 => (Value::Null, Value::Null),
                 _ => (accepted.into(), (drafted - accepted).into()),
             };
-            assert_eq!(told, (&expected.0, &expected.1), "{path}");
+            assert_eq!(prediction, (&expected.0, &expected.1), "{path}");
         }
     }
 }
@@ -203,11 +203,11 @@ async fn a_stream_moves_to_another_worker_or_ends_with_an_error() {
         let (path, body) = questions("seam", 9)[at].clone();
         let mut events = Events::post(rig.at.http, path, &streamed(&body)).await;
         let [first, second] = busy_first(workers).await;
-        let mut text = until_said(&mut events, 3).await;
+        let mut text = read_text(&mut events, 3).await;
         first.freeze();
         assert!(rig.coordinator().notice_dead(&first.name));
         second.allow_tokens(6);
-        text += &until_said(&mut events, 3).await;
+        text += &read_text(&mut events, 3).await;
         assert_eq!(text, letters(&second.requests()[0].prompt, 6));
         second.leave().await;
         let mut left = Vec::new();
@@ -238,7 +238,7 @@ async fn a_closed_stream_is_cancelled_in_every_dialect() {
     for (nth, at) in [(1, 1), (2, 2)] {
         let (path, body) = questions("leaves", 9)[at].clone();
         let mut events = Events::post(rig.at.http, path, &streamed(&body)).await;
-        until_said(&mut events, 1).await;
+        read_text(&mut events, 1).await;
         drop(events);
         worker.until("it is cancelled", |c| c.cancelled == nth).await;
     }
@@ -265,14 +265,14 @@ async fn a_stop_string_ends_the_text_and_cancels_the_worker() {
         let prompt = worker.requests().last().unwrap().prompt.clone();
         let all = letters(&prompt, 40);
         let stop = &all[10..12];
-        let said = &all[..all.find(stop).unwrap()];
+        let before_stop = &all[..all.find(stop).unwrap()];
         body[if *path == MESSAGES { "stop_sequences" } else { "stop" }] = json!(["NOT", stop]);
-        let tokens = said.len() as u64 + 2;
+        let tokens = before_stop.len() as u64 + 2;
         // The worker sends no more tokens than these.
         worker.allow_tokens(tokens as u32);
         let before = worker.counters().cancelled;
         let whole = ok(&post(rig.at.http, path, body).await);
-        assert_eq!(text(path, &whole), said);
+        assert_eq!(text(path, &whole), before_stop);
         worker.until("it is cancelled", |c| c.cancelled == before + 1).await;
         let (reason, used) = match *path {
             CHAT => (&whole["choices"][0]["finish_reason"], &whole["usage"]["completion_tokens"]),
@@ -282,7 +282,7 @@ async fn a_stop_string_ends_the_text_and_cancels_the_worker() {
         assert!(["stop", "completed", "stop_sequence"].contains(&reason.as_str().unwrap()), "{whole}");
         assert_eq!(used, tokens, "{whole}");
         let events = Events::post(rig.at.http, path, &streamed(body)).await.rest().await.0;
-        assert_eq!(events.iter().map(self::said).collect::<String>(), said);
+        assert_eq!(events.iter().map(delta_text).collect::<String>(), before_stop);
         worker.until("it is cancelled again", |c| c.cancelled == before + 2).await;
         assert!(worker.requests().iter().all(|request| request.stop.strings.is_empty()));
     }
@@ -296,7 +296,7 @@ async fn a_stop_string_ends_the_text_and_cancels_the_worker() {
 }
 
 /// Status, type and code of an error in Anthropic's format.
-fn theirs(reply: &Reply) -> (u16, String, String) {
+fn anthropic_error(reply: &Reply) -> (u16, String, String) {
     let body = reply.json();
     assert_eq!(body["type"], "error", "{body}");
     assert_eq!(body["request_id"], reply.header("request-id"));
@@ -315,46 +315,46 @@ async fn errors_have_anthropics_form_at_anthropics_paths() {
     })
     .await;
     let [.., (_, good)] = questions("q", 2);
-    let ask = async |path: &str, key: &str, body: &Value| {
+    let request = async |path: &str, key: &str, body: &Value| {
         let headers = [("x-api-key", key), ("anthropic-version", "2023-06-01")];
         send(rig.at.http, Method::POST, path, &headers, body.to_string()).await
     };
-    let told = |status: u16, kind: &str, code: &str| (status, kind.to_owned(), code.to_owned());
-    assert_eq!(ask(MESSAGES, "key-a", &good).await.status.as_u16(), 200);
+    let expected = |status: u16, kind: &str, code: &str| (status, kind.to_owned(), code.to_owned());
+    assert_eq!(request(MESSAGES, "key-a", &good).await.status.as_u16(), 200);
     for path in [MESSAGES, COUNT] {
-        let refused = ask(path, "key-b", &good).await;
-        assert_eq!(theirs(&refused), told(401, "authentication_error", "invalid_api_key"));
+        let refused = request(path, "key-b", &good).await;
+        assert_eq!(anthropic_error(&refused), expected(401, "authentication_error", "invalid_api_key"));
         assert_eq!(refused.header("www-authenticate"), "Bearer");
         let mut unknown = good.clone();
         unknown["model"] = json!("none");
-        let refused = ask(path, "key-a", &unknown).await;
-        assert_eq!(theirs(&refused), told(404, "not_found_error", "model_not_found"));
-        let refused = ask(path, "key-a", &json!({"max_tokens": 1})).await;
-        assert_eq!(theirs(&refused), told(400, "invalid_request_error", "invalid_field"));
+        let refused = request(path, "key-a", &unknown).await;
+        assert_eq!(anthropic_error(&refused), expected(404, "not_found_error", "model_not_found"));
+        let refused = request(path, "key-a", &json!({"max_tokens": 1})).await;
+        assert_eq!(anthropic_error(&refused), expected(400, "invalid_request_error", "invalid_field"));
         assert_eq!(refused.json()["error"]["param"], "messages");
         let wrong = send(rig.at.http, Method::GET, path, &[("x-api-key", "key-a")], "").await;
-        assert_eq!(theirs(&wrong), told(405, "invalid_request_error", "method_not_allowed"));
+        assert_eq!(anthropic_error(&wrong), expected(405, "invalid_request_error", "method_not_allowed"));
     }
     let mut long = good.clone();
     long["max_tokens"] = json!(100_000);
-    let refused = ask(MESSAGES, "key-a", &long).await;
-    assert_eq!(theirs(&refused), told(400, "invalid_request_error", "context_length_exceeded"));
+    let refused = request(MESSAGES, "key-a", &long).await;
+    assert_eq!(anthropic_error(&refused), expected(400, "invalid_request_error", "context_length_exceeded"));
     let huge = "x".repeat((8 << 20) + 1);
     let headers = [("x-api-key", "key-a")];
     let refused = send(rig.at.http, Method::POST, MESSAGES, &headers, huge).await;
-    assert_eq!(theirs(&refused), told(413, "request_too_large", "invalid_field"));
+    assert_eq!(anthropic_error(&refused), expected(413, "request_too_large", "invalid_field"));
     worker.fail(Some(GenerateError::QueueFull));
-    let refused = ask(MESSAGES, "key-a", &good).await;
-    assert_eq!(theirs(&refused), told(529, "overloaded_error", "queue_full"));
+    let refused = request(MESSAGES, "key-a", &good).await;
+    assert_eq!(anthropic_error(&refused), expected(529, "overloaded_error", "queue_full"));
     assert!(refused.header("retry-after").parse::<u64>().unwrap() >= 1);
     worker.fail(None);
     worker.hold(true);
-    let refused = ask(MESSAGES, "key-a", &good).await;
-    assert_eq!(theirs(&refused), told(504, "timeout_error", "deadline_exceeded"));
+    let refused = request(MESSAGES, "key-a", &good).await;
+    assert_eq!(anthropic_error(&refused), expected(504, "timeout_error", "deadline_exceeded"));
     worker.leave().await;
     until("nobody is there", async || rig.cluster().await["workers"] == json!([])).await;
-    let refused = ask(MESSAGES, "key-a", &good).await;
-    assert_eq!(theirs(&refused), told(503, "api_error", "no_worker"));
+    let refused = request(MESSAGES, "key-a", &good).await;
+    assert_eq!(anthropic_error(&refused), expected(503, "api_error", "no_worker"));
     assert_eq!(refused.header("retry-after"), "1");
 }
 
@@ -366,16 +366,16 @@ async fn tenant_limits_hold_in_every_dialect() {
     let made = post(rig.at.ops, "/admin/v1/keys", &json!({"tenant": "a", "rpm": 2})).await;
     let key = made.json()["key"].as_str().unwrap().to_owned();
     let [_, (_, response), (_, message)] = questions("q", 1);
-    let ask = async |path: &str, body: &Value| {
+    let request = async |path: &str, body: &Value| {
         send(rig.at.http, Method::POST, path, &[("x-api-key", &key)], body.to_string()).await
     };
-    ok(&ask(RESPONSES, &response).await);
-    ok(&ask(MESSAGES, &message).await);
-    let refused = ask(RESPONSES, &response).await;
+    ok(&request(RESPONSES, &response).await);
+    ok(&request(MESSAGES, &message).await);
+    let refused = request(RESPONSES, &response).await;
     assert_eq!(refused.error(), (429, "rate_limited".into(), String::new()));
     for path in [MESSAGES, COUNT] {
-        let refused = ask(path, &message).await;
-        assert_eq!(theirs(&refused), (429, "rate_limit_error".into(), "rate_limited".into()));
+        let refused = request(path, &message).await;
+        assert_eq!(anthropic_error(&refused), (429, "rate_limit_error".into(), "rate_limited".into()));
         assert!(refused.header("retry-after").parse::<u64>().unwrap() >= 1);
     }
 }
@@ -394,7 +394,7 @@ async fn sec_key_expires() {
         let made = post(rig.at.ops, "/admin/v1/keys", &json!({"tenant": "a", "expires_s": lasts})).await;
         let key = made.json()["key"].as_str().unwrap().to_owned();
         let headers = [("x-api-key", key.as_str())];
-        let begun = worker.counters().received;
+        let already_received = worker.counters().received;
         let mut streams = Vec::new();
         for (path, body) in &bodies {
             streams.push((path, Events::post_with(rig.at.http, path, &headers, &streamed(body)).await));
@@ -404,7 +404,7 @@ async fn sec_key_expires() {
             .map(|(path, body)| send(rig.at.http, Method::POST, path, &headers, body.to_string()));
         let whole = futures::future::join_all(whole).await;
         assert!(whole.iter().all(|reply| reply.status.as_u16() == 401), "{lasts} s");
-        let in_time = (worker.counters().received - begun) as usize == 2 * bodies.len();
+        let in_time = (worker.counters().received - already_received) as usize == 2 * bodies.len();
         for (path, mut stream) in streams.into_iter().filter(|_| in_time) {
             assert_eq!(stream.status.as_u16(), 200, "{path}");
             let (events, done) = stream.rest().await;
@@ -455,8 +455,8 @@ async fn unsupported_fields_of_a_dialect_are_refused_by_name() {
         {
             let mut body = good.clone();
             body[field] = value;
-            let told = post(rig.at.http, path, &body).await.error();
-            assert_eq!(told, (400, "invalid_field".into(), field.into()), "{path}");
+            let refused = post(rig.at.http, path, &body).await.error();
+            assert_eq!(refused, (400, "invalid_field".into(), field.into()), "{path}");
         }
     }
     let [_, (_, mut response), (_, mut message)] = questions("q", 2);

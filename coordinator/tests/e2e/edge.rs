@@ -3,8 +3,8 @@
 use super::client::{Events, Reply, get, post, send};
 use super::limits::{key, raw};
 use super::{Rig, tokens, until};
+use api::Endpoint;
 use hyper::Method;
-use kvasir_coordinator::api::Endpoint;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ async fn answered(rig: &Rig, path: &str, status: u16) -> f64 {
 }
 
 /// Status and body of a raw answer.
-fn parts(answer: &str) -> (u16, Value) {
+fn status_and_body(answer: &str) -> (u16, Value) {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer:?}"));
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap();
     (status, serde_json::from_str(body).unwrap_or_else(|error| panic!("{error}: {answer:?}")))
@@ -44,9 +44,9 @@ async fn sec_bad_heads_are_refused_in_the_apis_words_and_counted() {
     ] {
         for port in [rig.at.http, rig.at.ops] {
             let before = answered(&rig, "other", status).await;
-            let (told, body) = parts(&raw(port, request.as_bytes()).await);
+            let (actual, body) = status_and_body(&raw(port, request.as_bytes()).await);
             let start: String = request.chars().take(60).collect();
-            assert_eq!(told, status, "{start:?}");
+            assert_eq!(actual, status, "{start:?}");
             assert_eq!(body["error"]["type"], "invalid_request_error", "{start:?}");
             assert_eq!(body["error"]["code"], "invalid_field", "{start:?}");
             assert_eq!(answered(&rig, "other", status).await, before + 1.0, "{start:?}");
@@ -54,7 +54,7 @@ async fn sec_bad_heads_are_refused_in_the_apis_words_and_counted() {
     }
     // In Anthropic's format at Anthropic's paths.
     let (status, body) =
-        parts(&raw(rig.at.http, head("/v1/messages", "host: a\r\nhost: a\r\n").as_bytes()).await);
+        status_and_body(&raw(rig.at.http, head("/v1/messages", "host: a\r\nhost: a\r\n").as_bytes()).await);
     assert_eq!((status, &body["type"]), (400, &json!("error")));
     assert_eq!(body["error"]["type"], "invalid_request_error");
     // A pipelined bad head is refused after the request before it is answered.
@@ -108,9 +108,9 @@ async fn a_new_connection_is_refused_at_once_if_all_others_are_busy() {
     }
     assert_eq!(rig.metric("kvasir_http_connections{port=\"api\"}").await, 2.0);
     assert_eq!(rig.metric("kvasir_http_connections_max{port=\"api\"}").await, 2.0);
-    let asked = Instant::now();
+    let started = Instant::now();
     let refused = get(rig.at.http, "/v1/models").await;
-    assert!(asked.elapsed() < Duration::from_secs(5));
+    assert!(started.elapsed() < Duration::from_secs(5));
     assert_eq!(refused.error(), (503, "queue_full".into(), String::new()));
     assert_eq!((refused.header("retry-after"), refused.header("connection")), ("1", "close"));
     let anthropic = post(rig.at.http, "/v1/messages", &json!({})).await;
@@ -142,9 +142,9 @@ async fn sec_idle_connections_make_room_and_probes_have_their_own() {
         idle.push(stream);
     }
     for probe in ["/livez", "/readyz", "/startupz", "/metrics"] {
-        let asked = Instant::now();
+        let started = Instant::now();
         assert_eq!(get(rig.at.ops, probe).await.status.as_u16(), 200, "{probe}");
-        assert!(asked.elapsed() < Duration::from_secs(5), "{probe}");
+        assert!(started.elapsed() < Duration::from_secs(5), "{probe}");
     }
 }
 
@@ -191,9 +191,9 @@ async fn every_path_lists_its_allowed_methods() {
         let head = send(rig.at.http, Method::HEAD, &path, &with, "").await;
         let reads = endpoint.method() == Method::GET && !matches!(endpoint, Endpoint::Realtime(_));
         assert_eq!(head.status.as_u16() != 405, reads, "{path}");
-        let told = send(rig.at.http, Method::OPTIONS, &path, &[], "").await;
-        assert_eq!(told.status.as_u16(), 204, "{path}");
-        assert!(told.header("allow").contains(endpoint.method().as_str()), "{path}");
+        let options = send(rig.at.http, Method::OPTIONS, &path, &[], "").await;
+        assert_eq!(options.status.as_u16(), 204, "{path}");
+        assert!(options.header("allow").contains(endpoint.method().as_str()), "{path}");
     }
     let refused = send(rig.at.ops, Method::DELETE, "/livez", &[], "").await;
     assert_eq!((refused.status.as_u16(), refused.header("allow")), (405, "GET,HEAD"));
@@ -209,9 +209,9 @@ async fn a_model_is_listed_once_a_worker_serves_it() {
     let _worker = rig.join("w1", 1).await;
     let listed = async || get(rig.at.http, "/v1/models").await.json()["data"].clone();
     until("it is served", async || listed().await != json!([])).await;
-    let one = get(rig.at.http, "/v1/models/tiny").await;
-    assert_eq!((one.status.as_u16(), one.json()), (200, listed().await[0].clone()));
-    assert_eq!(one.json()["object"], "model");
+    let single = get(rig.at.http, "/v1/models/tiny").await;
+    assert_eq!((single.status.as_u16(), single.json()), (200, listed().await[0].clone()));
+    assert_eq!(single.json()["object"], "model");
     assert_eq!(get(rig.at.http, "/v1/models/%74in%79?x=y").await.json()["id"], "tiny");
     for other in ["org/tiny", "org%2Ftiny", "tiny/", "Tiny", "100%", "%zz%4", "%ff"] {
         assert_eq!(unknown(&format!("/v1/models/{other}")).await, not_found, "{other}");
@@ -220,7 +220,7 @@ async fn a_model_is_listed_once_a_worker_serves_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sec_pages_may_ask_where_it_is_said() {
+async fn sec_only_allowed_origins_may_call() {
     const PAGE: &str = "https://app.example";
     let preflight = async |to: SocketAddr, origin: &str| -> Reply {
         let headers = [
@@ -230,35 +230,35 @@ async fn sec_pages_may_ask_where_it_is_said() {
         ];
         send(to, Method::OPTIONS, "/v1/chat/completions", &headers, "").await
     };
-    let ask = async |to: SocketAddr, headers: &[(&str, &str)]| -> Reply {
+    let list_models = async |to: SocketAddr, headers: &[(&str, &str)]| -> Reply {
         send(to, Method::GET, "/v1/models", headers, "").await
     };
     // With keys: pages of any origin, but only requests with a key are answered.
     let (keyed, _workers) = Rig::with_workers::<1>(|c| c.keys = vec![key("k", "t", false)]).await;
-    let told = preflight(keyed.at.http, PAGE).await;
-    assert_eq!((told.status.as_u16(), told.header("access-control-allow-origin")), (204, "*"));
-    assert_eq!(told.header("access-control-allow-headers"), "authorization,content-type");
-    assert_eq!(told.header("access-control-allow-methods"), "POST, OPTIONS");
-    let answer = ask(keyed.at.http, &[("origin", PAGE), ("authorization", "Bearer k")]).await;
+    let response = preflight(keyed.at.http, PAGE).await;
+    assert_eq!((response.status.as_u16(), response.header("access-control-allow-origin")), (204, "*"));
+    assert_eq!(response.header("access-control-allow-headers"), "authorization,content-type");
+    assert_eq!(response.header("access-control-allow-methods"), "POST, OPTIONS");
+    let answer = list_models(keyed.at.http, &[("origin", PAGE), ("authorization", "Bearer k")]).await;
     assert_eq!((answer.status.as_u16(), answer.header("access-control-allow-origin")), (200, "*"));
     assert!(answer.header("access-control-expose-headers").contains("x-request-id"));
-    let refused = ask(keyed.at.http, &[("origin", PAGE)]).await;
+    let refused = list_models(keyed.at.http, &[("origin", PAGE)]).await;
     assert_eq!((refused.status.as_u16(), refused.header("access-control-allow-origin")), (401, "*"));
     // Without keys: this machine's own pages, and configured origins.
     let (open, _workers) = Rig::with_workers::<1>(|_| {}).await;
-    let told = preflight(open.at.http, PAGE).await;
-    assert_eq!((told.status.as_u16(), told.header("access-control-allow-origin")), (204, ""));
-    let refused = ask(open.at.http, &[("origin", PAGE)]).await;
+    let response = preflight(open.at.http, PAGE).await;
+    assert_eq!((response.status.as_u16(), response.header("access-control-allow-origin")), (204, ""));
+    let refused = list_models(open.at.http, &[("origin", PAGE)]).await;
     assert_eq!(refused.error(), (403, "origin_not_allowed".into(), String::new()));
     let own = "http://localhost:5173";
     assert_eq!(preflight(open.at.http, own).await.header("access-control-allow-origin"), own);
-    assert_eq!(ask(open.at.http, &[("origin", own)]).await.status.as_u16(), 200);
+    assert_eq!(list_models(open.at.http, &[("origin", own)]).await.status.as_u16(), 200);
     let (named, _workers) = Rig::with_workers::<1>(|c| c.cors_origins = Some(vec![PAGE.into()])).await;
-    let told = preflight(named.at.http, PAGE).await;
-    assert_eq!((told.header("access-control-allow-origin"), told.header("vary")), (PAGE, "origin"));
-    assert_eq!(ask(named.at.http, &[("origin", PAGE)]).await.status.as_u16(), 200);
+    let response = preflight(named.at.http, PAGE).await;
+    assert_eq!((response.header("access-control-allow-origin"), response.header("vary")), (PAGE, "origin"));
+    assert_eq!(list_models(named.at.http, &[("origin", PAGE)]).await.status.as_u16(), 200);
     assert_eq!(preflight(named.at.http, "http://evil").await.header("access-control-allow-origin"), "");
-    assert_eq!(ask(named.at.http, &[("origin", "http://evil")]).await.status.as_u16(), 403);
+    assert_eq!(list_models(named.at.http, &[("origin", "http://evil")]).await.status.as_u16(), 403);
 }
 
 /// One stream of each dialect: its path and body.

@@ -55,16 +55,16 @@ fn score(query: &str, document: &str) -> f32 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn inputs_have_four_forms_and_vectors_come_in_order() {
     let (rig, workers) = Rig::with_task::<1>(EMBED, |_| {}).await;
-    let ask = async |input: Value| ok(&post(rig.at.http, EMBEDDINGS, &json!({"input": input})).await);
+    let embed = async |input: Value| ok(&post(rig.at.http, EMBEDDINGS, &json!({"input": input})).await);
     let (ab, c) = (vector(framed("ab"), 8), vector(framed("c"), 8));
     let raw = (vector(vec![7, 9], 8), vector(vec![5], 8));
-    let one = ask(json!("ab")).await;
-    assert_eq!(vectors(&one), std::slice::from_ref(&ab));
-    assert_eq!((&one["object"], &one["model"]), (&json!("list"), &json!("tiny")));
-    assert_eq!(one["usage"], json!({"prompt_tokens": 4, "total_tokens": 4}));
-    assert_eq!(vectors(&ask(json!(["ab", "c"])).await), [ab, c]);
-    assert_eq!(vectors(&ask(json!([7, 9])).await), std::slice::from_ref(&raw.0));
-    assert_eq!(vectors(&ask(json!([[7, 9], [5]])).await), [raw.0, raw.1]);
+    let single = embed(json!("ab")).await;
+    assert_eq!(vectors(&single), std::slice::from_ref(&ab));
+    assert_eq!((&single["object"], &single["model"]), (&json!("list"), &json!("tiny")));
+    assert_eq!(single["usage"], json!({"prompt_tokens": 4, "total_tokens": 4}));
+    assert_eq!(vectors(&embed(json!(["ab", "c"])).await), [ab, c]);
+    assert_eq!(vectors(&embed(json!([7, 9])).await), std::slice::from_ref(&raw.0));
+    assert_eq!(vectors(&embed(json!([[7, 9], [5]])).await), [raw.0, raw.1]);
     assert!(workers[0].encodes().iter().flat_map(|e| &e.texts).all(|text| text.segment_start.is_none()));
     let bare = json!({"input": "ab", "add_special_tokens": false, "unknown": 1});
     let answer = ok(&post(rig.at.http, EMBEDDINGS, &bare).await);
@@ -96,9 +96,9 @@ async fn a_large_request_is_spread_over_the_workers() {
     assert_eq!(vectors(&answer), expected);
     let calls: Vec<usize> = workers.iter().map(|worker| worker.encodes().len()).collect();
     assert!(calls.iter().all(|calls| *calls >= 3), "{calls:?}");
-    let mut parts: Vec<u32> = workers.iter().flat_map(FakeWorker::encodes).map(|e| e.part).collect();
-    parts.sort_unstable();
-    assert!(parts.iter().copied().eq(0..parts.len() as u32));
+    let mut indices: Vec<u32> = workers.iter().flat_map(FakeWorker::encodes).map(|e| e.part).collect();
+    indices.sort_unstable();
+    assert!(indices.iter().copied().eq(0..indices.len() as u32));
     let total: usize = expected.len();
     assert_eq!(workers.iter().flat_map(FakeWorker::encodes).map(|e| e.texts.len()).sum::<usize>(), total);
     until("the books are empty", async || rig.metric("kvasir_inflight_requests ").await == 0.0).await;
@@ -151,22 +151,22 @@ async fn a_model_is_asked_only_for_what_it_does() {
     ];
     for task in [ModelTask::Generate, EMBED, COMPARE] {
         let (rig, _workers) = Rig::with_task::<1>(task, |_| {}).await;
-        for (path, body, wants) in &requests {
+        for (path, body, required) in &requests {
             let reply = post(rig.at.http, path, body).await;
-            if *wants == task {
+            if *required == task {
                 ok(&reply);
                 continue;
             }
             assert_eq!(reply.error(), (400, "invalid_field".into(), "model".into()), "{path} of {task:?}");
             let message = reply.json()["error"]["message"].as_str().unwrap().to_owned();
-            let right = requests.iter().find(|(_, _, wants)| *wants == task).unwrap().0;
+            let right = requests.iter().find(|(_, _, required)| *required == task).unwrap().0;
             assert!(message.contains("tiny") && message.contains(right), "{message}");
         }
         // Tokens are returned as the model would read them.
-        let told = post(rig.at.http, "/tokenize", &json!({"prompt": "hi"})).await.json();
+        let tokenized = post(rig.at.http, "/tokenize", &json!({"prompt": "hi"})).await.json();
         let expected =
             if task == ModelTask::Generate { [vec![BOS], tokens("hi")].concat() } else { framed("hi") };
-        assert_eq!(told["tokens"], json!(expected));
+        assert_eq!(tokenized["tokens"], json!(expected));
     }
     let (rig, _workers) = Rig::with_task::<1>(ModelTask::Rerank { scores: 3 }, |_| {}).await;
     let reply = post(rig.at.http, RERANK, &json!({"query": "q", "documents": ["d"]})).await;
@@ -174,7 +174,7 @@ async fn a_model_is_asked_only_for_what_it_does() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_wrong_is_named() {
+async fn the_error_names_the_field() {
     let long = MAX_MODEL_LEN as usize;
     let context = || (400, "context_length_exceeded".to_owned(), String::new());
     let invalid = |param: &str| (400, "invalid_field".to_owned(), param.to_owned());
@@ -197,8 +197,8 @@ async fn what_is_wrong_is_named() {
         assert_eq!(post(rig.at.http, EMBEDDINGS, &body).await.error(), expected, "{head}");
     }
     assert!(workers[0].encodes().is_empty(), "nothing of that is a worker's business");
-    let most = json!({"input": vec!["x"; 2048]});
-    assert_eq!(vectors(&ok(&post(rig.at.http, EMBEDDINGS, &most).await)).len(), 2048);
+    let at_limit = json!({"input": vec!["x"; 2048]});
+    assert_eq!(vectors(&ok(&post(rig.at.http, EMBEDDINGS, &at_limit).await)).len(), 2048);
     ok(&post(rig.at.http, EMBEDDINGS, &json!({"input": "y".repeat(long - 2)})).await);
 
     let (rig, _workers) = Rig::with_task::<1>(COMPARE, |_| {}).await;
@@ -238,13 +238,16 @@ async fn a_part_whose_worker_dies_moves_to_another() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_permanent_refusal_is_returned_and_cancels_the_other_parts() {
     let (rig, [a, b]) = Rig::with_task::<2>(EMBED, |_| {}).await;
-    let one = json!({"input": "x"});
+    let single = json!({"input": "x"});
     a.fail(Some(GenerateError::QueueFull));
     for _ in 0..4 {
-        ok(&post(rig.at.http, EMBEDDINGS, &one).await);
+        ok(&post(rig.at.http, EMBEDDINGS, &single).await);
     }
     b.fail(Some(GenerateError::QueueFull));
-    assert_eq!(post(rig.at.http, EMBEDDINGS, &one).await.error(), (429, "queue_full".into(), String::new()));
+    assert_eq!(
+        post(rig.at.http, EMBEDDINGS, &single).await.error(),
+        (429, "queue_full".into(), String::new())
+    );
     // One worker refuses permanently while the other still holds its parts.
     let refused = GenerateError::InvalidField { field: "input".into(), reason: "too odd".into() };
     a.fail(Some(refused));
@@ -263,15 +266,15 @@ async fn a_closed_request_is_cancelled_and_a_slow_one_times_out() {
     let (rig, [worker]) = Rig::with_task::<1>(EMBED, |c| c.request_timeout_s = 1).await;
     worker.hold(true);
     let http = rig.at.http;
-    let waits = tokio::spawn(async move { post(http, EMBEDDINGS, &json!({"input": "x"})).await });
+    let pending = tokio::spawn(async move { post(http, EMBEDDINGS, &json!({"input": "x"})).await });
     worker.until("it is there", |c| c.received == 1).await;
-    waits.abort();
+    pending.abort();
     worker.until("it is cancelled", |c| c.cancelled == 1).await;
-    let late = post(rig.at.http, EMBEDDINGS, &json!({"input": "y"})).await;
-    assert_eq!(late.error(), (503, "deadline_exceeded".into(), String::new()));
+    let timed_out = post(rig.at.http, EMBEDDINGS, &json!({"input": "y"})).await;
+    assert_eq!(timed_out.error(), (503, "deadline_exceeded".into(), String::new()));
     assert!(worker.encodes()[1].deadline_ms <= 1_000);
     worker.leave().await;
     until("it has left", async || rig.cluster().await["workers"] == json!([])).await;
-    let nobody = post(rig.at.http, EMBEDDINGS, &json!({"input": "y"})).await;
-    assert_eq!(nobody.error(), (503, "no_worker".into(), String::new()));
+    let no_worker = post(rig.at.http, EMBEDDINGS, &json!({"input": "y"})).await;
+    assert_eq!(no_worker.error(), (503, "no_worker".into(), String::new()));
 }

@@ -1,5 +1,5 @@
-//! The fake worker's sequences: it knows those that it generated, a snapshot is the sequence's tokens, and
-//! every operation is recorded.
+//! The fake worker's sequences: it has those that it generated, a snapshot is the sequence's tokens, and every
+//! operation is recorded.
 
 use super::fake_worker::letters;
 use proto::block::BlockId;
@@ -16,11 +16,11 @@ type Key = (BlockId, SequenceName);
 
 #[derive(Default)]
 pub(crate) struct Sequences {
-    known: BTreeMap<Key, Vec<u32>>,
+    entries: BTreeMap<Key, Vec<u32>>,
     saved: BTreeMap<Key, (SaveMedium, Vec<u8>)>,
     pins: BTreeMap<u64, (BlockId, Vec<u32>, u64)>,
     /// The received operations, in order.
-    pub(crate) asked: Vec<SequenceOperation>,
+    pub(crate) operations: Vec<SequenceOperation>,
 }
 
 pub(crate) enum SequenceAnswer {
@@ -44,13 +44,13 @@ impl Sequences {
     /// Records the sequence of a completed request.
     pub(crate) fn generated(&mut self, key: Key, prompt: &[u32], n: u32) {
         let output = letters(prompt, n as usize);
-        self.known.insert(key, prompt.iter().copied().chain(output.bytes().map(u32::from)).collect());
+        self.entries.insert(key, prompt.iter().copied().chain(output.bytes().map(u32::from)).collect());
     }
 
     fn perform(&mut self, request: &SequenceRequest, body: Vec<u8>) -> Result<SequenceAnswer, SequenceError> {
         let root = request.root;
-        self.asked.push(request.operation.clone());
-        let known = |all: &BTreeMap<Key, Vec<u32>>, name: &SequenceName| {
+        self.operations.push(request.operation.clone());
+        let find = |all: &BTreeMap<Key, Vec<u32>>, name: &SequenceName| {
             all.get(&(root, name.clone())).cloned().ok_or_else(|| unknown(name))
         };
         let pin = |pin: u64, (_, tokens, ttl_ms): &(BlockId, Vec<u32>, u64), all: u64| PinInfo {
@@ -64,7 +64,7 @@ impl Sequences {
         let reply = match &request.operation {
             SequenceOperation::List => SequenceReply::List(SequenceList {
                 sequences: self
-                    .known
+                    .entries
                     .iter()
                     .filter(|(k, _)| k.0 == root)
                     .map(|(k, t)| info(&k.1, t))
@@ -87,7 +87,7 @@ impl Sequences {
                     .collect(),
             }),
             SequenceOperation::Save { sequence, medium } => {
-                let file = file(&known(&self.known, sequence)?);
+                let file = file(&find(&self.entries, sequence)?);
                 let bytes = file.len() as u64;
                 self.saved.insert((root, sequence.clone()), (*medium, file));
                 SequenceReply::Saved(SnapshotInfo { name: sequence.clone(), bytes, medium: *medium })
@@ -96,7 +96,7 @@ impl Sequences {
                 let saved = self.saved.get(&(root, sequence.clone())).map(|(_, file)| file.clone());
                 return match saved {
                     Some(file) => Ok(SequenceAnswer::File(file)),
-                    None => known(&self.known, sequence).map(|tokens| SequenceAnswer::File(file(&tokens))),
+                    None => find(&self.entries, sequence).map(|tokens| SequenceAnswer::File(file(&tokens))),
                 };
             }
             SequenceOperation::Restore { snapshot, name } => {
@@ -107,13 +107,13 @@ impl Sequences {
             }
             SequenceOperation::Upload { name, .. } => self.take(root, name, &body)?,
             SequenceOperation::Fork { sequence, name } => {
-                let tokens = known(&self.known, sequence)?;
+                let tokens = find(&self.entries, sequence)?;
                 let reply = SequenceReply::Sequence(info(name, &tokens));
-                self.known.insert((root, name.clone()), tokens);
+                self.entries.insert((root, name.clone()), tokens);
                 reply
             }
             SequenceOperation::Reset { sequence, keep } => {
-                let mut tokens = known(&self.known, sequence)?;
+                let mut tokens = find(&self.entries, sequence)?;
                 if !(1..=tokens.len()).contains(&(*keep as usize)) {
                     let reason =
                         format!("{keep} tokens, must be 1 to {}, the sequence's length", tokens.len());
@@ -121,13 +121,13 @@ impl Sequences {
                 }
                 tokens.truncate(*keep as usize);
                 let reply = SequenceReply::Sequence(info(sequence, &tokens));
-                self.known.insert((root, sequence.clone()), tokens);
+                self.entries.insert((root, sequence.clone()), tokens);
                 reply
             }
             SequenceOperation::Drop { sequence } => {
                 let key = (root, sequence.clone());
-                let (known, saved) = (self.known.remove(&key), self.saved.remove(&key));
-                if known.is_none() && saved.is_none() {
+                let (removed, saved) = (self.entries.remove(&key), self.saved.remove(&key));
+                if removed.is_none() && saved.is_none() {
                     return Err(unknown(sequence));
                 }
                 SequenceReply::Done
@@ -167,7 +167,7 @@ impl Sequences {
         }
         let tokens: Vec<u32> = tokens.iter().map(|token| u32::from_le_bytes(*token)).collect();
         let reply = SequenceReply::Sequence(info(name, &tokens));
-        self.known.insert((root, name.clone()), tokens);
+        self.entries.insert((root, name.clone()), tokens);
         Ok(reply)
     }
 }

@@ -1,9 +1,9 @@
 //! A worker without an engine: it implements the protocol, keeps a prefix cache of ids, and generates letters
 //! that depend on the prompt.
 
-use super::fake_hearing::{self, Hearing};
 use super::fake_sequences::{self, Sequences};
-use kvasir_coordinator::api::auth::{DEFAULT_TENANT, salt};
+use super::fake_sessions::{self, FakeSessions};
+use api::auth::{DEFAULT_TENANT, salt};
 use parking_lot::Mutex;
 use pki::{Expected, Identity};
 use proto::block::{BlockId, HASH_UNIT_TOKENS, Scope};
@@ -57,7 +57,7 @@ pub(crate) struct FakeWorker {
 struct Shared {
     setup: Setup,
     sequences: Mutex<Sequences>,
-    hearing: Hearing,
+    sessions: FakeSessions,
     state: Mutex<State>,
     /// While true, requests compute their prompts.
     open: watch::Sender<bool>,
@@ -115,7 +115,7 @@ impl FakeWorker {
         let shared = Arc::new(Shared {
             setup,
             sequences: Mutex::default(),
-            hearing: Hearing::default(),
+            sessions: FakeSessions::default(),
             state: Mutex::new(state),
             open: watch::Sender::new(true),
             tokens: watch::Sender::new(u32::MAX),
@@ -193,16 +193,16 @@ impl FakeWorker {
 
     /// The received sequence operations, in order.
     pub(crate) fn operations(&self) -> Vec<SequenceOperation> {
-        self.shared.sequences.lock().asked.clone()
+        self.shared.sequences.lock().operations.clone()
     }
 
     /// The state of its audio sessions.
-    pub(crate) fn hearing(&self) -> &Hearing {
-        &self.shared.hearing
+    pub(crate) fn sessions(&self) -> &FakeSessions {
+        &self.shared.sessions
     }
 
     /// Adds a sequence of this name for the default tenant.
-    pub(crate) fn knows(&self, request: &str, prompt: &[u32]) {
+    pub(crate) fn add_sequence(&self, request: &str, prompt: &[u32]) {
         let key = super::cluster_key();
         let root = key.root(Scope {
             salt: &salt(&key, DEFAULT_TENANT),
@@ -223,10 +223,10 @@ impl FakeWorker {
     }
 
     /// Waits until the counters match.
-    pub(crate) async fn until(&self, what: &str, wanted: impl FnMut(&Counters) -> bool) {
+    pub(crate) async fn until(&self, description: &str, condition: impl FnMut(&Counters) -> bool) {
         let mut counters = self.shared.counters.subscribe();
-        let reached = tokio::time::timeout(Duration::from_secs(20), counters.wait_for(wanted)).await;
-        assert!(reached.is_ok(), "{what}: {:?}", self.counters());
+        let reached = tokio::time::timeout(Duration::from_secs(20), counters.wait_for(condition)).await;
+        assert!(reached.is_ok(), "{description}: {:?}", self.counters());
     }
 
     /// Closes the connection like a process that has lost its GPU.
@@ -308,12 +308,12 @@ impl Shared {
         let held = chain.iter().take_while(|unit| state.held.contains(unit)).count();
         let pulled = request.pull.as_ref().map_or(0, |pull| pull.tokens as usize / HASH_UNIT_TOKENS);
         let leading = held.max(pulled);
-        let most = (request.prompt.len() - 1) / HASH_UNIT_TOKENS;
+        let max_units = (request.prompt.len() - 1) / HASH_UNIT_TOKENS;
         let new: Vec<BlockId> = chain.into_iter().filter(|unit| state.held.insert(*unit)).collect();
-        ((leading.min(most) * HASH_UNIT_TOKENS) as u32, new)
+        ((leading.min(max_units) * HASH_UNIT_TOKENS) as u32, new)
     }
 
-    fn tell(&self, units: Vec<BlockId>) {
+    fn send_stored(&self, units: Vec<BlockId>) {
         if units.is_empty() {
             return;
         }
@@ -339,8 +339,8 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                 let request = &call.request;
                 shared.state.lock().requests.push(request.clone());
                 let name = SequenceName { request: request.request_id.clone(), choice: request.choice };
-                let most = request.stop.max_tokens;
-                shared.sequences.lock().generated((request.root, name), &request.prompt, most);
+                let max_tokens = request.stop.max_tokens;
+                shared.sequences.lock().generated((request.root, name), &request.prompt, max_tokens);
                 let cached = shared.look_up(request);
                 shared.count(|c| c.received += 1);
                 streams.spawn(generate(Arc::clone(&shared), *call, cached));
@@ -356,7 +356,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
             }
             Incoming::Operation(call) => {
                 let shared = Arc::clone(&shared);
-                streams.spawn(async move { fake_hearing::serve(&shared.hearing, *call).await });
+                streams.spawn(async move { fake_sessions::serve(&shared.sessions, *call).await });
             }
             Incoming::WorkerRpc(rpc) => {
                 streams.spawn(rpc.serve(Api(Arc::clone(&shared))));
@@ -394,7 +394,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
             return call.reply.send(&GenerateFrame::Failed(error)).await;
         }
         let computed_tokens = request.prompt.len() as u32 - cached;
-        shared.tell(new);
+        shared.send_stored(new);
         shared.count(|c| c.computed += u64::from(computed_tokens));
         let started = Started { cached_tokens: cached, computed_tokens, hit_stop: "absent".into() };
         call.reply.send(&GenerateFrame::Started(started)).await?;
@@ -440,7 +440,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
 
 /// The values of a text: a function of its tokens and of where its second part begins.
 pub(crate) fn values(text: &EncodeText, task: ModelTask) -> Vec<f32> {
-    let sum: u32 = text.tokens.iter().zip(1..).map(|(token, place)| token * place).sum();
+    let sum: u32 = text.tokens.iter().zip(1..).map(|(token, index)| token * index).sum();
     match task {
         ModelTask::Generate => Vec::new(),
         ModelTask::Embed { width } => (0..width).map(|i| (sum % 97 + i * i % 13) as f32 - 40.0).collect(),
@@ -494,12 +494,12 @@ impl WorkerApi for Api {
 
     async fn drain(self, _: Context) {
         self.0.state.lock().draining = true;
-        self.0.hearing.drain(true);
+        self.0.sessions.drain(true);
     }
 
     async fn undrain(self, _: Context) {
         self.0.state.lock().draining = false;
-        self.0.hearing.drain(false);
+        self.0.sessions.drain(false);
     }
 
     async fn status(self, _: Context) -> WorkerStatus {

@@ -75,10 +75,10 @@ async fn a_stream_continues_seamlessly_at_another_worker() {
     assert!(done);
     chunks.extend(rest);
     assert_eq!(text_of(&chunks), letters(&tokens("seam"), 9));
-    let moved = &second.requests()[0];
-    assert_eq!(*moved.emitted, tokens(&letters(&tokens("seam"), 3)));
-    assert_eq!(moved.sampling, first.requests()[0].sampling);
-    assert!(moved.attempt > first.requests()[0].attempt);
+    let resumed = &second.requests()[0];
+    assert_eq!(*resumed.emitted, tokens(&letters(&tokens("seam"), 3)));
+    assert_eq!(resumed.sampling, first.requests()[0].sampling);
+    assert!(resumed.attempt > first.requests()[0].attempt);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -188,15 +188,15 @@ async fn a_full_queue_says_so_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_leaves_is_cancelled_and_nobody_else() {
+async fn only_the_disconnected_client_is_cancelled() {
     let (rig, [worker]) = Rig::with_workers::<1>(|c| c.worker_inflight = 3).await;
     worker.allow_tokens(1);
-    let stays = spawn_post(&rig, body("stays", 4));
+    let remaining = spawn_post(&rig, body("stays", 4));
     worker.until("one is there", |c| c.received == 1).await;
     // One request streams, one waits for a complete answer, and one is queued.
     let mut streams = Events::post(rig.at.http, COMPLETIONS, &streamed("streams", 4)).await;
     streams.next().await.unwrap();
-    let waits = spawn_post(&rig, body("waits", 4));
+    let whole = spawn_post(&rig, body("waits", 4));
     worker.until("three are there", |c| c.received == 3).await;
     let queued = spawn_post(&rig, body("queued", 4));
     until("one waits", async || rig.metric("kvasir_queue_requests ").await == 1.0).await;
@@ -204,10 +204,10 @@ async fn whoever_leaves_is_cancelled_and_nobody_else() {
     until("it has left", async || rig.metric("kvasir_queue_requests ").await == 0.0).await;
     drop(streams);
     worker.until("one is cancelled", |c| c.cancelled == 1).await;
-    waits.abort();
+    whole.abort();
     worker.until("two are cancelled", |c| c.cancelled == 2).await;
     worker.allow_tokens(u32::MAX);
-    assert_eq!(stays.await.unwrap().json()["choices"][0]["text"], letters(&tokens("stays"), 4));
+    assert_eq!(remaining.await.unwrap().json()["choices"][0]["text"], letters(&tokens("stays"), 4));
     worker.until("it is over", |c| c.finished == 1).await;
     assert_eq!(worker.counters(), Counters { received: 3, cancelled: 2, finished: 1, ..worker.counters() });
     until("the books are empty", async || rig.metric("kvasir_inflight_requests ").await == 0.0).await;

@@ -26,8 +26,8 @@ async fn group(dir: &tempfile::TempDir) -> (Rig, [super::FakeWorker; 1]) {
     .await
 }
 
-async fn create(rig: &Rig, wanted: Value) -> Made {
-    let reply = post(rig.at.ops, KEYS, &wanted).await;
+async fn create(rig: &Rig, request: Value) -> Made {
+    let reply = post(rig.at.ops, KEYS, &request).await;
     assert_eq!(reply.status.as_u16(), 201, "{}", reply.text());
     let text = |name: &str| reply.json()[name].as_str().unwrap().to_owned();
     Made { id: text("id"), key: text("key") }
@@ -80,9 +80,9 @@ async fn sec_key_lifecycle() {
     let listed = get(rig.at.ops, KEYS).await.text();
     assert!(listed.contains(&one.id) && !listed.contains("kvasir-"), "{listed}");
     let keys: Value = serde_json::from_str(&listed).unwrap();
-    let shown = keys["keys"].as_array().unwrap().iter().find(|key| key["id"] == two.id.as_str()).unwrap();
+    let key_json = keys["keys"].as_array().unwrap().iter().find(|key| key["id"] == two.id.as_str()).unwrap();
     assert_eq!(
-        (&shown["tenant"], &shown["rpm"], &shown["from"]),
+        (&key_json["tenant"], &key_json["rpm"], &key_json["from"]),
         (&json!("a"), &json!(1000), &json!("cluster"))
     );
 
@@ -93,13 +93,13 @@ async fn sec_key_lifecycle() {
     let headers = [("authorization", authorization.as_str())];
     let mut running = Events::post_with(rig.at.http, COMPLETIONS, &headers, &streaming).await;
     assert_eq!(running.status.as_u16(), 200);
-    let (waits, revoked) = tokio::join!(complete(&rig, &two.key, &body), async {
+    let (queued, revoked) = tokio::join!(complete(&rig, &two.key, &body), async {
         super::until("it waits", async || rig.metric("kvasir_queue_requests ").await == 1.0).await;
-        let asked = Instant::now();
+        let started = Instant::now();
         revoke(&rig, &two).await;
-        asked
+        started
     });
-    assert_eq!(waits.error(), (401, "invalid_api_key".into(), String::new()));
+    assert_eq!(queued.error(), (401, "invalid_api_key".into(), String::new()));
     assert!(revoked.elapsed() < 3 * Duration::from_secs(5), "{:?}", revoked.elapsed());
     assert_eq!(complete(&rig, &two.key, &body).await.error().0, 401);
     let (events, done) = running.rest().await;
@@ -109,8 +109,8 @@ async fn sec_key_lifecycle() {
 
     revoke(&rig, &one).await;
     assert_eq!(complete(&rig, "whatever", &body).await.error().0, 401, "who has had keys stays closed");
-    let gone = send(rig.at.ops, Method::DELETE, &format!("{KEYS}/{}", one.id), &[], "").await;
-    assert_eq!(gone.status.as_u16(), 404);
+    let deleted_again = send(rig.at.ops, Method::DELETE, &format!("{KEYS}/{}", one.id), &[], "").await;
+    assert_eq!(deleted_again.status.as_u16(), 404);
     drop(workers);
     assert!(rig.stop().await);
 
@@ -138,8 +138,11 @@ async fn sec_tenant_cache() {
     };
     assert_eq!(cached(&complete(&rig, &a.key, &body).await), 0);
     assert_eq!(cached(&complete(&rig, &a.key, &body).await), 96);
-    let theirs = complete(&rig, &b.key, &body).await;
-    assert_eq!((cached(&theirs), theirs.header("x-kvasir-route")), (0, "reason=only;predicted=0"));
+    let other_tenant = complete(&rig, &b.key, &body).await;
+    assert_eq!(
+        (cached(&other_tenant), other_tenant.header("x-kvasir-route")),
+        (0, "reason=only;predicted=0")
+    );
     // A client's salt separates its own cache entries, and cannot be guessed to reach another tenant's.
     assert_eq!(cached(&complete(&rig, &a.key, &salted("x")).await), 0);
     assert_eq!(cached(&complete(&rig, &a.key, &salted("x")).await), 96);
@@ -227,23 +230,23 @@ async fn sec_audit_complete() {
         assert!(!text.contains(secret), "{text}");
     }
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let has = |what: &str, on: &str, result: &str| {
-        lines.iter().any(|line| line["what"] == what && line["on"] == on && line["result"] == result)
+    let has = |action: &str, on: &str, result: &str| {
+        lines.iter().any(|line| line["what"] == action && line["on"] == on && line["result"] == result)
     };
     assert!(has("join", "epoch 1", "joined"), "{text}");
     assert!(has("POST /admin/v1/keys", &format!("key {} of a", made.id), "201"), "{text}");
     assert!(has("GET /admin/v1/keys", "", "401"), "{text}");
     for (method, path, status) in actions {
-        let (what, on) = match path {
+        let (action, on) = match path {
             path if path == right => (format!("{KEYS}/ID"), format!("key {}", made.id)),
             path if path == wrong => (format!("{KEYS}/ID"), String::new()),
             path => (path.to_owned(), String::new()),
         };
-        assert!(has(&format!("{method} {what}"), &on, &status.to_string()), "{what}: {text}");
+        assert!(has(&format!("{method} {action}"), &on, &status.to_string()), "{action}: {text}");
     }
-    let who = lines.iter().find(|line| line["what"] == "PUT /admin/v1/tenants/a").unwrap();
+    let record = lines.iter().find(|line| line["what"] == "PUT /admin/v1/tenants/a").unwrap();
     let id = &key("secret-of-the-file", "f", true).sha256[..16];
-    assert_eq!(who["who"], format!("key {id} of f"));
-    assert_eq!((&who["from"], &who["node"]), (&json!("127.0.0.1"), &json!("c1")));
-    assert!(who["unix_ms"].as_u64().unwrap() > 1_700_000_000_000);
+    assert_eq!(record["who"], format!("key {id} of f"));
+    assert_eq!((&record["from"], &record["node"]), (&json!("127.0.0.1"), &json!("c1")));
+    assert!(record["unix_ms"].as_u64().unwrap() > 1_700_000_000_000);
 }

@@ -3,9 +3,9 @@
 use super::Rig;
 use super::client::{Reply, post, send};
 use super::fake_worker::MAX_MODEL_LEN;
+use api::Endpoint;
+use api::auth::KeyEntry;
 use hyper::Method;
-use kvasir_coordinator::api::Endpoint;
-use kvasir_coordinator::api::auth::KeyEntry;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::net::SocketAddr;
@@ -61,8 +61,8 @@ async fn sec_tenant_header_ignored() {
     };
     assert_eq!(cached("Bearer key-a", json!({})).await.0, 0);
     assert_eq!(cached("Bearer key-a", json!({})).await.0, 96);
-    let theirs = cached("Bearer key-b", json!({"user": "a", "tenant": "a"})).await;
-    assert_eq!(theirs, (0, "reason=only;predicted=0".into()));
+    let other_tenant = cached("Bearer key-b", json!({"user": "a", "tenant": "a"})).await;
+    assert_eq!(other_tenant, (0, "reason=only;predicted=0".into()));
     assert_eq!(cached("Bearer key-b", json!({})).await.0, 96);
 }
 
@@ -164,11 +164,11 @@ async fn sec_limits() {
             chat(1, json!({"logprobs": true, "top_logprobs": 21})).to_string(), invalid("top_logprobs")),
     ];
     for (path, at_cap, above, expected) in table {
-        let asked = |body: String| send(rig.at.http, Method::POST, path, &[], body);
+        let request = |body: String| send(rig.at.http, Method::POST, path, &[], body);
         let head: String = above.chars().take(100).collect();
-        let served = asked(at_cap).await;
+        let served = request(at_cap).await;
         assert_eq!(served.status.as_u16(), 200, "{head}: {}", served.text());
-        assert_eq!(asked(above).await.error(), expected, "{head}");
+        assert_eq!(request(above).await.error(), expected, "{head}");
     }
     // 4,096 messages exceed this model's context, which gives another error than 4,097 messages.
     assert_eq!(post(rig.at.http, CHAT, &chat(4_096, json!({}))).await.error(), context());
@@ -183,7 +183,7 @@ async fn sec_limits() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_not_served_is_refused_by_name() {
+async fn unsupported_fields_are_refused_by_name() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     for (path, body, code, param) in [
         (COMPLETIONS, completion(json!({"model": "../../etc/passwd"})), "model_not_found", "model"),
@@ -231,8 +231,8 @@ async fn what_is_not_served_is_refused_by_name() {
         ("/tokenize", json!({}), "invalid_field", "prompt"),
         ("/detokenize", json!({"tokens": [1, 9999]}), "invalid_field", "tokens[1]"),
     ] {
-        let (status, told, named) = post(rig.at.http, path, &body).await.error();
-        assert_eq!((told.as_str(), named.as_str()), (code, param), "{path} {body}");
+        let (status, error_code, named) = post(rig.at.http, path, &body).await.error();
+        assert_eq!((error_code.as_str(), named.as_str()), (code, param), "{path} {body}");
         assert_eq!(status, if code == "model_not_found" { 404 } else { 400 });
     }
     let wrong_method = send(rig.at.http, Method::GET, COMPLETIONS, &[], "").await;
@@ -263,14 +263,14 @@ async fn sec_grammar_bomb() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
     let many: Vec<String> = (0..100_000).map(|n| n.to_string()).collect();
     let deep = (0..50).fold(json!({}), |inner, _| json!({"items": inner}));
-    for (what, schema) in [("an enum", json!({"enum": many})), ("depth", deep), ("a number", json!(7))] {
+    for (case, schema) in [("an enum", json!({"enum": many})), ("depth", deep), ("a number", json!(7))] {
         let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema.clone()}});
-        let told = post(rig.at.http, CHAT, &chat(1, json!({"response_format": format}))).await.error();
+        let error = post(rig.at.http, CHAT, &chat(1, json!({"response_format": format}))).await.error();
         let field = "response_format.json_schema.schema";
-        assert_eq!(told, (400, "invalid_field".into(), field.into()), "{what}");
+        assert_eq!(error, (400, "invalid_field".into(), field.into()), "{case}");
         let tool = json!({"type": "function", "function": {"name": "f", "parameters": schema}});
-        let told = post(rig.at.http, CHAT, &chat(1, json!({"tools": [tool]}))).await.error();
-        assert_eq!(told, (400, "invalid_field".into(), "tools[0].function.parameters".into()), "{what}");
+        let error = post(rig.at.http, CHAT, &chat(1, json!({"tools": [tool]}))).await.error();
+        assert_eq!(error, (400, "invalid_field".into(), "tools[0].function.parameters".into()), "{case}");
     }
     assert_eq!(workers[0].counters().received, 0);
 }
@@ -292,8 +292,8 @@ async fn sec_image_refused() {
         json!({"type": "file", "file": {"file_data": png}}),
     ] {
         let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
-        let told = post(rig.at.http, CHAT, &json!({"messages": [message], "max_tokens": 1})).await.error();
-        assert_eq!(told, (400, "invalid_field".into(), "messages[0].content[1].type".into()), "{message}");
+        let error = post(rig.at.http, CHAT, &json!({"messages": [message], "max_tokens": 1})).await.error();
+        assert_eq!(error, (400, "invalid_field".into(), "messages[0].content[1].type".into()), "{message}");
     }
     for part in [
         json!({"type": "input_image", "image_url": address}),
@@ -301,17 +301,17 @@ async fn sec_image_refused() {
         json!({"type": "input_image", "file_id": "f"}),
     ] {
         let message = json!({"role": "user", "content": [{"type": "input_text", "text": "see"}, part]});
-        let told = post(rig.at.http, "/v1/responses", &json!({"input": [message]})).await.error();
-        assert_eq!(told, (400, "invalid_field".into(), "input[0].content[1].type".into()), "{message}");
+        let error = post(rig.at.http, "/v1/responses", &json!({"input": [message]})).await.error();
+        assert_eq!(error, (400, "invalid_field".into(), "input[0].content[1].type".into()), "{message}");
     }
     for source in [json!({"type": "url", "url": address}), json!({"type": "base64", "data": "AAAA"})] {
         for kind in ["image", "document"] {
             let part = json!({"type": kind, "source": source});
             let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
             let body = json!({"messages": [message], "max_tokens": 1});
-            let told = post(rig.at.http, "/v1/messages", &body).await.error();
+            let error = post(rig.at.http, "/v1/messages", &body).await.error();
             assert_eq!(
-                told,
+                error,
                 (400, "invalid_field".into(), "messages[0].content[1].type".into()),
                 "{message}"
             );

@@ -3,17 +3,17 @@
 
 mod agreement;
 mod api;
+mod audio_sessions;
 mod chats;
 mod client;
 mod dashboard;
 mod dialects;
 mod edge;
 mod encode;
-mod fake_hearing;
 mod fake_sequences;
+mod fake_sessions;
 mod fake_worker;
 mod faults;
-mod hearing;
 mod keys;
 mod limits;
 mod operations;
@@ -24,8 +24,8 @@ mod transcribe;
 mod websocket;
 
 use client::get;
+use dispatch::models::ModelEntry;
 use fake_worker::{FakeWorker, Setup};
-use kvasir_coordinator::models::ModelEntry;
 use kvasir_coordinator::server::Addresses;
 use kvasir_coordinator::{Config, Coordinator};
 use metadata::{Metadata, Strings, Value};
@@ -150,10 +150,10 @@ impl Rig {
 }
 
 /// Waits until `reached` returns `true`.
-pub(crate) async fn until(what: &str, mut reached: impl AsyncFnMut() -> bool) {
+pub(crate) async fn until(description: &str, mut reached: impl AsyncFnMut() -> bool) {
     let start = Instant::now();
     while !reached().await {
-        assert!(start.elapsed() < Duration::from_secs(20), "{what}");
+        assert!(start.elapsed() < Duration::from_secs(20), "{description}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }

@@ -33,7 +33,7 @@ async fn a_draining_worker_gets_nothing_new_and_finishes_what_it_has() {
     let (rig, workers) = Rig::with_workers::<2>(|_| {}).await;
     let [a, b] = &workers;
     let drain =
-        async |what: &str| post(rig.at.ops, &format!("/admin/v1/workers/w1/{what}"), &json!({})).await;
+        async |action: &str| post(rig.at.ops, &format!("/admin/v1/workers/w1/{action}"), &json!({})).await;
     a.allow_tokens(1);
     b.fail(Some(proto::message::GenerateError::Draining));
     let http = rig.at.http;
@@ -65,24 +65,24 @@ async fn a_worker_that_loses_its_gpu_three_times_is_quarantined_until_it_is_pard
     let rig = Rig::bare(|config| config.data_dir = Some(dir.path().join("data"))).await;
     let worker = async || rig.cluster().await["workers"][0].clone();
     for epoch in 1..=3 {
-        let life = rig.join("w1", epoch).await;
+        let joined = rig.join("w1", epoch).await;
         let here = worker().await;
         assert_eq!((&here["draining"], &here["quarantined"]), (&json!(false), &json!(false)), "{epoch}");
-        life.lose_device();
+        joined.lose_device();
         until("it has left", async || worker().await.is_null()).await;
     }
-    let life = rig.join("w1", 4).await;
+    let joined = rig.join("w1", 4).await;
     until("it drains", async || worker().await["quarantined"] == true).await;
-    until("it is told so", async || life.draining()).await;
+    until("it is told so", async || joined.draining()).await;
     assert_eq!(worker().await["draining"], true);
     let undrained = post(rig.at.ops, "/admin/v1/workers/w1/undrain", &json!({})).await;
     assert_eq!(undrained.status.as_u16(), 204);
     let here = worker().await;
     assert_eq!((&here["draining"], &here["quarantined"]), (&json!(false), &json!(false)));
     // After the pardon, one more loss is not too many.
-    life.lose_device();
+    joined.lose_device();
     until("it has left", async || worker().await.is_null()).await;
-    let _life = rig.join("w1", 5).await;
+    let _rejoined = rig.join("w1", 5).await;
     assert_eq!(worker().await["draining"], false);
 }
 
@@ -205,7 +205,7 @@ async fn a_failed_start_has_a_reason() {
     let error = start(quiet(), Role::Worker).await;
     assert!(matches!(error, StartError::WrongRole(Role::Worker)), "{error}");
     let path = "/does/not/exist.gguf".into();
-    let entry = kvasir_coordinator::models::ModelEntry { id: "x".to_owned().try_into().unwrap(), path };
+    let entry = dispatch::models::ModelEntry { id: "x".to_owned().try_into().unwrap(), path };
     let error = start(Config { models: vec![entry], ..quiet() }, Role::Coordinator).await;
     assert!(matches!(error, StartError::Models(_)), "{error}");
     let taken = std::net::TcpListener::bind(any_port()).unwrap();

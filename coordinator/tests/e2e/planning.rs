@@ -1,11 +1,11 @@
 //! Planning with the short effort gives the same plan or none.
 
 use super::write_model;
-use kvasir_coordinator::api::auth::{Caller, Keys};
-use kvasir_coordinator::api::documents::Popularity;
-use kvasir_coordinator::api::error::ApiError;
-use kvasir_coordinator::api::plan::{Effort, GenerationPlan, Kind, Sources, Unplanned, generation};
-use kvasir_coordinator::models::{ModelEntry, Models};
+use api::auth::{Caller, Keys};
+use api::documents::Popularity;
+use api::error::ApiError;
+use api::plan::{Effort, GenerationPlan, Kind, Sources, Unplanned, generation};
+use dispatch::models::{ModelEntry, Models};
 use proto::block::ClusterKey;
 use proto::ids::ModelId;
 use proto::served_model::{ModelTask, ServedModel};

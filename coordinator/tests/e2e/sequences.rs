@@ -50,8 +50,8 @@ async fn a_sequence_is_saved_listed_fetched_and_dropped_where_it_was_made() {
     assert_eq!(fetched.header("x-kvasir-worker"), worker);
     assert_eq!(&fetched.body[..4], u32::from(b's').to_le_bytes());
     assert_eq!(delete(&rig, &format!("{SNAPSHOTS}/req:1")).await.status.as_u16(), 204);
-    let gone = delete(&rig, &format!("{SNAPSHOTS}/req:1")).await;
-    assert_eq!(gone.error(), (404, "invalid_field".into(), "id".into()));
+    let deleted_again = delete(&rig, &format!("{SNAPSHOTS}/req:1")).await;
+    assert_eq!(deleted_again.error(), (404, "invalid_field".into(), "id".into()));
     assert_eq!(get(rig.at.ops, SNAPSHOTS).await.json(), json!({"sequences": [], "snapshots": []}));
 }
 
@@ -73,16 +73,16 @@ async fn snapshots_come_back_as_bytes_and_move_between_workers() {
 
     post(rig.at.ops, SNAPSHOTS, &json!({"id": "a"})).await;
     let path = format!("{SNAPSHOTS}/a/restore");
-    let here = post(rig.at.ops, &path, &json!({"as": "c"})).await.json();
-    assert_eq!((&here["id"], &here["worker"]), (&json!("c"), &json!(worker)));
-    let there = post(rig.at.ops, &format!("{path}?worker={other}"), &json!({})).await.json();
-    assert_eq!((&there["id"], &there["worker"]), (&json!("a"), &json!(other)));
-    let moved = workers.iter().find(|w| w.name.as_str() == other).unwrap();
-    assert!(matches!(moved.operations().last(), Some(SequenceOperation::Upload { bytes: 48, .. })));
+    let same_worker = post(rig.at.ops, &path, &json!({"as": "c"})).await.json();
+    assert_eq!((&same_worker["id"], &same_worker["worker"]), (&json!("c"), &json!(worker)));
+    let other_worker = post(rig.at.ops, &format!("{path}?worker={other}"), &json!({})).await.json();
+    assert_eq!((&other_worker["id"], &other_worker["worker"]), (&json!("a"), &json!(other)));
+    let target = workers.iter().find(|w| w.name.as_str() == other).unwrap();
+    assert!(matches!(target.operations().last(), Some(SequenceOperation::Upload { bytes: 48, .. })));
     let back = post(rig.at.ops, &format!("{path}?worker={worker}"), &json!({})).await.json();
     assert_eq!(back["worker"], json!(worker), "where it is, nothing moves");
-    let stays = workers.iter().find(|w| w.name.as_str() == worker).unwrap();
-    assert!(matches!(stays.operations().last(), Some(SequenceOperation::Restore { .. })));
+    let origin = workers.iter().find(|w| w.name.as_str() == worker).unwrap();
+    assert!(matches!(origin.operations().last(), Some(SequenceOperation::Restore { .. })));
     assert_eq!(
         post(rig.at.ops, &format!("{path}?worker=w9"), &json!({})).await.error(),
         (400, "invalid_field".into(), "worker".into())
@@ -132,10 +132,10 @@ async fn forks_and_resets_go_to_the_holder_even_if_it_is_not_remembered() {
         assert_eq!(refused.error(), (400, "invalid_field".into(), param.into()));
     }
     // Each operation was sent to the holder only.
-    let asked = |worker: &FakeWorker| worker.operations().len();
-    assert!(workers.iter().any(|worker| asked(worker) == 0));
+    let operation_count = |worker: &FakeWorker| worker.operations().len();
+    assert!(workers.iter().any(|worker| operation_count(worker) == 0));
     // A sequence that was generated through another coordinator.
-    workers[1].knows("late", &tokens("some text"));
+    workers[1].add_sequence("late", &tokens("some text"));
     let cut = post(rig.at.ops, &format!("{SNAPSHOTS}/late/reset"), &json!({"keep": 5})).await.json();
     assert_eq!((&cut["worker"], &cut["tokens"]), (&json!("w2"), &json!(5)));
 }
@@ -160,9 +160,9 @@ async fn prefixes_are_pinned_everywhere_or_nowhere() {
 
     // One worker has no room: the other must not keep the pin either.
     let more = json!({"prompt": (0..60).collect::<Vec<u32>>(), "ttl_s": 0});
-    let one =
+    let single =
         post(rig.at.ops, &format!("{PREFIXES}?worker=w2"), &json!({"prompt": vec![1; 40]})).await.json();
-    assert_eq!(of(&one, "expires_in_s"), [json!(3600)]);
+    assert_eq!(of(&single, "expires_in_s"), [json!(3600)]);
     let refused = post(rig.at.ops, PREFIXES, &json!({"prompt": vec![2; 30]})).await;
     assert!(refused.text().contains("at most 100"), "{}", refused.text());
     assert_eq!(refused.status.as_u16(), 409);
@@ -171,8 +171,8 @@ async fn prefixes_are_pinned_everywhere_or_nowhere() {
 
     assert_eq!(delete(&rig, &format!("{PREFIXES}/w1.1")).await.status.as_u16(), 204);
     for unknown in ["w1.1", "w1", "w9.1", "w1.x"] {
-        let gone = delete(&rig, &format!("{PREFIXES}/{unknown}")).await.status.as_u16();
-        assert!(matches!(gone, 404 | 503), "{unknown}: {gone}");
+        let status = delete(&rig, &format!("{PREFIXES}/{unknown}")).await.status.as_u16();
+        assert!(matches!(status, 404 | 503), "{unknown}: {status}");
     }
     for (body, param) in [
         (json!({}), "prompt"),

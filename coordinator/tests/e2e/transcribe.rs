@@ -1,8 +1,8 @@
 //! Transcriptions in OpenAI's format: forms with a recording.
 
+use super::audio_sessions::{offers, wav};
 use super::client::{Reply, send};
 use super::fake_worker::{FakeWorker, Setup};
-use super::hearing::{offers, wav};
 use super::limits::key;
 use super::{Rig, until};
 use hyper::Method;
@@ -33,7 +33,7 @@ fn form(file: &[u8], fields: &[(&str, &str)]) -> Vec<u8> {
     body
 }
 
-async fn ask(rig: &Rig, path: &str, headers: &[(&str, &str)], body: Vec<u8>) -> Reply {
+async fn post_form(rig: &Rig, path: &str, headers: &[(&str, &str)], body: Vec<u8>) -> Reply {
     let mut all = vec![("content-type", "multipart/form-data; boundary=XX")];
     all.extend(headers);
     send(rig.at.http, Method::POST, path, &all, body).await
@@ -47,30 +47,32 @@ fn second() -> Vec<u8> {
 async fn a_transcript_is_returned_in_every_format() {
     let (rig, worker) = rig(|_| {}).await;
     // The fake worker's transcript of one second: language "en" and one text.
-    let plain = ask(&rig, WORDS, &[], form(&second(), &[("model", "ears")])).await;
+    let plain = post_form(&rig, WORDS, &[], form(&second(), &[("model", "ears")])).await;
     assert_eq!(plain.status.as_u16(), 200, "{}", plain.text());
     let usage = json!({"type": "duration", "seconds": 1});
     assert_eq!(plain.json(), json!({"text": "heard 8000", "usage": usage}));
     assert_eq!(plain.header("x-kvasir-worker"), "w1");
-    let asked = &worker.hearing().asked()[0];
-    assert_eq!((asked.operation, asked.sample_rate), (Operation::Asr, 8_000));
-    assert_eq!(asked.options, OperationOptions::Transcribe(TranscribeOptions::default()));
+    let request = &worker.sessions().requests()[0];
+    assert_eq!((request.operation, request.sample_rate), (Operation::Asr, 8_000));
+    assert_eq!(request.options, OperationOptions::Transcribe(TranscribeOptions::default()));
     let fields = [("response_format", "verbose_json"), ("prompt", "Hm."), ("temperature", "0")];
-    let verbose = ask(&rig, ENGLISH, &[], form(&second(), &fields)).await.json();
+    let verbose = post_form(&rig, ENGLISH, &[], form(&second(), &fields)).await.json();
     assert_eq!((&verbose["task"], &verbose["language"]), (&json!("translate"), &json!("english")));
     assert_eq!((&verbose["duration"], &verbose["segments"][0]["end"]), (&json!(1.0), &json!(1.0)));
     let options = TranscribeOptions { language: None, translate: true, prompt: "Hm.".into() };
-    assert_eq!(worker.hearing().asked()[1].options, OperationOptions::Transcribe(options));
+    assert_eq!(worker.sessions().requests()[1].options, OperationOptions::Transcribe(options));
     let fields = [("response_format", "vtt"), ("language", "german")];
-    let captions = ask(&rig, WORDS, &[], form(&second(), &fields)).await;
+    let captions = post_form(&rig, WORDS, &[], form(&second(), &fields)).await;
     assert_eq!(captions.text(), "WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nheard 8000\n\n");
-    let OperationOptions::Transcribe(options) = worker.hearing().asked()[2].options.clone() else { panic!() };
+    let OperationOptions::Transcribe(options) = worker.sessions().requests()[2].options.clone() else {
+        panic!()
+    };
     assert_eq!(options.language.as_deref(), Some("de"));
     assert_eq!(rig.metric("kvasir_operation_client_sessions{operation=\"asr\"}").await, 0.0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_not_served_is_refused_by_its_name() {
+async fn unsupported_fields_are_refused_by_name() {
     let (rig, worker) = rig(|_| {}).await;
     for (fields, code, param) in [
         (&[("temperature", "1")][..], "invalid_field", "temperature"),
@@ -78,22 +80,22 @@ async fn what_is_not_served_is_refused_by_its_name() {
         (&[("colour", "red")], "invalid_field", "colour"),
         (&[("model", "whisper-1")], "model_not_found", "model"),
     ] {
-        let told = ask(&rig, WORDS, &[], form(&second(), fields)).await.error();
-        assert_eq!((told.1.as_str(), told.2.as_str()), (code, param), "{told:?}");
+        let error = post_form(&rig, WORDS, &[], form(&second(), fields)).await.error();
+        assert_eq!((error.1.as_str(), error.2.as_str()), (code, param), "{error:?}");
     }
     for file in [&b"ID3 and so on"[..], &wav(&[0; 100], 8_000), b""] {
-        let told = ask(&rig, WORDS, &[], form(file, &[])).await.error();
-        assert_eq!(told, (400, "invalid_field".into(), "file".into()));
+        let error = post_form(&rig, WORDS, &[], form(file, &[])).await.error();
+        assert_eq!(error, (400, "invalid_field".into(), "file".into()));
     }
-    let told =
+    let error =
         send(rig.at.http, Method::POST, WORDS, &[("content-type", "audio/wav")], second()).await.error();
-    assert_eq!(told, (400, "invalid_field".into(), "content-type".into()));
-    worker.hearing().refuse(Some(OperationError::TooManySessions { limit: 8 }));
-    let told = ask(&rig, WORDS, &[], form(&second(), &[])).await.error();
-    assert_eq!((told.0, told.1.as_str()), (429, "queue_full"));
-    let nobody = Rig::bare(|_| {}).await;
-    let told = ask(&nobody, WORDS, &[], form(&second(), &[])).await;
-    assert!(told.error().0 == 503 && told.text().contains("operation asr"), "{}", told.text());
+    assert_eq!(error, (400, "invalid_field".into(), "content-type".into()));
+    worker.sessions().refuse(Some(OperationError::TooManySessions { limit: 8 }));
+    let error = post_form(&rig, WORDS, &[], form(&second(), &[])).await.error();
+    assert_eq!((error.0, error.1.as_str()), (429, "queue_full"));
+    let empty = Rig::bare(|_| {}).await;
+    let reply = post_form(&empty, WORDS, &[], form(&second(), &[])).await;
+    assert!(reply.error().0 == 503 && reply.text().contains("operation asr"), "{}", reply.text());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -102,21 +104,21 @@ async fn a_recording_may_be_longer_than_other_bodies_and_no_longer_than_its_limi
     let (rig, _worker) = rig(|config| config.keys = keys).await;
     let long = form(&wav(&vec![0; 5 << 20], 48_000), &[]);
     assert!(long.len() > 10 << 20);
-    let told = ask(&rig, WORDS, &[], long.clone()).await.error();
-    assert_eq!((told.0, told.1.as_str()), (401, "invalid_api_key"), "before the body");
-    let reply = ask(&rig, WORDS, &[("authorization", "Bearer key-a")], long).await;
+    let error = post_form(&rig, WORDS, &[], long.clone()).await.error();
+    assert_eq!((error.0, error.1.as_str()), (401, "invalid_api_key"), "before the body");
+    let reply = post_form(&rig, WORDS, &[("authorization", "Bearer key-a")], long).await;
     // The fake worker refuses this sample rate: so the recording has reached it.
     assert_eq!(reply.error(), (400, "invalid_field".into(), "sample_rate".into()), "{}", reply.text());
-    let too_long = ask(&rig, WORDS, &[("authorization", "Bearer key-a")], vec![b'x'; 26 << 20]).await;
+    let too_long = post_form(&rig, WORDS, &[("authorization", "Bearer key-a")], vec![b'x'; 26 << 20]).await;
     assert_eq!(too_long.error().0, 413);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_timed_out_call_is_cancelled_at_the_worker() {
     let (rig, worker) = rig(|config| config.request_timeout_s = 1).await;
-    worker.hearing().stand(true);
-    let told = ask(&rig, WORDS, &[], form(&second(), &[])).await.error();
-    assert_eq!((told.0, told.1.as_str()), (503, "deadline_exceeded"));
-    worker.hearing().stand(false);
-    until("the worker has no session", async || worker.hearing().open() == 0).await;
+    worker.sessions().stall(true);
+    let error = post_form(&rig, WORDS, &[], form(&second(), &[])).await.error();
+    assert_eq!((error.0, error.1.as_str()), (503, "deadline_exceeded"));
+    worker.sessions().stall(false);
+    until("the worker has no session", async || worker.sessions().open() == 0).await;
 }

@@ -25,7 +25,7 @@ pub(crate) struct WebSocket {
 }
 
 /// Requests a WebSocket. Returns the connection, or the HTTP answer if refused.
-pub(crate) async fn ask(
+pub(crate) async fn handshake(
     to: SocketAddr,
     path: &str,
     headers: &[(&str, &str)],
@@ -99,7 +99,7 @@ impl WebSocket {
         path: &str,
         headers: &[(&str, &str)],
     ) -> Result<Self, Reply> {
-        let (stream, headers) = ask(to, path, headers).await?;
+        let (stream, headers) = handshake(to, path, headers).await?;
         Ok(Self { socket: WebSocketStream::from_raw_socket(stream, Role::Client, None).await, headers })
     }
 
@@ -110,11 +110,11 @@ impl WebSocket {
         }
     }
 
-    pub(crate) async fn say(&mut self, text: &str) {
+    pub(crate) async fn send_text(&mut self, text: &str) {
         self.send(Message::text(text)).await;
     }
 
-    pub(crate) async fn sound(&mut self, samples: &[i16]) {
+    pub(crate) async fn send_samples(&mut self, samples: &[i16]) {
         self.send(Message::binary(s16(samples))).await;
     }
 

@@ -24,7 +24,7 @@ const ALL: usize = i32::MAX as usize;
 /// Smallest size of the scratch memory for partial results, if a single row does not need more.
 const SCRATCH_BYTES: usize = 32 << 20;
 
-/// Most blocks of a grid's second and third dimension.
+/// Maximum number of blocks of a grid's second and third dimension.
 const MAX_GRID: usize = 65_535;
 
 /// Head widths that the kernels are compiled for.
@@ -40,8 +40,8 @@ pub struct AttentionKernels {
     combine: KernelId,
     /// Query heads that a block processes together. They share one key/value head.
     together: usize,
-    /// Most query vectors of a block.
-    most: usize,
+    /// Maximum number of query vectors of a block.
+    max_vectors: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -69,12 +69,12 @@ struct Rows {
     rows: Range<usize>,
     /// Rows that a block of threads is responsible for.
     tile: usize,
-    /// Most rows that a block of threads can process together. With a `tile` of 1, these include rows of
-    /// other blocks of threads whose caches begin with the same blocks.
+    /// Maximum number of rows that a block of threads processes together. With a `tile` of 1, these include
+    /// rows of other blocks of threads whose caches begin with the same blocks.
     join: usize,
-    /// Most splits of a row.
+    /// Maximum number of splits of a row.
     splits: usize,
-    /// Most splits of a block's rows together.
+    /// Maximum number of splits of a block's rows together.
     grid_splits: usize,
 }
 
@@ -100,12 +100,12 @@ impl AttentionKernels {
         let missing =
             || CudaError::NoKernel { name: "attend".into(), source_name: compiled.source_name.clone() };
         let (sizes, mut kernels) = (vectors(&shape), kernels.into_iter());
-        let most = *sizes.last().ok_or_else(missing)?;
+        let max_vectors = *sizes.last().ok_or_else(missing)?;
         let combine = kernels.next().ok_or_else(missing)?;
         let attend = sizes.iter().copied().zip(kernels).collect();
         let group = shape.heads / shape.kv_heads;
-        let together = group.div_ceil(group.div_ceil(most));
-        Ok(Self { shape, block, attend, combine, together, most })
+        let together = group.div_ceil(group.div_ceil(max_vectors));
+        Ok(Self { shape, block, attend, combine, together, max_vectors })
     }
 
     /// Returns the layout of the layer's blocks.
@@ -140,16 +140,16 @@ impl AttentionKernels {
     /// launches.
     fn plan(&self, sequences: &[StepSequence], scratch_bytes: usize) -> Result<Vec<Rows>, CudaError> {
         let mut launches = Vec::new();
-        for alike in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
-            let several = has_several(&alike[0]);
-            let join = (self.most / self.together).max(1);
+        for run in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
+            let several = has_several(&run[0]);
+            let join = (self.max_vectors / self.together).max(1);
             let (tile, join) = match self.attend.len() {
                 _ if several => (join, join),
                 1 => (1, join),
                 // Kernels by lanes do the work of every vector that they have room for, present or not.
                 _ => (1, 1),
             };
-            let rows = alike.iter().flat_map(|sequence| {
+            let rows = run.iter().flat_map(|sequence| {
                 let end = sequence.context + sequence.rows.len();
                 sequence.rows.clone().map(move |row| {
                     let own = sequence.context + (row - sequence.rows.start) + 1;
@@ -157,14 +157,15 @@ impl AttentionKernels {
                 })
             });
             // The step orders single rows itself, so any of them may be at any index.
-            let most = if several { 0 } else { rows.clone().map(|(_, splits)| splits).max().unwrap_or(0) };
-            let rows = rows.map(|(row, splits)| (row, splits.max(most)));
+            let max_splits =
+                if several { 0 } else { rows.clone().map(|(_, splits)| splits).max().unwrap_or(0) };
+            let rows = rows.map(|(row, splits)| (row, splits.max(max_splits)));
             let mut open: Option<Rows> = None;
             for (row, splits) in rows {
                 let fits = |open: &Rows| {
-                    let most = open.splits.max(splits);
+                    let joined_splits = open.splits.max(splits);
                     let rows = open.rows.len() + 1;
-                    let held = if most > 1 { rows * self.row_scratch(most) } else { 0 };
+                    let held = if joined_splits > 1 { rows * self.row_scratch(joined_splits) } else { 0 };
                     held <= scratch_bytes && rows <= MAX_GRID
                 };
                 match &mut open {
@@ -201,7 +202,7 @@ impl AttentionKernels {
     ) -> Result<(), CudaError> {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, window, causal, .. } = self.shape;
         let rows = launch.rows.len();
-        let parts_bytes = rows * heads * launch.splits * v_head_dim * size_of::<f32>();
+        let partial_bytes = rows * heads * launch.splits * v_head_dim * size_of::<f32>();
         let vectors = self.together * launch.tile.min(rows);
         let fits = self.attend.iter().find(|(size, _)| *size >= vectors).or(self.attend.last());
         let Some((_, kernel)) = fits else {
@@ -212,7 +213,7 @@ impl AttentionKernels {
             call.q.into(),
             call.out.into(),
             call.scratch.into(),
-            call.scratch.offset(parts_bytes).into(),
+            call.scratch.offset(partial_bytes).into(),
             call.arena.into(),
             call.step.tables.into(),
             call.step.table_starts(call.group).into(),
@@ -240,11 +241,11 @@ impl AttentionKernels {
             number(launch.splits),
             (call.scale * std::f32::consts::LOG2_E).into(),
         ];
-        let group_parts = (heads / kv_heads).div_ceil(self.together);
+        let blocks_per_group = (heads / kv_heads).div_ceil(self.together);
         let tiles = rows.div_ceil(launch.tile.min(rows));
         device.launch(&Launch {
             kernel: *kernel,
-            grid: [tiles as u32, (kv_heads * group_parts) as u32, launch.grid_splits as u32],
+            grid: [tiles as u32, (kv_heads * blocks_per_group) as u32, launch.grid_splits as u32],
             block: [128, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,

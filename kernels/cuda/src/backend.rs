@@ -167,17 +167,17 @@ impl Backend for CudaBackend {
     }
 
     fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error> {
-        let from = self.caches.part(from, out.len())?;
+        let from = self.caches.arena_ptr(from, out.len())?;
         Ok(self.device.download(from, out)?)
     }
 
     fn write_arena(&mut self, to: u32, bytes: &[u8]) -> Result<(), Error> {
-        let to = self.caches.part(to, bytes.len())?;
+        let to = self.caches.arena_ptr(to, bytes.len())?;
         Ok(self.device.upload(to, bytes)?)
     }
 
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
-        self.graphs.give_up(&mut self.device);
+        self.graphs.abort_recording(&mut self.device);
         self.caches.begin_step();
         self.states.check(step, self.caches.arena_bytes)?;
         self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes)?;

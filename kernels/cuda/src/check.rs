@@ -125,19 +125,19 @@ impl Checked {
         oracle: &mut Make<'_>,
         run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>,
     ) {
-        let mut outputs = |who: &str, make: &mut Make<'_>| {
+        let mut outputs = |side: &str, make: &mut Make<'_>| {
             let mut outputs = Vec::new();
             let outcome = make(activations).and_then(|mut backend| {
                 run(&mut Inputs { backend: backend.as_mut(), random: Random(1), outputs: &mut outputs })
             });
             if let Err(error) = outcome {
-                self.refused.push(format!("{name}, {who}: {error}"));
+                self.refused.push(format!("{name}, {side}: {error}"));
             }
             outputs
         };
         let found = outputs("the device", device);
-        let wanted = outputs("the CPU", oracle);
-        self.cases.extend(found.iter().zip(&wanted).map(|(found, wanted)| found.case(wanted)));
+        let expected = outputs("the CPU", oracle);
+        self.cases.extend(found.iter().zip(&expected).map(|(found, expected)| found.case(expected)));
     }
 }
 
@@ -149,28 +149,33 @@ struct Output {
 }
 
 impl Output {
-    fn case(&self, wanted: &Self) -> Case {
+    fn case(&self, expected: &Self) -> Case {
         let Self { op, what, tolerance, .. } = self;
-        Case { op, what: what.clone(), error: distance(&self.values, &wanted.values), tolerance: *tolerance }
+        Case {
+            op,
+            what: what.clone(),
+            error: distance(&self.values, &expected.values),
+            tolerance: *tolerance,
+        }
     }
 }
 
-/// |found - wanted| / |wanted|. A NaN must be NaN on both sides.
-fn distance(found: &[f32], wanted: &[f32]) -> f64 {
-    if found.len() != wanted.len() {
+/// |found - expected| / |expected|. A NaN must be NaN on both sides.
+fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    if found.len() != expected.len() {
         return f64::INFINITY;
     }
     let (mut apart, mut length) = (0.0, 0.0);
-    for (found, wanted) in found.iter().zip(wanted) {
-        if found.to_bits() == wanted.to_bits() || (found.is_nan() && wanted.is_nan()) {
-            length += if wanted.is_finite() { f64::from(*wanted).powi(2) } else { 0.0 };
+    for (found, expected) in found.iter().zip(expected) {
+        if found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan()) {
+            length += if expected.is_finite() { f64::from(*expected).powi(2) } else { 0.0 };
             continue;
         }
-        if !found.is_finite() || !wanted.is_finite() {
+        if !found.is_finite() || !expected.is_finite() {
             return f64::INFINITY;
         }
-        apart += (f64::from(*found) - f64::from(*wanted)).powi(2);
-        length += f64::from(*wanted).powi(2);
+        apart += (f64::from(*found) - f64::from(*expected)).powi(2);
+        length += f64::from(*expected).powi(2);
     }
     if apart == 0.0 { 0.0 } else { (apart / length.max(f64::MIN_POSITIVE)).sqrt() }
 }

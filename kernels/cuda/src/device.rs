@@ -1,4 +1,4 @@
-//! Interface of a device: memory, copies, launches, graphs. It does not know what kernels compute.
+//! Interface of a device: memory, copies, launches, graphs. It is independent of the kernels.
 
 use super::{Compiled, CudaError};
 

@@ -27,11 +27,11 @@ mod wait;
 const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
 /// A thread that waits inside the driver sleeps instead of spinning.
 const SCHEDULE_BLOCKING: u32 = sys::CUctx_flags::CU_CTX_SCHED_BLOCKING_SYNC as u32;
-/// Most parameters of a kernel.
+/// Maximum number of parameters of a kernel.
 const MAX_PARAMETERS: usize = 64;
-/// Most threads of a block, on every device.
+/// Maximum number of threads of a block, on every device.
 const MAX_THREADS: u64 = 1024;
-/// Most blocks of a grid along each axis, on every device.
+/// Maximum number of blocks of a grid along each axis, on every device.
 const MAX_GRID: [u32; 3] = [i32::MAX.cast_unsigned(), 65_535, 65_535];
 /// Bytes of the buffer for a device's name.
 const NAME_BYTES: usize = 256;
@@ -62,7 +62,7 @@ pub struct GpuInfo {
     pub multiprocessors: u32,
     /// Clock of the multiprocessors in kHz; 0 if the driver does not report it.
     pub clock_khz: u32,
-    /// Most bytes of shared memory for one block.
+    /// Maximum bytes of shared memory for one block.
     pub shared_bytes: u32,
     /// Bytes of the L2 cache.
     pub l2_bytes: u32,
@@ -91,13 +91,13 @@ pub fn driver_version() -> Result<i32, CudaError> {
 fn version_of(driver: &Driver) -> Result<i32, CudaError> {
     let mut version = 0;
     // SAFETY: the pointer is to a local integer. The call does not need cuInit.
-    driver.begun("cuDriverGetVersion", unsafe { (driver.version)(&raw mut version) })?;
+    driver.check_before_context("cuDriverGetVersion", unsafe { (driver.version)(&raw mut version) })?;
     if version < library::DRIVER_VERSION {
         let found = format!("{}.{}", version / 1000, version % 1000 / 10);
         return Err(CudaError::Version {
             library: "CUDA driver",
             found,
-            wanted: "13.0 (driver 580) or newer",
+            required: "13.0 (driver 580) or newer",
         });
     }
     Ok(version)
@@ -116,10 +116,10 @@ pub fn gpus() -> Result<Vec<GpuInfo>, CudaError> {
 fn count(driver: &Driver) -> Result<c_int, CudaError> {
     version_of(driver)?;
     // SAFETY: the only argument is a number that must be 0.
-    driver.begun("cuInit", unsafe { (driver.init)(0) })?;
+    driver.check_before_context("cuInit", unsafe { (driver.init)(0) })?;
     let mut count = 0;
     // SAFETY: the pointer is to a local integer.
-    driver.begun("cuDeviceGetCount", unsafe { (driver.device_count)(&raw mut count) })?;
+    driver.check_before_context("cuDeviceGetCount", unsafe { (driver.device_count)(&raw mut count) })?;
     Ok(count)
 }
 
@@ -127,20 +127,22 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo),
     use sys::CUdevice_attribute as Attribute;
     let mut device = 0;
     // SAFETY: the pointer is to a local integer.
-    driver.begun("cuDeviceGet", unsafe { (driver.device)(&raw mut device, ordinal) })?;
+    driver.check_before_context("cuDeviceGet", unsafe { (driver.device)(&raw mut device, ordinal) })?;
     let attribute = |attribute: Attribute| {
         let mut value = 0;
         // SAFETY: the driver has just returned this device; the pointer is to a local integer.
         let status = unsafe { (driver.device_attribute)(&raw mut value, attribute, device) };
-        driver.begun("cuDeviceGetAttribute", status).map(|()| c_int::unsigned_abs(value))
+        driver.check_before_context("cuDeviceGetAttribute", status).map(|()| c_int::unsigned_abs(value))
     };
     let mut memory = 0;
     // SAFETY: as above.
-    driver.begun("cuDeviceTotalMem", unsafe { (driver.device_memory)(&raw mut memory, device) })?;
+    driver.check_before_context("cuDeviceTotalMem", unsafe {
+        (driver.device_memory)(&raw mut memory, device)
+    })?;
     let mut name: [c_char; NAME_BYTES] = [0; NAME_BYTES];
     // SAFETY: the buffer has the length that the call gets.
     let status = unsafe { (driver.device_name)(name.as_mut_ptr(), NAME_BYTES as c_int, device) };
-    driver.begun("cuDeviceGetName", status)?;
+    driver.check_before_context("cuDeviceGetName", status)?;
     name[NAME_BYTES - 1] = 0;
     // SAFETY: the buffer ends with a zero, which was set above.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
@@ -167,7 +169,7 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo),
 struct Kernel {
     function: sys::CUfunction,
     parameters: usize,
-    /// Most bytes of dynamic shared memory of a launch.
+    /// Maximum bytes of dynamic shared memory of a launch.
     dynamic_shared: u32,
 }
 
@@ -214,12 +216,12 @@ impl Gpu {
         // primary context, the context keeps its flags.
         let set = unsafe { (driver.set_context_flags)(device, SCHEDULE_BLOCKING) };
         if set != api::PRIMARY_CONTEXT_ACTIVE {
-            driver.begun("cuDevicePrimaryCtxSetFlags", set)?;
+            driver.check_before_context("cuDevicePrimaryCtxSetFlags", set)?;
         }
         let mut context = std::ptr::null_mut();
         // SAFETY: as above; released when `self` is dropped.
         let retained = unsafe { (driver.retain_context)(&raw mut context, device) };
-        driver.begun("cuDevicePrimaryCtxRetain", retained)?;
+        driver.check_before_context("cuDevicePrimaryCtxRetain", retained)?;
         let mut gpu = Self {
             driver,
             info,
@@ -298,9 +300,9 @@ impl Gpu {
     }
 
     /// Like [`Self::enter`], for operations that a graph cannot contain.
-    fn enter_unrecorded(&mut self, what: &str) -> Result<(), CudaError> {
+    fn enter_unrecorded(&mut self, operation: &str) -> Result<(), CudaError> {
         if self.recording {
-            return Err(CudaError::Invalid { what: format!("{what} while a graph is recorded") });
+            return Err(CudaError::Invalid { what: format!("{operation} while a graph is recorded") });
         }
         self.enter()
     }
@@ -432,7 +434,7 @@ impl Device for Gpu {
         match unsafe { (self.driver.allocate)(&raw mut ptr, bytes) } {
             api::OUT_OF_MEMORY => {
                 let free = self.free_bytes().unwrap_or(0);
-                return Err(CudaError::OutOfMemory { wanted: bytes, free: free as usize });
+                return Err(CudaError::OutOfMemory { requested: bytes, free: free as usize });
             }
             other => self.check("cuMemAlloc", other)?,
         }
@@ -507,7 +509,7 @@ impl Device for Gpu {
             ));
         }
         let threads: u64 = block.iter().map(|n| u64::from(*n)).product();
-        let beyond = grid.iter().zip(MAX_GRID).any(|(blocks, most)| *blocks > most);
+        let beyond = grid.iter().zip(MAX_GRID).any(|(blocks, max)| *blocks > max);
         if grid.contains(&0) || beyond || threads == 0 || threads > MAX_THREADS {
             return invalid(format!("a launch of {grid:?} blocks of {block:?} threads"));
         }
@@ -549,8 +551,8 @@ impl Device for Gpu {
         self.enter_unrecorded("a graph is begun")?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is live.
-        let begun = unsafe { (self.driver.begin_capture)(self.stream, mode) };
-        self.check("cuStreamBeginCapture", begun)?;
+        let status = unsafe { (self.driver.begin_capture)(self.stream, mode) };
+        self.check("cuStreamBeginCapture", status)?;
         self.recording = true;
         Ok(())
     }
@@ -571,13 +573,13 @@ impl Device for Gpu {
         // SAFETY: as above; the instantiated graph does not need it.
         let destroyed = unsafe { (driver.destroy_graph)(graph) };
         self.check("cuGraphInstantiate", instantiated)?;
-        let place = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
-        match self.graphs.get_mut(place) {
+        let index = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
+        match self.graphs.get_mut(index) {
             Some(free) => *free = Some(ready),
             None => self.graphs.push(Some(ready)),
         }
         self.check("cuGraphDestroy", destroyed)?;
-        Ok(GraphId(place as u32))
+        Ok(GraphId(index as u32))
     }
 
     fn replay(&mut self, graph: GraphId) -> Result<(), CudaError> {

@@ -13,12 +13,12 @@ pub enum CudaError {
         looked_for: Vec<String>,
     },
     /// A library has an unsupported version.
-    #[error("{library} has version {found}; {wanted} is required")]
+    #[error("{library} has version {found}; {required} is required")]
     Version {
         /// For example `NVRTC`.
         library: &'static str,
         found: String,
-        wanted: &'static str,
+        required: &'static str,
     },
     /// The compiler refused a source.
     #[error("{source_name} does not compile for {arch}: {log}")]
@@ -38,10 +38,10 @@ pub enum CudaError {
         source_name: String,
     },
     /// The device has too little free memory.
-    #[error("cannot allocate {wanted} bytes of device memory ({free} free)")]
+    #[error("cannot allocate {requested} bytes of device memory ({free} free)")]
     OutOfMemory {
         /// Bytes requested.
-        wanted: usize,
+        requested: usize,
         /// Bytes left.
         free: usize,
     },

@@ -48,7 +48,7 @@ enum LibraryLocation {
 }
 
 /// Returns the locations to search for NVRTC, in order.
-fn places(variable: impl Fn(&str) -> Option<OsString>, executable: Option<&Path>) -> Vec<LibraryLocation> {
+fn locations(variable: impl Fn(&str) -> Option<OsString>, executable: Option<&Path>) -> Vec<LibraryLocation> {
     let folder = |name: &str, inside: &str| variable(name).map(|path| PathBuf::from(path).join(inside));
     let mut folders =
         vec![folder(VARIABLE, "").map(LibraryLocation::Folder), Some(LibraryLocation::LoaderPath)];
@@ -95,13 +95,13 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
 /// [`CudaError::Missing`]; the first [`CudaError::Call`] if a library was found and none could be loaded.
 pub(super) fn load_nvrtc() -> Result<(Loaded, String), CudaError> {
     let executable = std::env::current_exe().ok();
-    nvrtc_among(&places(|name| std::env::var_os(name), executable.as_deref()))
+    nvrtc_among(&locations(|name| std::env::var_os(name), executable.as_deref()))
 }
 
-fn nvrtc_among(places: &[LibraryLocation]) -> Result<(Loaded, String), CudaError> {
+fn nvrtc_among(locations: &[LibraryLocation]) -> Result<(Loaded, String), CudaError> {
     let mut broken = None;
-    for place in places {
-        let loaded = match place {
+    for location in locations {
+        let loaded = match location {
             LibraryLocation::LoaderPath => open(Path::new(NVRTC), GLOBAL).ok(),
             LibraryLocation::Folder(folder) => {
                 match builtins(folder).filter(|_| folder.join(NVRTC).is_file()) {
@@ -115,10 +115,10 @@ fn nvrtc_among(places: &[LibraryLocation]) -> Result<(Loaded, String), CudaError
             }
         };
         if let Some(loaded) = loaded {
-            return Ok((loaded, place.to_string()));
+            return Ok((loaded, location.to_string()));
         }
     }
-    let looked_for = places.iter().map(ToString::to_string).collect();
+    let looked_for = locations.iter().map(ToString::to_string).collect();
     Err(broken.unwrap_or(CudaError::Missing { library: "NVRTC", looked_for }))
 }
 
@@ -194,7 +194,7 @@ mod tests {
             "VIRTUAL_ENV" => Some(root.join("environment").into_os_string()),
             _ => None,
         };
-        let found = places(variable, Some(&root.join("target/debug/deps/test")));
+        let found = locations(variable, Some(&root.join("target/debug/deps/test")));
         let none_there = found.contains(&folder(
             root.join("target/debug/cuda-venv/lib/python3*/site-packages/nvidia/cu13/lib"),
         ));
@@ -227,8 +227,8 @@ mod tests {
         let broken = folder(&root);
         let alone = nvrtc_among(std::slice::from_ref(&broken)).unwrap_err();
         let whole = load_nvrtc().unwrap().1;
-        let place = if whole.starts_with('/') { folder(&whole) } else { LibraryLocation::LoaderPath };
-        let found = nvrtc_among(&[broken, place]).map(|(_, at)| at);
+        let location = if whole.starts_with('/') { folder(&whole) } else { LibraryLocation::LoaderPath };
+        let found = nvrtc_among(&[broken, location]).map(|(_, at)| at);
         std::fs::remove_dir_all(&root).unwrap();
         assert!(matches!(alone, CudaError::Call { call: "dlopen", .. }), "{alone}");
         assert_eq!(found, Ok(whole));

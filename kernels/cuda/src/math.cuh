@@ -1,5 +1,5 @@
-// Elementary functions, all of them: fixed sequences of correctly rounded operations, those of Rust's `simd/math.rs`,
-// with the same bits; and one of the device's own.
+// Elementary functions. All but `exp2_fast` are fixed sequences of correctly rounded operations. They are the
+// sequences of Rust's `simd/math.rs` and return the same bits. `exp2_fast` is an approximation of the device.
 #pragma once
 #include "prelude.cuh"
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ float gelu_tanh_f32(float x) {
     return __fdiv_rn(x, __fadd_rn(1.0f, exp_f32(__fmul_rn(u, -1.59576912160573f))));
 }
 
-// max(x, 0) - a q(a), a = |x|, q the upper tail of the normal distribution.
+// max(x, 0) - a q(a) with a = |x|. q is the upper tail of the normal distribution.
 __device__ __forceinline__ float gelu_erf_f32(float x) {
     float a = __uint_as_float(__float_as_uint(x) & 0x7fffffff);
     float t = __fdiv_rn(1.0f, __fmaf_rn(a, 0.3f, 1.0f));
@@ -63,7 +63,7 @@ __device__ __forceinline__ float clamped_swiglu_f32(float gate, float up) {
     return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, e)), __fadd_rn(up, 1.0f));
 }
 
-// tanh to 2 ulp: an odd series near zero, where 1 - 2 / (e^2x + 1) would cancel.
+// tanh to 2 ulp. Near zero an odd series, because 1 - 2 / (e^2x + 1) would cancel there.
 __device__ __forceinline__ float tanh_f32(float x) {
     float far = __fsub_rn(1.0f, __fdiv_rn(2.0f, __fadd_rn(exp_f32(__fadd_rn(x, x)), 1.0f)));
     float square = __fmul_rn(x, x);
@@ -76,7 +76,7 @@ __device__ __forceinline__ float tanh_f32(float x) {
     return __uint_as_float(__float_as_uint(x) & 0x7fffffff) < 0.3f ? near : far;
 }
 
-// ln(1 + e^x) to 3 ulp; x itself where it is large.
+// ln(1 + e^x) to 3 ulp; x itself if x is large.
 __device__ __forceinline__ float softplus_f32(float x) {
     float z = exp_f32(__uint_as_float(__float_as_uint(x) | 0x80000000));
     float r = __fdiv_rn(z, __fadd_rn(z, 2.0f));
@@ -89,7 +89,7 @@ __device__ __forceinline__ float softplus_f32(float x) {
     return __fadd_rn(x > 0.0f ? x : 0.0f, __fmaf_rn(__fmul_rn(twice, square), p, twice));
 }
 
-// As `gate_code` in Rust counts them.
+// The numbers are those of `gate_code` in Rust.
 enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, CLAMPED_SWIGLU };
 
 __device__ __forceinline__ float gated(u32 gating, float gate, float up) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ float gated(u32 gating, float gate, float up) {
     }
 }
 
-// 2^x to 2 ulp; 0 for minus infinity and where the result would be subnormal.
+// 2^x to 2 ulp; 0 for minus infinity and for results that would be subnormal.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -14,14 +14,14 @@ use kernels::quant::{GgmlType, Scheme};
 #[cfg(test)]
 mod tests;
 
-/// Most segments: parts of a matrix's columns that are summed separately. Each segment is one warp of a
-/// tile's block.
+/// Maximum number of segments: ranges of a matrix's columns that are summed separately. Each segment is one
+/// warp of a tile's block.
 const MAX_SEGMENTS: usize = 8;
 
 /// Bytes of the 8-bit form of 32 activations: quants, scale, scaled sum, sums.
 const QUANTISED_BLOCK: usize = 48;
 
-/// Most products of one launch.
+/// Maximum number of products of one launch.
 pub(super) const TOGETHER: usize = 3;
 
 /// Tokens of a block of the kernel for prompts.
@@ -95,8 +95,8 @@ pub enum Experts {
         starts: DevicePtr,
         /// `[tokens]` u32.
         list: DevicePtr,
-        /// Most tokens that one expert can have.
-        most: usize,
+        /// Maximum number of tokens of one expert.
+        max_per_expert: usize,
     },
 }
 
@@ -224,23 +224,25 @@ impl MatmulKernels {
             Activations::Int8(x) => (x, &self.int8),
         };
         let (none, shape) = (DevicePtr::default(), &matrix.shape);
-        let (experts, starts, list, most, depth) = match first.experts {
+        let (experts, starts, list, max_per_matrix, depth) = match first.experts {
             Experts::One => (none, none, none, tokens, 1),
             Experts::Each(experts) => (experts, none, none, 1, 1),
-            Experts::Listed { starts, list, most } => (none, starts, list, most, shape.experts()),
+            Experts::Listed { starts, list, max_per_expert } => {
+                (none, starts, list, max_per_expert, shape.experts())
+            }
         };
         // The narrowest kernel that holds all tokens, else the widest. With [`Experts::Each`], blocks have
         // one token.
-        let width = widths.iter().find(|width| width.tokens >= most).or(widths.last());
-        let one_by_one = matches!(first.experts, Experts::Each(_));
-        let width = width.filter(|width| !one_by_one || width.tokens == 1).ok_or_else(|| {
+        let width = widths.iter().find(|width| width.tokens >= max_per_matrix).or(widths.last());
+        let pairwise = matches!(first.experts, Experts::Each(_));
+        let width = width.filter(|width| !pairwise || width.tokens == 1).ok_or_else(|| {
             CudaError::Invalid { what: format!("{} has no such product of these activations", self.ty) }
         })?;
-        let columns = if one_by_one { tokens } else { most }.div_ceil(width.tokens);
+        let columns = if pairwise { tokens } else { max_per_matrix }.div_ceil(width.tokens);
         let (segment, segments) = segments(shape.cols());
         let mut arguments: Vec<Argument> = Vec::with_capacity(30);
-        for place in 0..TOGETHER {
-            arguments.extend(products.get(place).map_or(Ok(Product::NONE), Product::arguments)?);
+        for index in 0..TOGETHER {
+            arguments.extend(products.get(index).map_or(Ok(Product::NONE), Product::arguments)?);
         }
         let shared: [Argument; 9] = [
             small(shape.tile_bytes())?.into(),
@@ -255,13 +257,15 @@ impl MatmulKernels {
         ];
         arguments.extend(shared);
         let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
-        // With experts, each has only a few of the tokens, and the host does not know how many.
+        // With experts, each has only a few of the tokens. Their number is not known on the host.
         let int8 = matches!((first.x, first.experts), (Activations::Int8(_), Experts::One));
         let staged = self.staged.filter(|_| int8);
         let (kernel, grid, threads) = match staged {
-            Some(staged) if self.is_for_staged(most, tiles) => {
-                (staged, [most.div_ceil(STAGED_TOKENS), tiles.div_ceil(STAGED_TILES), depth], STAGED_THREADS)
-            }
+            Some(staged) if self.is_for_staged(max_per_matrix, tiles) => (
+                staged,
+                [max_per_matrix.div_ceil(STAGED_TOKENS), tiles.div_ceil(STAGED_TILES), depth],
+                STAGED_THREADS,
+            ),
             _ => (width.kernel, [columns, tiles, depth], small(segments * 32)?),
         };
         device.launch(&Launch {

@@ -1,13 +1,14 @@
-// Mixture of experts: which rows go to which experts, and what is made of what these give.
+// Mixture of experts: selection of experts for each row, and the sum of their outputs.
 //
-// A pair is one row at one of its experts, `row * used + rank`, the most probable expert first.
+// A pair is one row at one of its experts: index `row * used + rank`. Rank 0 is the most probable expert.
 #include "math.cuh"
 
 #define WARPS 4
 
-// The `used` most probable experts of each row and their weights: probabilities over all experts, or over the chosen
-// ones if `renormalise`. The lower index first among equals. Where there are too few numbers among the logits, expert 0
-// with a weight that is not one. One warp a row; shared memory: [4][experts] floats.
+// Selects the `used` most probable experts of each row and their weights. A weight is the probability over
+// all experts, or over the selected ones if `renormalise`. Ties go to the lower index. If NaNs leave fewer
+// than `used` experts, the rest are expert 0 with weight NaN. One warp per row. Dynamic shared memory:
+// [4][experts] floats.
 extern "C" __global__ void __launch_bounds__(128)
     route(u32 *chosen, float *weights, const float *logits, u32 rows, u32 experts, u32 used, u32 renormalise) {
     extern __shared__ float shared[];
@@ -25,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     const float factor = __fdiv_rn(1.0f, sum_lanes(sum, 32));
     for (u32 e = lane; e < experts; e += 32) p[e] = __fmul_rn(p[e], factor);
-    // A lane looks at and crosses out only what it wrote itself.
+    // A lane reads and marks only elements of `p` that it wrote itself, so no barrier is needed.
     float total = 0, mine = 0;
     for (u32 rank = 0; rank < used; rank++) {
         float best = -1;
@@ -59,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(128)
         weights[(u64)row * used + rank] = __fdiv_rn(weights[(u64)row * used + rank], total);
 }
 
-// Pairs by expert, those of one expert in their order: starts[e]..starts[e + 1] of `list` are those of expert e.
-// One block of 1024 threads; at most 1024 experts. One thread an expert.
+// Sorts pairs by expert, pairs of one expert in ascending order. Expert e has list[starts[e] .. starts[e +
+// 1]]. One block of 1024 threads, one thread per expert; at most 1024 experts.
 extern "C" __global__ void __launch_bounds__(1024)
     expert_lists(u32 *starts, u32 *list, const u32 *chosen, u32 pairs, u32 experts) {
     __shared__ u32 counts[1024];
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         for (u32 i = 0; i < pairs; i++) count += chosen[i] == e;
     counts[e] = count;
     __syncthreads();
-    // Sums of all up to each.
+    // Inclusive prefix sums.
     for (u32 apart = 1; apart < 1024; apart *= 2) {
         const u32 before = e >= apart ? counts[e - apart] : 0;
         __syncthreads();
@@ -86,15 +87,15 @@ extern "C" __global__ void __launch_bounds__(1024)
         if (chosen[i] == e) list[at++] = i;
 }
 
-// One product of an expert, with the factor and the bias that belong to it: scale * product + bias.
+// An output of an expert with its scale and bias: scale * product + bias.
 __device__ __forceinline__ float of_expert(float product, const float *scales, const float *biases, u32 expert,
                                            u64 at) {
     if (scales) product = __fmul_rn(product, scales[expert]);
     return biases ? __fadd_rn(product, biases[at]) : product;
 }
 
-// inner[pair][c] = gated(gate, up) of the products [pairs][stride] of each pair's expert, c < ff. Scales [experts],
-// biases [experts][bias_stride]; null for none. Grid: pairs, ff / 128.
+// inner[pair][c] = gated(gate, up), c < ff. gate, up: products of each pair's expert, [pairs][stride]. Scales
+// [experts] and biases [experts][bias_stride] may be null. Grid: pairs, ff / 128.
 extern "C" __global__ void __launch_bounds__(128)
     expert_gate(float *inner, const float *gate, const float *up, const float *gate_scales, const float *up_scales,
                 const float *gate_biases, const float *up_biases, const u32 *chosen, u32 ff, u32 stride,

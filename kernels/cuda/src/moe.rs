@@ -13,7 +13,7 @@ use kernels::backend::GateActivation;
 #[cfg(test)]
 mod tests;
 
-/// Most experts of a layer.
+/// Maximum number of experts of a layer.
 const MAX_EXPERTS: usize = 1024;
 
 /// Rows that one block routes.

@@ -41,7 +41,7 @@ const CHECKED_VERSION: (i32, i32) = (13, library::NVRTC_MINOR);
 pub struct Compiled {
     pub source_name: String,
     pub arch: Arch,
-    /// CUBIN that the driver loads. Empty if the compiler does not know the architecture; then the driver
+    /// CUBIN that the driver loads. Empty if the compiler does not support the architecture; then the driver
     /// compiles the PTX.
     pub cubin: Vec<u8>,
     /// PTX of the same code, for the interpreter and for the driver. Empty in shipped kernels.
@@ -96,7 +96,7 @@ impl Nvrtc {
         check("nvrtcVersion", unsafe { (functions.version)(&raw mut major, &raw mut minor) })?;
         if major != 13 {
             let found = format!("{major}.{minor}, at {found_at}");
-            return Err(CudaError::Version { library: "NVRTC", found, wanted: "13.x, best 13.0" });
+            return Err(CudaError::Version { library: "NVRTC", found, required: "13.x, best 13.0" });
         }
         if minor != library::NVRTC_MINOR {
             tracing::info!(
@@ -207,11 +207,11 @@ impl Compiler {
     }
 }
 
-/// Returns the target for a device of `arch` and a compiler that supports `known`.
-fn target(known: &[u32], arch: Arch) -> Target {
-    let older = known.iter().copied().filter(|known| *known < arch.number()).max();
+/// Returns the target for a device of `arch`. `supported`: the numbers of the compiler's architectures.
+fn target(supported: &[u32], arch: Arch) -> Target {
+    let older = supported.iter().copied().filter(|number| *number < arch.number()).max();
     match older {
-        Some(older) if !known.contains(&arch.number()) => Target::Ptx(older),
+        Some(older) if !supported.contains(&arch.number()) => Target::Ptx(older),
         // An architecture older than all known ones is refused by the compiler itself.
         _ => Target::MachineCode(arch),
     }
@@ -235,8 +235,8 @@ fn options(target: Target) -> Vec<String> {
     options
 }
 
-/// Returns the options that are part of a cached file's name. A compiler that does not know the
-/// architecture gets other options. These depend on its version, which is part of the name too.
+/// Returns the options that are part of a cached file's name. A compiler that does not
+/// support the architecture uses other options. These depend on its version, which is part of the name too.
 fn named_options(arch: Arch) -> Vec<String> {
     options(Target::MachineCode(arch))
 }
@@ -326,7 +326,7 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("kvasir-prebuilt-{}", std::process::id()));
         let compiler = Compiler::find().unwrap();
         let made = CubinCache::new(&folder).compile(&compiler, &ROWWISE, Arch::SM_90).unwrap();
-        let old = CudaError::Version { library: "NVRTC", found: "12.8".into(), wanted: "13.x" };
+        let old = CudaError::Version { library: "NVRTC", found: "12.8".into(), required: "13.x" };
         let broken = CudaError::Call { call: "dlopen", status: "cannot load it".into() };
         let absent = CudaError::Missing { library: "NVRTC", looked_for: vec!["everywhere".into()] };
         for error in [absent, broken, old] {
@@ -350,7 +350,7 @@ mod tests {
 
     #[test]
     fn an_unknown_architecture_gets_ptx_of_the_newest_older_one() {
-        let known = [75, 90, 120, 121];
+        let supported = [75, 90, 120, 121];
         for (arch, expected) in [
             (Arch::SM_90, Target::MachineCode(Arch::SM_90)),
             (Arch::SM_121A, Target::MachineCode(Arch::SM_121A)),
@@ -358,7 +358,7 @@ mod tests {
             (Arch::of(10, 3), Target::Ptx(90)),
             (Arch::of(7, 0), Target::MachineCode(Arch::of(7, 0))),
         ] {
-            assert_eq!(target(&known, arch), expected, "{arch}");
+            assert_eq!(target(&supported, arch), expected, "{arch}");
         }
         assert_eq!(target(&[], Arch::SM_90), Target::MachineCode(Arch::SM_90));
         let newest = Nvrtc::here().unwrap();

@@ -66,16 +66,16 @@ pub(crate) const BLOCK: usize = 32;
 /// Bytes that a lane reads at once.
 const PIECE: usize = 16;
 
-/// Bytes of each part of a unit, per row.
+/// Bytes of each plane of a unit, per row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Parts {
+struct UnitLayout {
     record: usize,
     side: usize,
     minor: usize,
     main: usize,
 }
 
-impl Parts {
+impl UnitLayout {
     /// Returns `None` for a type without a matmul.
     fn of(ty: GgmlType) -> Option<Self> {
         let Some(scheme) = Scheme::of(ty) else {
@@ -127,7 +127,7 @@ pub struct TiledShape {
     experts: usize,
     row_bytes: usize,
     tile_bytes: usize,
-    parts: Parts,
+    layout: UnitLayout,
 }
 
 impl TiledShape {
@@ -140,14 +140,14 @@ impl TiledShape {
             return Err(impossible);
         }
         let row_bytes = ty.row_bytes(cols)?;
-        let parts = Parts::of(ty).ok_or(Error::NoMatmul { ty: ty.name() })?;
+        let layout = UnitLayout::of(ty).ok_or(Error::NoMatmul { ty: ty.name() })?;
         let tail = match cols % UNIT_COLS {
             0 => 0,
-            tail => parts.unit_bytes(tail),
+            tail => layout.unit_bytes(tail),
         };
         // Columns fit 32 bits, so this cannot overflow.
-        let tile_bytes = cols / UNIT_COLS * parts.unit_bytes(UNIT_COLS) + tail;
-        let shape = Self { ty, rows, cols, experts, row_bytes, tile_bytes, parts };
+        let tile_bytes = cols / UNIT_COLS * layout.unit_bytes(UNIT_COLS) + tail;
+        let shape = Self { ty, rows, cols, experts, row_bytes, tile_bytes, layout };
         let checked = |count: usize, bytes: usize| {
             count.checked_mul(experts)?.checked_mul(bytes).filter(|&total| isize::try_from(total).is_ok())
         };
@@ -239,7 +239,7 @@ impl TiledShape {
     }
 
     fn pack_row(&self, row: &[u8], lane: usize, tile: &mut [u8], codes: &mut Codes) {
-        let unit_bytes = self.parts.unit_bytes(UNIT_COLS);
+        let unit_bytes = self.layout.unit_bytes(UNIT_COLS);
         let units = row.chunks(UNIT_COLS / self.ty.block_len() * self.ty.block_bytes());
         for (row, unit) in units.zip(tile.chunks_mut(unit_bytes)) {
             match Scheme::of(self.ty) {
@@ -251,13 +251,13 @@ impl TiledShape {
 
     /// Packs one row's blocks of a quantised unit.
     fn pack_blocks(&self, scheme: &Scheme, row: &[u8], lane: usize, unit: &mut [u8], codes: &mut Codes) {
-        let (minor_at, main_at) = (self.parts.minor_at(), self.parts.main_at());
+        let (minor_at, main_at) = (self.layout.minor_at(), self.layout.main_at());
         let per_file_block = self.ty.block_len() / BLOCK;
         for (index, bytes) in row.chunks_exact(self.ty.block_bytes()).enumerate() {
             split(self.ty, bytes, codes);
             let (front, main) = unit.split_at_mut(main_at);
             let (scales, minor) = front.split_at_mut(minor_at);
-            let (record, side) = scales.split_at_mut(TILE_ROWS * self.parts.record);
+            let (record, side) = scales.split_at_mut(TILE_ROWS * self.layout.record);
             self.pack_scales(scheme.scaling, bytes, codes, index, lane, record, side);
             for sub in 0..per_file_block {
                 let block = index * per_file_block + sub;

@@ -1,4 +1,5 @@
-// What every kernel may use. NVRTC brings no headers: integer types and constants are defined here.
+// Types and conversions for all kernels. NVRTC has no standard headers, so the integer types are defined
+// here.
 #pragma once
 
 typedef unsigned char u8;
@@ -10,7 +11,7 @@ typedef short i16;
 typedef int i32;
 typedef long long i64;
 
-// binary16 and bfloat16 as bits. Rounding is to nearest, ties to even.
+// Conversions of binary16 and bfloat16 bits. They round to nearest, ties to even.
 __device__ __forceinline__ float f16_value(u16 bits) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
@@ -22,13 +23,14 @@ __device__ __forceinline__ u16 f16_bits(float x) {
     return bits;
 }
 __device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
-// Not for NaN.
+// `x` must not be NaN.
 __device__ __forceinline__ u32 bf16_bits(float x) {
     u32 bits = __float_as_uint(x);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Sums over groups of `lanes` lanes, a power of two; every lane gets the sum of its group, in one order.
+// Sum over a group of `lanes` consecutive lanes, a power of two. Every lane returns the sum of its group. The
+// order of the additions is fixed.
 __device__ __forceinline__ float sum_lanes(float x, u32 lanes) {
     for (u32 apart = lanes / 2; apart > 0; apart /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, apart));
     return x;

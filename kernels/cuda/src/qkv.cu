@@ -1,20 +1,22 @@
-// What happens between the projections and attention: norm of heads, rotation, keys and values into the cache.
+// Work between the projections and attention: norms of heads, rotary embedding, storing keys and values in
+// the cache.
 //
-// KV_TYPE is defined by whoever compiles this: 0 f32, 1 binary16, 2 bytes with a binary16 scale per 32 elements.
+// The includer defines KV_TYPE: 0 f32, 1 binary16, 2 bytes with a binary16 scale per 32 elements.
 #include "prelude.cuh"
 
 #define WARPS 4
 #define MAX_DIM 512
 
-// Cosine and sine of each pair of each row, times `magnitude`. A pair turns by `turns` / 2^64 of a full turn for each
-// position, so that the angle of any position is exact: it wraps around as the integer does. One thread a pair.
-// out: [rows][pairs].
+// Cosine and sine of each pair of each row, times `magnitude`. out: [rows][pairs]. One thread per pair.
+//
+// A pair turns by `turns` / 2^64 of a full turn per position. The u64 wraps around as the angle does, so the
+// angle of every position is exact.
 extern "C" __global__ void rope_angles(float2 *out, const u64 *turns, const u32 *positions, float magnitude, u32 pairs,
                                        u32 rows) {
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= rows * pairs) return;
     const u64 turn = positions[i / pairs] * turns[i % pairs];
-    // The nearest quarter turn, and what is left of it in radians, at most pi / 4 either way.
+    // The nearest quarter turn, and the remaining angle in radians, at most pi / 4 in either direction.
     const u32 quarter = (u32)(turn + (1ull << 61) >> 62);
     const i64 rest = (i64)(turn - ((u64)quarter << 62));
     const float r = __fmul_rn(__ll2float_rn(rest), 3.4061215800e-19f);
@@ -30,7 +32,7 @@ extern "C" __global__ void rope_angles(float2 *out, const u64 *turns, const u32 
     out[i] = make_float2(__fmul_rn(cosine, sign), __fmul_rn(sine, sign));
 }
 
-// factors[run] = 1 / sqrt(mean of x^2 + eps) over runs of `width` elements. One warp a run.
+// factors[run] = 1 / sqrt(mean of x^2 + eps) over runs of `width` elements. One warp per run.
 extern "C" __global__ void run_factors(float *factors, const float *x, u32 width, float eps, u32 runs) {
     const u32 run = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (run >= runs) return;
@@ -43,14 +45,14 @@ extern "C" __global__ void run_factors(float *factors, const float *x, u32 width
 // Norm of the heads of q, k or v.
 struct Norm {
     const float *weight;   // [weight_len], or null for ones
-    const float *factors;  // of runs that are no heads: [rows][row width / run], else null
-    u32 run;               // elements normalised together; 0 for no norm
+    const float *factors;  // if runs are not heads: [rows][row width / run], else null
+    u32 run;               // elements per run, which are normalised together; 0 for no norm
     u32 weight_len;
     float eps;
 };
 
-// Writes one head of one token into its stripe: rows of `width` rounded up to 8 elements, zeroes in what is over; of
-// bytes, their scales follow, one for each 32 elements. x: one element of each 32 for each lane.
+// Writes one head of one token to its stripe: [tokens][width rounded up to 8 elements], padded with zeroes.
+// For bytes, the scales of all tokens follow, one per 32 elements. x[i]: element 32 i + lane.
 __device__ __forceinline__ void store(u8 *stripe, u32 token, u32 tokens, u32 width, u32 lane,
                                       const float (&x)[MAX_DIM / 32]) {
     const u32 stride = (width + 7) / 8 * 8;
@@ -77,14 +79,15 @@ __device__ __forceinline__ void store(u8 *stripe, u32 token, u32 tokens, u32 wid
     }
 }
 
-// Per row: norms and rotates the heads of q in place; norms and rotates those of k and norms those of v, and writes both
-// to the row's place in its block. k and v are left as they are, so v may be k: then the values are the keys before norm
-// and rotation. One warp a head: those of q, then of k, then of v. Grid: heads / 4, rows. 128 threads.
+// For each row: normalises and rotates the heads of q in place; normalises and rotates the heads of k;
+// normalises the heads of v; stores k and v in the row's KV block. The inputs k and v are not modified, so v
+// may be the same as k: the values are then the keys before norm and rotation. One warp per head: first the
+// heads of q, then of k, then of v. Grid: heads / 4, rows. 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
-    qkv(float *q, const float *k, const float *v,                             // [rows][heads or kv_heads][width]
+    qkv(float *q, const float *k, const float *v,  // [rows][heads or kv_heads][width]
         const float *q_weight, const float *q_factors, const float *k_weight, const float *k_factors,
-        const float *v_weight, const float *v_factors,                        // see Norm
-        const float2 *angles,                                                 // [rows][pairs]; pairs 0: no rotation
+        const float *v_weight, const float *v_factors,  // see Norm
+        const float2 *angles,  // [rows][pairs]; pairs 0: no rotation
         u8 *arena, const u32 *tables, const u32 *table_starts, const u32 *positions, const u32 *row_sequences,
         u64 layer_offset, u32 q_run, u32 q_len, float q_eps, u32 k_run, u32 k_len, float k_eps, u32 v_run, u32 v_len,
         float v_eps, u32 pairs, u32 interleaved, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim,
@@ -92,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(128)
     __shared__ float shared[WARPS][MAX_DIM];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x;
     u32 head = blockIdx.y * WARPS + warp;
-    // 0 q, 1 k, 2 v. Without k there is nothing to write.
+    // 0 q, 1 k, 2 v. If k is null, neither keys nor values are written.
     u32 part = 0;
     if (head >= heads) {
         head -= heads;

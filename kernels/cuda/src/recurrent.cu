@@ -1,10 +1,11 @@
-// Recurrent layers: convolution, gated delta net, Mamba-2, token by token in position order.
+// Recurrent layers: convolution, gated delta net and Mamba-2. Tokens are processed in order of position.
 //
-// A layer's state in a slot: the convolution's past inputs [taps][channels], oldest first, then per head a matrix
-// [outer][inner], rows of `inner` rounded up to whole lanes; sums run over `inner`. f32, or bfloat16 for some heads.
+// A layer's state in a slot consists of the convolution's past inputs [taps][channels], oldest first, then
+// one matrix [outer][inner] per head. The rows of a matrix are padded to whole lanes. Sums run over `inner`.
+// Elements are f32, or bfloat16 for some heads.
 //
-// Exactness: every element of a state is touched by one thread, by the rows in their order, and a sum over `inner` has
-// one order. So it does not matter how the rows of a sequence are cut into launches.
+// Exactness: one thread processes an element of a state for all rows, in order. A sum over `inner` has one
+// order. So the result does not depend on how the rows of a sequence are divided among launches.
 #include "math.cuh"
 
 #define WARPS 4
@@ -13,21 +14,21 @@
 // The sequences of a launch. Slots are offsets / 64 into the arena.
 struct Sequences {
     const u32 *first_rows, *rows;  // [sequences]
-    const u32 *reads;              // [sequences], NONE for a state of zeros
-    const u32 *writes;             // [sequences], NONE where nothing is left
-    const u32 *export_starts;      // [sequences + 1], into the next two
-    const u32 *export_rows;        // row among the sequence's own, ascending
+    const u32 *reads;              // [sequences]; NONE: the state before the first row is zeroes
+    const u32 *writes;             // [sequences]; NONE: the state after the last row is not stored
+    const u32 *export_starts;      // [sequences + 1], indices into the next two
+    const u32 *export_rows;        // row of the sequence after which its state is stored, ascending
     const u32 *export_slots;
 };
 
-// x[row][c] = silu(bias[c] + sum over taps of weight[c][tap] * the input `taps - 1 - tap` positions before), in place.
-// Grid: channels / 32, sequences. A lane a channel; of every 64 rows a warp takes eight, and reads the three before them
-// before anybody writes.
+// x[row][c] = silu(bias[c] + sum over taps of weight[c][tap] * the input `taps - 1 - tap` positions before),
+// in place. Grid: channels / 32, sequences. One lane per channel. A warp processes eight of every 64 rows.
+// Each warp reads them and the three preceding rows before any warp writes.
 extern "C" __global__ void __launch_bounds__(256)
     conv(float *x, const float *weight, const float *bias, u8 *arena, const u32 *first_rows, const u32 *rows,
          const u32 *reads, const u32 *writes, const u32 *export_starts, const u32 *export_rows,
          const u32 *export_slots, u64 layer_offset, u32 channels, u32 taps) {
-    // The last three inputs of the 64 rows before, oldest first.
+    // The last three inputs of the previous 64 rows, oldest first.
     __shared__ float edge[3][32];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 c = min(blockIdx.x * 32 + lane, channels - 1), sequence = blockIdx.y;
@@ -37,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const u32 exports = export_starts[sequence + 1];
     x += (u64)first_rows[sequence] * channels + c;
     arena += layer_offset;
-    // The last four inputs, the newest last; those of fewer taps are at the end. w likewise.
+    // past: the last four inputs, the newest last. With fewer taps the first elements are unused. w: the
+    // weights in the same order.
     float past[4] = {0, 0, 0, 0}, w[4] = {0, 0, 0, 0};
     const u32 skip = 4 - taps;
 #pragma unroll
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Elements lane * PER .. + PER of a row of a matrix.
+// Loads the elements lane * PER .. (lane + 1) * PER of a matrix row. `narrow`: they are bfloat16.
 template <u32 PER> __device__ __forceinline__ void load_row(float (&s)[PER], const u8 *row, u32 lane, bool narrow) {
     if (narrow) {
         const u32 *from = (const u32 *)row + lane * (PER / 2);
@@ -144,13 +146,14 @@ template <u32 PER> __device__ __forceinline__ void store_row(const float (&s)[PE
 
 struct Scan {
     const float *x;            // [rows][width]: keys, queries and values of all heads
-    const float *gains;        // delta net: beta, before the sigmoid; Mamba-2: not read. [rows][heads]
-    const float *steps;        // before the bias and softplus. [rows][heads]
+    const float *gains;        // [rows][heads]. Delta net: beta before the sigmoid; Mamba-2: not read
+    const float *steps;        // [rows][heads], before the bias and softplus
     const float *a, *bias, *skips;  // [heads]; skips: Mamba-2 only
     float *out;                // [rows][heads][outer]
     u8 *arena;
     Sequences sequences;
-    const u32 *places;         // [heads]: offset / 64 in the layer's part of a slot, times 2, plus 1 for bfloat16
+    // [heads]: offset of the matrix / 64 in the layer's part of a slot, times 2, plus 1 for bfloat16.
+    const u32 *places;
     u64 layer_offset;
     u32 width, key_at, query_at, value_at;
     u32 heads, key_heads, tiled;
@@ -158,13 +161,14 @@ struct Scan {
     float l2_eps, query_scale;
 };
 
-// Rows of a head's matrix that a warp takes.
+// Rows of a head's matrix per warp.
 #define ROWS 4
 
-// Per head and row of the step, S being [outer][inner]:
-//   delta net: k, q of unit length; u = gain (v - decay S k)    Mamba-2: u = gain v
-//   S = decay S + u k^T;  out = S q (+ skip v)
-// Grid: outer / 16, heads, sequences. A warp takes four rows of S, a lane PER elements of each.
+// For each head and row of the step, with S [outer][inner]:
+//   delta net: k, q normalised to length 1; u = gain (v - decay S k)
+//   Mamba-2: u = gain v
+//   both: S = decay S + u k^T;  out = S q (+ skip v)
+// Grid: outer / 16, heads, sequences. A warp processes four rows of S, a lane PER elements of each.
 template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &call) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 head = blockIdx.y, sequence = blockIdx.z;
@@ -193,7 +197,7 @@ template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &
     const float a = call.a[head], bias = call.bias[head], skip = DELTA ? 0.0f : call.skips[head];
 
     for (u32 base = 0; base < count; base += 32) {
-        // Decay and gain of 32 rows, one a lane.
+        // Decay and gain of 32 rows, one row per lane.
         float decays = 0, gains = 0;
         if (base + lane < count) {
             const u64 at = (u64)(first + base + lane) * call.heads + head;
@@ -276,7 +280,8 @@ template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &
         if (top + r < call.outer) store_row<PER>(s[r], matrix + (u64)write * 64 + r * row_bytes, lane, narrow);
 }
 
-// Five blocks of a multiprocessor leave a thread 102 registers: without that the compiler spills to fit more.
+// Five blocks per multiprocessor leave 102 registers for a thread. Without this limit the compiler spills
+// registers to fit more blocks.
 #define SCAN(name, delta, per)                                                                                         \
     extern "C" __global__ void __launch_bounds__(128, 5) name(                                                            \
         const float *x, const float *gains, const float *steps, const float *a, const float *bias, const float *skips, \
@@ -297,7 +302,8 @@ SCAN(mamba2_64, false, 2)
 SCAN(mamba2_128, false, 4)
 SCAN(mamba2_256, false, 8)
 
-// kept[i] = x[rows[i]], `cols` wide: the inputs of rows that may be taken back. Grid: rows kept, cols / 128.
+// kept[i] = x[rows[i]], `cols` wide: the inputs of rows that may be rejected later. Grid: rows kept, cols /
+// 128.
 extern "C" __global__ void __launch_bounds__(128) keep_rows(float *kept, const float *x, const u32 *rows, u32 cols) {
     const u32 c = blockIdx.y * 128 + threadIdx.x;
     if (c < cols) kept[(u64)blockIdx.x * cols + c] = x[(u64)rows[blockIdx.x] * cols + c];

@@ -11,10 +11,10 @@ use kernels::backend::{HeadType, StateKind, StateShape};
 #[cfg(test)]
 mod tests;
 
-/// Most positions that a convolution sees.
+/// Maximum number of positions that a convolution sees.
 const MAX_TAPS: usize = 4;
 
-/// Most terms of a recurrence's sum.
+/// Maximum number of terms of a recurrence's sum.
 const MAX_INNER: usize = 256;
 
 /// Rows of a head's matrix per block.
@@ -69,15 +69,15 @@ impl DeviceState {
         let padded = inner.next_multiple_of(per_lane(inner));
         let conv = taps.checked_mul(channels).and_then(|n| n.checked_mul(size_of::<f32>()));
         let mut bytes = conv.and_then(aligned).ok_or_else(refused)?;
-        let mut places = Vec::with_capacity(heads.len());
+        let mut head_places = Vec::with_capacity(heads.len());
         for ty in heads.iter().copied() {
-            places.push(HeadPlace { ty, start: bytes });
+            head_places.push(HeadPlace { ty, start: bytes });
             let len = outer.checked_mul(padded).and_then(|n| n.checked_mul(element(ty)));
             let end = len.and_then(|len| bytes.checked_add(len)).and_then(aligned);
             // Kernels store offsets in 32 bits, in units of 64 bytes, times two.
             bytes = end.filter(|end| *end / 64 <= (u32::MAX / 2) as usize).ok_or_else(refused)?;
         }
-        Ok(Self { shape, inner, outer, heads: places, bytes })
+        Ok(Self { shape, inner, outer, heads: head_places, bytes })
     }
 
     /// Returns the bytes of the layer's part of a slot; a multiple of 64.
@@ -96,9 +96,9 @@ impl DeviceState {
     }
 
     /// Returns the heads' offsets in the kernels' format, to upload once.
-    pub fn places(&self) -> Vec<u8> {
-        let place = |head: &HeadPlace| (head.start / 64 * 2) as u32 + u32::from(head.ty == HeadType::Bf16);
-        self.heads.iter().flat_map(|head| place(head).to_ne_bytes()).collect()
+    pub fn head_offsets(&self) -> Vec<u8> {
+        let encode = |head: &HeadPlace| (head.start / 64 * 2) as u32 + u32::from(head.ty == HeadType::Bf16);
+        self.heads.iter().flat_map(|head| encode(head).to_ne_bytes()).collect()
     }
 
     /// Splits a layer's part of a slot into the convolution's past inputs, `[taps][channels]`, oldest
@@ -116,8 +116,8 @@ impl DeviceState {
             *out = f32::from_ne_bytes(*value);
         }
         let padded = self.inner.next_multiple_of(per_lane(self.inner));
-        for (place, out) in self.heads.iter().zip(recurrent.chunks_exact_mut(rows * cols)) {
-            let matrix = &state[place.start..];
+        for (head, out) in self.heads.iter().zip(recurrent.chunks_exact_mut(rows * cols)) {
+            let matrix = &state[head.start..];
             let (floats, _) = matrix.as_chunks::<{ size_of::<f32>() }>();
             let (narrow, _) = matrix.as_chunks::<{ size_of::<bf16>() }>();
             for (i, out) in out.iter_mut().enumerate() {
@@ -126,7 +126,7 @@ impl DeviceState {
                     StateKind::DeltaNet => col * padded + row,
                     StateKind::Mamba2 => row * padded + col,
                 };
-                *out = match place.ty {
+                *out = match head.ty {
                     HeadType::F32 => f32::from_ne_bytes(floats[at]),
                     HeadType::Bf16 => bf16::from_ne_bytes(narrow[at]).to_f32(),
                 };
@@ -163,8 +163,8 @@ pub struct RecurrentKernels {
 pub struct StateCall<'a> {
     /// Layout of a state in a slot.
     pub layout: &'a DeviceState,
-    /// The uploaded [`DeviceState::places`].
-    pub places: DevicePtr,
+    /// The uploaded [`DeviceState::head_offsets`].
+    pub head_offsets: DevicePtr,
     /// Byte offset of the layer inside a slot.
     pub layer_offset: usize,
     pub arena: DevicePtr,
@@ -361,7 +361,7 @@ impl RecurrentKernels {
         scan.launch(device, state)
     }
 
-    /// `kept[i] = x[rows[i]]`, both `cols` wide. Saves the inputs of deferred rows before an operation
+    /// `saved[i] = x[rows[i]]`, both `cols` wide. Saves the inputs of deferred rows before an operation
     /// changes them. `rows` are [`StepPointers::kept_rows`](super::step::StepPointers::kept_rows).
     ///
     /// # Errors
@@ -373,7 +373,7 @@ impl RecurrentKernels {
         cols: usize,
         rows: DevicePtr,
         count: usize,
-        kept: DevicePtr,
+        saved: DevicePtr,
     ) -> Result<(), CudaError> {
         if count == 0 {
             return Ok(());
@@ -383,7 +383,7 @@ impl RecurrentKernels {
             grid: [count as u32, cols.div_ceil(128) as u32, 1],
             block: [128, 1, 1],
             shared_bytes: 0,
-            arguments: &[kept.into(), x.into(), rows.into(), (cols as u32).into()],
+            arguments: &[saved.into(), x.into(), rows.into(), (cols as u32).into()],
         })
     }
 }
@@ -416,7 +416,7 @@ impl Scan {
                 .map(Argument::from)
                 .to_vec();
         arguments.extend(state.pointers());
-        arguments.extend([state.places.into(), Argument::from(state.layer_offset as u64)]);
+        arguments.extend([state.head_offsets.into(), Argument::from(state.layer_offset as u64)]);
         arguments.extend([self.width, self.key_at, self.query_at, self.value_at, heads].map(number));
         arguments.extend([number(self.key_heads), u32::from(self.tiled).into()]);
         arguments.extend([inner, outer].map(number));
@@ -440,6 +440,6 @@ fn shares(heads: usize, key_heads: usize) -> bool {
     key_heads > 0 && heads.is_multiple_of(key_heads)
 }
 
-fn check(holds: bool, wanted: &'static str) -> Result<(), CudaError> {
-    if holds { Ok(()) } else { Err(CudaError::Invalid { what: format!("{wanted} is needed") }) }
+fn check(holds: bool, requirement: &'static str) -> Result<(), CudaError> {
+    if holds { Ok(()) } else { Err(CudaError::Invalid { what: format!("{requirement} is needed") }) }
 }

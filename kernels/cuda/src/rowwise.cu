@@ -1,19 +1,21 @@
-// Per row: norms, gates, sums, and the 8-bit form of rows.
+// Operations on rows: norms, gates, sums, and the 8-bit form.
 //
-// Rows are [rows][cols] f32. What depends on several values of a row adds in an order that its width alone decides.
+// Rows are [rows][cols] f32. The width of a row alone decides the order of additions in it.
 #include "math.cuh"
 
-// ---- The 8-bit form of a row: blocks of 32 values of 48 bytes, as many as fill units of 8; beyond the row, zeroes.
+// ---- The 8-bit form of a row: blocks of 48 bytes for 32 values each, padded with zeroes to units of 8
+// blocks.
 
 constexpr u32 QUANTISED_BYTES = 48;
 
-// Blocks from one row's to the next's.
+// Blocks of the 8-bit form of a row.
 __device__ __forceinline__ u32 row_blocks(u32 cols) { return (cols + 255) / 256 * 8; }
 
-// Quantises 32 values, one of each lane, to `out`: the quants; scale, scale * sum, -sum, and -sum of both halves in 16 bits.
+// Quantises 32 values, one per lane. `out` has the 32 quants, the scale, scale * sum, -sum, and -sum of each
+// half in 16 bits each.
 __device__ __forceinline__ void quantise_block(float value, u8 *out) {
     u32 lane = threadIdx.x % 32;
-    // Magnitudes compare as integers, and anything not finite compares above all finite values.
+    // The bits of magnitudes compare as integers. NaN and infinity compare above all finite values.
     u32 largest_bits = __float_as_uint(value) & 0x7fffffff;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2)
@@ -39,9 +41,9 @@ __device__ __forceinline__ void quantise_block(float value, u8 *out) {
     }
 }
 
-// Rows are blockIdx.x everywhere: the other axes end at 65,535.
+// All kernels below have rows in blockIdx.x, because the other grid dimensions end at 65,535.
 
-// A warp a block of 32 values: blockIdx.x the row, blockIdx.y and the warp the block.
+// One warp per block of 32 values. blockIdx.x: the row; blockIdx.y and the warp: the block of the row.
 extern "C" __global__ void quantise(const float *x, u32 cols, u8 *out) {
     u32 blocks = row_blocks(cols), block = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
     if (block >= blocks) return;
@@ -50,15 +52,16 @@ extern "C" __global__ void quantise(const float *x, u32 cols, u8 *out) {
     quantise_block(value, out + ((u64)blockIdx.x * blocks + block) * QUANTISED_BYTES);
 }
 
-// ---- Norms. A block of threads a run of `width` values: blockIdx.y the run of its row, blockIdx.x the row.
+// ---- Norms. One block of threads per run of `width` values. blockIdx.x: the row; blockIdx.y: the run of the
+// row.
 
-// Sum over the block's threads, the same for all of them.
+// Sum over the block's threads. Every thread returns it.
 __device__ __forceinline__ float sum_of_block(float value) {
     __shared__ float warps[32];
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);
     if (blockDim.x == 32) return value;
-    // What the last sum left may still be read.
+    // Other warps may still read the previous sum's `warps`.
     __syncthreads();
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
@@ -69,7 +72,7 @@ __device__ __forceinline__ float sum_of_block(float value) {
     return value;
 }
 
-// What a run becomes, value by value: (x - mean) * factor * weight + bias.
+// Normalisation of a run's values: (x - mean) * factor * weight + bias.
 struct Run {
     float mean, factor;
     const float *weight, *bias;
@@ -80,12 +83,12 @@ struct Run {
     }
 };
 
-// What belongs to the block's run of a weight or bias of `len` values, a multiple of `width`.
+// The block's part of a weight or bias of `len` values, a multiple of `width`.
 __device__ __forceinline__ const float *part_of(const float *values, u32 len, u32 width) {
     return values ? values + blockIdx.y % (len / width) * width : 0;
 }
 
-// `value(i)` gives the values of the run.
+// Statistics of the run whose values `value(i)` returns.
 template <class Value>
 __device__ __forceinline__ Run normalise(Value value, u32 width, bool rms, float eps, const float *weight,
                                          u32 weight_len, const float *bias, u32 bias_len) {
@@ -103,7 +106,8 @@ __device__ __forceinline__ Run normalise(Value value, u32 width, bool rms, float
             part_of(bias, bias_len, width)};
 }
 
-// Stores the run's values, and their 8-bit form unless `quantised` is null: then runs are whole blocks, or the whole row.
+// Stores the run's values. Stores their 8-bit form too unless `quantised` is null; each run is then whole
+// blocks of 32 values, or the whole row.
 template <class Value>
 __device__ __forceinline__ void store_run(Value value, u32 width, float *out, u8 *quantised) {
     u32 cols = gridDim.y * width, from = blockIdx.y * width;
@@ -112,7 +116,7 @@ __device__ __forceinline__ void store_run(Value value, u32 width, float *out, u8
         for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[i] = value(i);
         return;
     }
-    // The last run makes the row's padding too.
+    // The last run also writes the row's padding.
     u32 blocks = row_blocks(cols), end = blockIdx.y + 1 == gridDim.y ? 32 * blocks - from : width;
     quantised += ((u64)blockIdx.x * blocks + from / 32) * QUANTISED_BYTES;
     for (u32 i = threadIdx.x; i < end; i += blockDim.x) {
@@ -158,10 +162,11 @@ extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const fl
     store_run(gated, width, x, quantised);
 }
 
-// ---- One value at a time.
+// ---- Operations on single values.
 
-// gate[row][i] = gating(gate[row][i], up[row][up_from + i]), up [rows][up_cols]; without `up`, times one.
-// blockIdx.x: row; a thread a value of the row, or of its padding, with its 8-bit form unless `quantised` is null.
+// gate[row][i] = gating(gate[row][i], up[row][up_from + i]), up [rows][up_cols]. If `up` is null, the second
+// factor is 1. blockIdx.x: row. One thread per value of the row or its padding. Stores the 8-bit form too
+// unless `quantised` is null.
 extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_cols, u32 up_from, u32 gating,
                                 u8 *quantised) {
     u32 i = blockIdx.y * blockDim.x + threadIdx.x, blocks = row_blocks(cols);
@@ -175,13 +180,13 @@ extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_c
         quantise_block(value, quantised + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES);
 }
 
-// x += scale * y. One thread a value.
+// x += scale * y. One thread per value.
 extern "C" __global__ void add(float *x, const float *y, float scale, u64 count) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) x[i] = __fmaf_rn(y[i], scale, x[i]);
 }
 
-// x[row] *= sigmoid(gate[row][0]), gate [rows][gate_cols]. blockIdx.x: row; a thread a value.
+// x[row] *= sigmoid(gate[row][0]), gate [rows][gate_cols]. blockIdx.x: row; one thread per value.
 extern "C" __global__ void scale_rows(float *x, const float *gate, u32 cols, u32 gate_cols) {
     u32 i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= cols) return;
@@ -189,7 +194,7 @@ extern "C" __global__ void scale_rows(float *x, const float *gate, u32 cols, u32
     *x = __fmul_rn(*x, sigmoid_f32(gate[(u64)blockIdx.x * gate_cols]));
 }
 
-// x = softcap(factor * x), softcap(v) = cap tanh(v / cap); none if cap is 0. One thread a value.
+// x = softcap(factor * x), softcap(v) = cap tanh(v / cap). A cap of 0 means no softcap. One thread per value.
 extern "C" __global__ void scale(float *x, float factor, float cap, u64 count) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
@@ -198,14 +203,14 @@ extern "C" __global__ void scale(float *x, float factor, float cap, u64 count) {
     x[i] = value;
 }
 
-// out[row] = x[index[row]]; each index is a row of x. blockIdx.x: row of out; a thread a value.
+// out[row] = x[index[row]]; each index is a row of x. blockIdx.x: row of out; one thread per value.
 extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *index, float *out) {
     u32 i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i < cols) out[(u64)blockIdx.x * cols + i] = x[(u64)index[blockIdx.x] * cols + i];
 }
 
-// Index of the largest value of each row, the lowest of equals. 0xffffffff where a value is NaN or infinity, or none is
-// above minus infinity. A block of threads a row.
+// Index of the largest value of each row. Ties go to the lowest index. The result is 0xffffffff if a value is
+// NaN or +infinity, or if no value is above -infinity. One block of threads per row.
 extern "C" __global__ void __launch_bounds__(1024) argmax(const float *x, u32 cols, u32 *out) {
     __shared__ float values[32];
     __shared__ u32 places[32];
@@ -214,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(1024) argmax(const float *x, u32 co
     u32 place = 0xffffffff;
     for (u32 i = threadIdx.x; i < cols; i += blockDim.x) {
         const float value = x[i];
-        // Infinity without a place is more than any other thread can have found.
+        // +infinity at index 0xffffffff marks the row. Another thread has a smaller value or the same mark.
         if (!(value < __uint_as_float(0x7f800000))) {
             best = __uint_as_float(0x7f800000), place = 0xffffffff;
             break;

@@ -15,7 +15,7 @@ mod tests;
 
 /// Threads of a block in kernels with one value per thread.
 const THREADS: usize = 256;
-/// Most threads of a block that processes a run of values.
+/// Maximum number of threads of a block that processes a run of values.
 const MAX_THREADS: usize = 1024;
 /// Values of a run per thread, as long as there are enough threads.
 const VALUES: usize = 4;

@@ -1,18 +1,18 @@
-// Drawing: the largest values of each row, so that the host reads these instead of the row.
+// Sampling: selects the largest values of each row, so that the host reads these instead of the whole row.
 #include "prelude.cuh"
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)
 
-// A number that is larger when the value is; a NaN has the largest of all, and 0 is more than -0.
+// Maps a value to an integer of the same order. NaN has the largest integer, and 0 is above -0.
 __device__ __forceinline__ u32 rank_of(float x) {
     const u32 bits = __float_as_uint(x);
     if (x != x) return 0xffffffff;
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 
-// out[row]: the `count` largest values of the row and their places, in no order, as {place, value's bits}; of equals those
-// in the lowest places. 1 <= count <= cols. A block of threads a row.
+// out[row]: the `count` largest values of the row as {index, bits of the value}, in no particular order. Ties
+// go to the lowest indices. 1 <= count <= cols. One block of threads per row.
 extern "C" __global__ void __launch_bounds__(THREADS) best(const float *x, u32 cols, u32 count, uint2 *out) {
     __shared__ u32 histogram[256];
     __shared__ u32 before[WARPS];
@@ -21,8 +21,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) best(const float *x, u32 c
     x += (u64)blockIdx.x * cols;
     out += (u64)blockIdx.x * count;
 
-    // The rank of the last one that counts, digit by digit: how many have each digit, among those whose digits before it
-    // are its own.
+    // Radix select: finds the `count`-th largest rank, one digit of 8 bits at a time. The histogram counts
+    // the digits of the values whose higher digits equal those of the rank.
     u32 rank = 0, left = count;
     for (int shift = 24; shift >= 0; shift -= 8) {
         if (threadIdx.x < 256) histogram[threadIdx.x] = 0;
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) best(const float *x, u32 c
         left = wanted;
     }
 
-    // All above it, and as many with its rank as are wanted, from the lowest place on.
+    // Writes all values above the rank, and the first `left` values with exactly this rank.
     if (threadIdx.x == 0) placed = 0;
     __syncthreads();
     u32 taken = 0;

@@ -24,10 +24,10 @@ impl SimDevice {
     }
 
     /// Refuses operations that a graph cannot contain, like the driver.
-    fn unrecorded(&self, what: &str) -> Result<(), CudaError> {
+    fn unrecorded(&self, operation: &str) -> Result<(), CudaError> {
         match &self.recording {
             None => Ok(()),
-            Some(_) => Err(CudaError::Invalid { what: format!("{what} while a graph is recorded") }),
+            Some(_) => Err(CudaError::Invalid { what: format!("{operation} while a graph is recorded") }),
         }
     }
 
@@ -45,15 +45,15 @@ impl SimDevice {
     /// # Errors
     /// [`CudaError::Invalid`] for a kernel of another device.
     pub fn kernel(&self, kernel: KernelId) -> Result<KernelRef, CudaError> {
-        let known = self.kernels.get(kernel.0 as usize).copied();
-        known.ok_or_else(|| CudaError::Invalid { what: "a kernel of another device".into() })
+        let kernel_ref = self.kernels.get(kernel.0 as usize).copied();
+        kernel_ref.ok_or_else(|| CudaError::Invalid { what: "a kernel of another device".into() })
     }
 }
 
 impl From<RunError> for CudaError {
     fn from(error: RunError) -> Self {
         match error {
-            RunError::OutOfMemory { wanted, free } => Self::OutOfMemory { wanted, free },
+            RunError::OutOfMemory { requested, free } => Self::OutOfMemory { requested, free },
             other => Self::Invalid { what: other.to_string() },
         }
     }
@@ -149,12 +149,12 @@ impl Device for SimDevice {
     fn end_graph(&mut self) -> Result<GraphId, CudaError> {
         let none = || CudaError::Invalid { what: "no graph is recorded".into() };
         let recorded = self.recording.take().ok_or_else(none)?;
-        let place = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
-        match self.graphs.get_mut(place) {
+        let index = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
+        match self.graphs.get_mut(index) {
             Some(free) => *free = Some(recorded),
             None => self.graphs.push(Some(recorded)),
         }
-        Ok(GraphId(place as u32))
+        Ok(GraphId(index as u32))
     }
 
     fn replay(&mut self, graph: GraphId) -> Result<(), CudaError> {
@@ -167,8 +167,8 @@ impl Device for SimDevice {
     }
 
     fn forget(&mut self, graph: GraphId) {
-        if let Some(place) = self.graph(graph) {
-            *place = None;
+        if let Some(slot) = self.graph(graph) {
+            *slot = None;
         }
     }
 }

@@ -358,8 +358,8 @@ impl Step {
             let (expected, found) = (sequences.len(), states.len());
             return Err(Error::Length { what: "states of the step", expected, found });
         }
-        let kept = |state: &StepState| state.deferred;
-        let kept_rows = sequences.iter().zip(states).filter(|(_, state)| kept(state));
+        let is_deferred = |state: &StepState| state.deferred;
+        let kept_rows = sequences.iter().zip(states).filter(|(_, state)| is_deferred(state));
         let kept_rows: Vec<u32> =
             kept_rows.flat_map(|(sequence, _)| sequence.rows.clone()).map(|row| row as u32).collect();
         self.kept_rows = kept_rows.len();
@@ -367,7 +367,7 @@ impl Step {
         self.put(Field::FirstRows, sequences.iter().map(|sequence| sequence.rows.start as u32))?;
         self.put(Field::Rows, sequences.iter().map(|sequence| sequence.rows.len() as u32))?;
         self.put(Field::Reads, states.iter().map(|state| state.read.unwrap_or(NO_SLOT)))?;
-        let write = |state: &StepState| if kept(state) { NO_SLOT } else { state.write };
+        let write = |state: &StepState| if is_deferred(state) { NO_SLOT } else { state.write };
         self.put(Field::Writes, states.iter().map(write))?;
         let mut starts = vec![0];
         for state in states {
@@ -387,11 +387,11 @@ impl Step {
     fn put(&mut self, field: Field, values: impl IntoIterator<Item = u32>) -> Result<(), Error> {
         let (room, what) = field.room(&self.layout.limits, self.layout.groups.len());
         let start = self.layout.offsets[field as usize];
-        let (places, _) = self.bytes[start..][..room * size_of::<u32>()].as_chunks_mut();
-        let mut places = places.iter_mut();
+        let (words, _) = self.bytes[start..][..room * size_of::<u32>()].as_chunks_mut();
+        let mut words = words.iter_mut();
         for value in values {
-            let place = places.next().ok_or(Error::OutOfRange { what, index: room, len: room })?;
-            *place = value.to_ne_bytes();
+            let word = words.next().ok_or(Error::OutOfRange { what, index: room, len: room })?;
+            *word = value.to_ne_bytes();
         }
         Ok(())
     }

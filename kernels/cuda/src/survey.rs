@@ -79,7 +79,7 @@ mod tests {
     fn each_missing_part_is_reported_once() {
         let survey = Survey { driver: Err(no_driver()), gpus: Err(no_driver()), nvrtc: Err(no_driver()) };
         assert_eq!(survey.missing(), ["cannot find CUDA driver; tried libcuda.so"]);
-        let nvrtc = CudaError::Version { library: "NVRTC", found: "12.8".into(), wanted: "13.x" };
+        let nvrtc = CudaError::Version { library: "NVRTC", found: "12.8".into(), required: "13.x" };
         let survey = Survey { driver: Ok(13_000), gpus: Ok(Vec::new()), nvrtc: Err(nvrtc) };
         let missing = survey.usable(0).unwrap_err();
         assert_eq!(missing, "the CUDA driver has no device; NVRTC has version 12.8; 13.x is required");

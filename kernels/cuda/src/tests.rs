@@ -18,8 +18,8 @@ pub(crate) fn compiled(source: &source::Source, arch: Arch) -> &'static Compiled
         *all.entry(format!("{} {arch}", source.name)).or_insert_with(|| Box::leak(Box::default()))
     };
     cell.get_or_init(|| {
-        let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/cubins");
-        CubinCache::new(kept).compile(&Compiler::find().unwrap(), source, arch).unwrap()
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/cubins");
+        CubinCache::new(folder).compile(&Compiler::find().unwrap(), source, arch).unwrap()
     })
 }
 

@@ -23,7 +23,7 @@ use std::collections::HashMap;
 pub(crate) struct Kernel {
     pub(crate) name: String,
     pub(crate) code: Vec<Instruction>,
-    pub(crate) places: Vec<SourceLocation>,
+    pub(crate) locations: Vec<SourceLocation>,
     /// Number of registers: `[32 bits, 64 bits, predicates]`.
     pub(crate) registers: [u32; 3],
     pub(crate) constants32: Vec<(u32, u32)>,
@@ -49,24 +49,24 @@ pub(crate) fn kernel(function: &Function, globals: &[u64], text: &str) -> Result
     let labels: HashMap<&str, u32> = function.labels.iter().map(|(name, at)| (name.as_str(), *at)).collect();
     let dynamic = function.shared_bytes.checked_next_multiple_of(DYNAMIC_ALIGN).unwrap_or(u32::MAX);
     let mut constants = Constants::new(function.registers);
-    let (mut code, mut places) = (Vec::new(), Vec::new());
+    let (mut code, mut locations) = (Vec::new(), Vec::new());
     for raw in &function.code {
         let mut decoder = Decoder::new(raw, &mut constants, &labels, &function.tables, globals, dynamic);
-        let op = decode(&mut decoder).and_then(|op| decoder.finish().map(|()| op)).map_err(|why| {
+        let op = decode(&mut decoder).and_then(|op| decoder.finish().map(|()| op)).map_err(|reason| {
             PtxError::Unknown {
                 line: raw.line,
                 instruction: names::instruction(text, raw.line).unwrap_or_else(|| raw.opcode.clone()),
-                why,
+                reason,
             }
         })?;
         let guard = raw.guard.map(|(reg, negated)| Condition { pred: reg.index, negated });
         code.push(Instruction { op, guard });
-        places.push(SourceLocation { line: raw.line, source: raw.source });
+        locations.push(SourceLocation { line: raw.line, source: raw.source });
     }
     Ok(Kernel {
         name: function.name.clone(),
         code,
-        places,
+        locations,
         registers: constants.registers,
         constants32: constants.list32(),
         constants64: constants.list64(),

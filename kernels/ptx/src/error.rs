@@ -13,13 +13,13 @@ pub enum PtxError {
         what: String,
     },
     /// An instruction, modifier or combination that is not implemented.
-    #[error("PTX line {line}: `{instruction}`: {why}")]
+    #[error("PTX line {line}: `{instruction}`: {reason}")]
     Unknown {
         /// Line of the text, from 1.
         line: u32,
         instruction: String,
         /// The unknown part.
-        why: String,
+        reason: String,
     },
 }
 
@@ -27,21 +27,21 @@ pub enum PtxError {
 #[non_exhaustive]
 pub enum RunError {
     /// A launch that violates the machine's limits or the kernel's parameters.
-    #[error("kernel {kernel} cannot be launched: {why}")]
-    Launch { kernel: String, why: String },
+    #[error("kernel {kernel} cannot be launched: {reason}")]
+    Launch { kernel: String, reason: String },
     /// A host access that does not lie inside one live allocation.
-    #[error("host access of {bytes} bytes at {address:#x}: {why}")]
+    #[error("host access of {bytes} bytes at {address:#x}: {reason}")]
     Host {
         /// First byte.
         address: u64,
         bytes: usize,
-        why: String,
+        reason: String,
     },
     /// The machine has too little memory.
-    #[error("no {wanted} bytes left ({free} free)")]
+    #[error("no {requested} bytes left ({free} free)")]
     OutOfMemory {
         /// Bytes requested.
-        wanted: usize,
+        requested: usize,
         /// Bytes left.
         free: usize,
     },
@@ -132,13 +132,13 @@ pub enum FaultKind {
     #[error("{what}: lanes {expected:#010x} are needed, lanes {present:#010x} are here")]
     MissingLanes { what: &'static str, expected: u32, present: u32 },
     /// A barrier that not all threads of the block can reach.
-    #[error("divergent barrier: {why}")]
-    DivergentBarrier { why: String },
+    #[error("divergent barrier: {reason}")]
+    DivergentBarrier { reason: String },
     #[error("trap")]
     Trap,
     /// No warp can run, or the kernel does not end.
-    #[error("no progress: {why}")]
-    Stuck { why: String },
+    #[error("no progress: {reason}")]
+    Stuck { reason: String },
     /// An instruction refuses a value.
     #[error("{what}")]
     Invalid {

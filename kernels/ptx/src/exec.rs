@@ -2,8 +2,8 @@
 
 mod copies;
 mod lane_data;
+mod lane_exchange;
 mod matrix;
-mod talk;
 
 use crate::FaultKind;
 use crate::decode::Kernel;
@@ -30,8 +30,7 @@ pub(crate) struct Block<'a> {
     pub(crate) parameters: Vec<u8>,
     pub(crate) shared: Shared,
     pub(crate) number: u32,
-    /// Whether the block did an atomic on global memory, which may have told it what other blocks have
-    /// done.
+    /// Whether the block did an atomic on global memory, which may order it after writes of other blocks.
     pub(crate) synchronised: bool,
 }
 
@@ -119,23 +118,23 @@ impl Block<'_> {
                 let result = f(warp.v64(a), warp.v64(b));
                 compared(warp, to, result, mask);
             }
-            Op::Set32 { f, d, a, b, one } => {
+            Op::Set32 { f, d, a, b, true_value } => {
                 let result = f(warp.v32(a), warp.v32(b));
-                let value = std::array::from_fn(|lane| if result >> lane & 1 == 1 { one } else { 0 });
+                let value = std::array::from_fn(|lane| if result >> lane & 1 == 1 { true_value } else { 0 });
                 warp.set32(d, &value, mask);
             }
             Op::Select32 { d, a, b, when } => {
-                let which = warp.condition(when);
+                let selected = warp.condition(when);
                 let (x, y) = (warp.v32(a), warp.v32(b));
                 let value =
-                    std::array::from_fn(|lane| if which >> lane & 1 == 1 { x[lane] } else { y[lane] });
+                    std::array::from_fn(|lane| if selected >> lane & 1 == 1 { x[lane] } else { y[lane] });
                 warp.set32(d, &value, mask);
             }
             Op::Select64 { d, a, b, when } => {
-                let which = warp.condition(when);
+                let selected = warp.condition(when);
                 let (x, y) = (warp.v64(a), warp.v64(b));
                 let value =
-                    std::array::from_fn(|lane| if which >> lane & 1 == 1 { x[lane] } else { y[lane] });
+                    std::array::from_fn(|lane| if selected >> lane & 1 == 1 { x[lane] } else { y[lane] });
                 warp.set64(d, &value, mask);
             }
             Op::MovePred { d, a } => warp.set_pred(d, warp.condition(a), mask),
@@ -150,21 +149,21 @@ impl Block<'_> {
             Op::Store(ref access) => self.store(warp, access, mask)?,
             Op::Atomic(ref atomic) => self.atomic(warp, atomic, mask)?,
             Op::Branch { to } => {
-                warp.part(warp.pc + 1, warp.active & !mask);
+                warp.suspend(warp.pc + 1, warp.active & !mask);
                 warp.pc = to;
                 warp.active = mask;
                 return Ok(Flow::Jumped);
             }
             Op::BranchTable { index, ref to } => {
                 let next = warp.pc + 1;
-                warp.part(next, warp.active & !mask);
+                warp.suspend(next, warp.active & !mask);
                 for lane in crate::lanes::each(mask) {
                     let chosen = warp.r32[index as usize][lane];
                     let Some(&target) = to.get(chosen as usize) else {
                         let what = format!("index {chosen} of a list of {} labels", to.len());
                         return Err((FaultKind::Invalid { what }, lane));
                     };
-                    warp.part(target, 1 << lane);
+                    warp.suspend(target, 1 << lane);
                 }
                 warp.active = 0;
                 return Ok(Flow::Jumped);
@@ -186,21 +185,21 @@ impl Block<'_> {
                 return self.barrier(warp, barrier, threads, waits, mask);
             }
             Op::SyncWarp { members } => {
-                talk::members(warp, "bar.warp.sync", members, mask)?;
+                lane_exchange::members(warp, "bar.warp.sync", members, mask)?;
             }
-            Op::Shuffle { how, d, valid, a, b, c, members } => {
-                talk::shuffle(warp, how, (d, valid), (a, b, c, members), mask)?;
+            Op::Shuffle { mode, d, valid, a, b, c, members } => {
+                lane_exchange::shuffle(warp, mode, (d, valid), (a, b, c, members), mask)?;
             }
-            Op::Vote { how, d, a, members } => talk::vote(warp, how, d, a, members, mask)?,
+            Op::Vote { mode, d, a, members } => lane_exchange::vote(warp, mode, d, a, members, mask)?,
             Op::Match { all, d, equal, a, members } => {
-                talk::matching(warp, all, (d, equal), a, members, mask)?
+                lane_exchange::matching(warp, all, (d, equal), a, members, mask)?
             }
             Op::MatrixProduct(ref product) => matrix::product(warp, product, mask)?,
             Op::LoadMatrix(ref load) => self.load_matrix(warp, load, mask)?,
             Op::CopyAsync(ref copy) => self.copy_begin(warp, copy, mask)?,
             Op::CopyCommit => warp.copies.commit(mask),
             Op::CopyWait { keep } => self.copy_wait(warp, keep, mask)?,
-            Op::Reduce { f, d, a, members } => talk::reduce(warp, f, (d, a), members, mask)?,
+            Op::Reduce { f, d, a, members } => lane_exchange::reduce(warp, f, (d, a), members, mask)?,
             Op::ActiveMask { d } => warp.set32(d, &[mask; LANES], mask),
             Op::Nothing => {}
         }
@@ -219,8 +218,8 @@ impl Block<'_> {
         let first = mask.trailing_zeros() as usize;
         if mask != warp.live {
             let missing = warp.live & !mask;
-            let why = format!("lanes {missing:#010x} of warp {} did not come", warp.index);
-            return Err((FaultKind::DivergentBarrier { why }, missing.trailing_zeros() as usize));
+            let reason = format!("lanes {missing:#010x} of warp {} did not come", warp.index);
+            return Err((FaultKind::DivergentBarrier { reason }, missing.trailing_zeros() as usize));
         }
         if !waits {
             return Err((FaultKind::Invalid { what: "bar.arrive is not known".into() }, first));
@@ -241,12 +240,12 @@ impl Block<'_> {
         let kind = match wrong {
             Wrong::Fault(kind) => kind,
             Wrong::Race(Race { address, access, other, warp, pc }) => {
-                let place = self.place(pc);
-                let other = format!("the {other} of warp {warp} at {place} ({})", self.text(pc));
+                let location = self.source_location(pc);
+                let other = format!("the {other} of warp {warp} at {location} ({})", self.text(pc));
                 FaultKind::Race { space: "shared", address, access, other }
             }
             Wrong::InFlight { address, pc } => {
-                let copy = format!("{} ({})", self.place(pc), self.text(pc));
+                let copy = format!("{} ({})", self.source_location(pc), self.text(pc));
                 FaultKind::InFlight { address, copy }
             }
         };
@@ -254,13 +253,13 @@ impl Block<'_> {
     }
 
     /// Returns file and line of an instruction.
-    pub(crate) fn place(&self, pc: u32) -> String {
-        self.names.source_line(self.kernel.places[pc as usize].source)
+    pub(crate) fn source_location(&self, pc: u32) -> String {
+        self.names.source_line(self.kernel.locations[pc as usize].source)
     }
 
     /// Returns the text of an instruction.
     fn text(&self, pc: u32) -> String {
-        self.names.instruction(self.kernel.places[pc as usize].line)
+        self.names.instruction(self.kernel.locations[pc as usize].line)
     }
 }
 

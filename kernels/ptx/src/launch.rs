@@ -8,7 +8,7 @@ use crate::shared::Shared;
 use crate::warp::{State, Warp};
 use crate::{Fault, FaultKind, Launch, Limits, RunError};
 
-/// Most bytes of local memory per thread.
+/// Maximum bytes of local memory per thread.
 const MAX_LOCAL: u32 = 512 << 10;
 /// Warp instructions after which a block is taken for endless.
 const MAX_INSTRUCTIONS: u64 = 1 << 28;
@@ -36,9 +36,9 @@ pub(crate) fn run(
         let number =
             ((u128::from(start) + u128::from(step) * u128::from(stride)) % u128::from(blocks)) as u64;
         let [x, y] = [launch.grid[0], launch.grid[1]].map(u64::from);
-        let place = [number % x, number / x % y, number / x / y].map(|n| n as u32);
+        let block_index = [number % x, number / x % y, number / x / y].map(|n| n as u32);
         for warp in &mut all {
-            set_block_specials(warp, kernel, place);
+            set_block_specials(warp, kernel, block_index);
             warp.start((threads as usize).saturating_sub(warp.index * LANES).min(LANES));
         }
         block.shared.reset(warps);
@@ -50,11 +50,11 @@ pub(crate) fn run(
                 State::Waiting { pc, .. } => pc,
                 State::Ready | State::Done => all[warp].pc,
             };
-            let at = &kernel.places[pc as usize];
+            let at = &kernel.locations[pc as usize];
             RunError::Fault(Box::new(Fault {
                 kind,
                 kernel: kernel.name.clone(),
-                block: place,
+                block: block_index,
                 thread: thread(launch.block, warp * LANES + lane),
                 source_line: block.names.source_line(at.source),
                 line: at.line,
@@ -67,7 +67,7 @@ pub(crate) fn run(
 
 /// Checks a launch and lays out its parameters.
 fn check(kernel: &Kernel, launch: &Launch<'_>, limits: Limits) -> Result<Vec<u8>, RunError> {
-    let refuse = |why: String| Err(RunError::Launch { kernel: kernel.name.clone(), why });
+    let refuse = |reason: String| Err(RunError::Launch { kernel: kernel.name.clone(), reason });
     let threads = launch.block.iter().map(|&n| u64::from(n)).product::<u64>();
     if threads == 0 || threads > u64::from(limits.threads) || launch.block[2] > 64 {
         return refuse(format!("a block of {:?} threads; {} is the most", launch.block, limits.threads));
@@ -78,10 +78,10 @@ fn check(kernel: &Kernel, launch: &Launch<'_>, limits: Limits) -> Result<Vec<u8>
     {
         return refuse(format!("a grid of {:?} blocks", launch.grid));
     }
-    if let Some((most, exact)) = kernel.max_threads {
-        let product = most.iter().map(|&n| u64::from(n)).product::<u64>();
-        if threads > product || exact && most != launch.block {
-            return refuse(format!("a block of {:?} threads; it was compiled for {most:?}", launch.block));
+    if let Some((max, exact)) = kernel.max_threads {
+        let product = max.iter().map(|&n| u64::from(n)).product::<u64>();
+        if threads > product || exact && max != launch.block {
+            return refuse(format!("a block of {:?} threads; it was compiled for {max:?}", launch.block));
         }
     }
     let shared = u64::from(kernel.shared_bytes) + u64::from(launch.shared_bytes);
@@ -125,14 +125,14 @@ fn run_block(
         }
         if block.counts.warp_instructions > end {
             let index = warps.iter().position(|warp| warp.state != State::Done).unwrap_or(0);
-            let why = format!("{MAX_INSTRUCTIONS} instructions of one block did not bring it to its end");
-            return Err((FaultKind::Stuck { why }, index, 0));
+            let reason = format!("{MAX_INSTRUCTIONS} instructions of one block did not bring it to its end");
+            return Err((FaultKind::Stuck { reason }, index, 0));
         }
         let moved = release(block, warps)?;
         if !moved && !warps.iter().any(|warp| warp.state == State::Ready) {
             let index = warps.iter().position(|warp| warp.state != State::Done).unwrap_or(0);
-            let why = "all warps wait at barriers that are not complete".into();
-            return Err((FaultKind::Stuck { why }, index, 0));
+            let reason = "all warps wait at barriers that are not complete".into();
+            return Err((FaultKind::Stuck { reason }, index, 0));
         }
     }
 }
@@ -161,15 +161,15 @@ fn release(block: &mut Block<'_>, warps: &mut [Warp]) -> Result<bool, (FaultKind
             continue;
         }
         if let Some(&(other, elsewhere)) = here.iter().find(|&&(_, pc)| pc != at) {
-            let (a, b) = (block.place(at), block.place(elsewhere));
-            let why = format!("warp {first} waits at {a}, warp {other} at another one at {b}");
-            return Err((FaultKind::DivergentBarrier { why }, other, 0));
+            let (a, b) = (block.source_location(at), block.source_location(elsewhere));
+            let reason = format!("warp {first} waits at {a}, warp {other} at another one at {b}");
+            return Err((FaultKind::DivergentBarrier { reason }, other, 0));
         }
-        let met: Vec<usize> = here.iter().map(|&(index, _)| index).collect();
-        for &index in &met {
+        let arrived: Vec<usize> = here.iter().map(|&(index, _)| index).collect();
+        for &index in &arrived {
             warps[index].state = State::Ready;
         }
-        block.shared.clocks.meet(&met);
+        block.shared.clocks.pass_barrier(&arrived);
         moved = true;
     }
     Ok(moved)

@@ -57,8 +57,8 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<Placed<'_>>, PtxError> {
     Ok(out)
 }
 
-fn unfinished(line: u32, what: &str) -> PtxError {
-    PtxError::Syntax { line, what: format!("{what} that does not end") }
+fn unfinished(line: u32, construct: &str) -> PtxError {
+    PtxError::Syntax { line, what: format!("{construct} that does not end") }
 }
 
 fn newlines(text: &str) -> u32 {

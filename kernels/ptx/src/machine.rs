@@ -11,9 +11,9 @@ use crate::{PtxError, RunError};
 /// Limits of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Most bytes of shared memory per block.
+    /// Maximum bytes of shared memory per block.
     pub shared_bytes: u32,
-    /// Most threads per block.
+    /// Maximum number of threads per block.
     pub threads: u32,
     /// Bytes of global memory.
     pub memory_bytes: u64,
@@ -216,9 +216,9 @@ impl Machine {
         (0..written)
             .filter(|&at| executed[at] == 0)
             .map(|at| Uncovered {
-                line: code.places[at].line,
-                instruction: module.names.instruction(code.places[at].line),
-                source_line: module.names.source_line(code.places[at].source),
+                line: code.locations[at].line,
+                instruction: module.names.instruction(code.locations[at].line),
+                source_line: module.names.source_line(code.locations[at].source),
             })
             .collect()
     }
@@ -258,5 +258,5 @@ impl Machine {
 }
 
 fn another_machine() -> RunError {
-    RunError::Launch { kernel: "?".into(), why: "it belongs to another machine".into() }
+    RunError::Launch { kernel: "?".into(), reason: "it belongs to another machine".into() }
 }

@@ -45,7 +45,7 @@ pub(crate) struct Memory {
 
 /// A block of the current launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Visitor {
+pub(crate) struct BlockId {
     launch: u32,
     block: u32,
 }
@@ -59,55 +59,55 @@ impl Allocation {
 
     /// Returns the offset of each address, if all addresses of the lanes in `mask` lie in the allocation
     /// and are aligned to `bytes`, a power of two. The other lanes get the offset of lane `first`.
-    pub(crate) fn places(&self, addresses: &V64, bytes: u64, first: usize, mask: u32) -> Option<V64> {
+    pub(crate) fn offsets(&self, addresses: &V64, bytes: u64, first: usize, mask: u32) -> Option<V64> {
         if !self.alive || bytes > self.len {
             return None;
         }
         let last = self.len - bytes;
-        let mut places = addresses.map(|address| address.wrapping_sub(self.base));
+        let mut offsets = addresses.map(|address| address.wrapping_sub(self.base));
         if mask != ALL {
-            let here = places[first];
-            for (lane, place) in places.iter_mut().enumerate() {
-                *place = if mask >> lane & 1 == 1 { *place } else { here };
+            let here = offsets[first];
+            for (lane, offset) in offsets.iter_mut().enumerate() {
+                *offset = if mask >> lane & 1 == 1 { *offset } else { here };
             }
         }
-        let wrong = places.iter().fold(0, |wrong, &at| wrong | u64::from(at > last) | at & (bytes - 1));
-        (wrong == 0).then_some(places)
+        let wrong = offsets.iter().fold(0, |wrong, &at| wrong | u64::from(at > last) | at & (bytes - 1));
+        (wrong == 0).then_some(offsets)
     }
 
     /// Returns another block that stored to these words in the same launch. Bytes of a word are not
     /// distinguished.
-    pub(crate) fn stranger(&self, at: u64, bytes: usize, visitor: Visitor) -> Option<u32> {
-        if self.stored != visitor.launch {
+    pub(crate) fn other_writer(&self, at: u64, bytes: usize, block_id: BlockId) -> Option<u32> {
+        if self.stored != block_id.launch {
             return None;
         }
         let words = at as usize / WORD..(at as usize + bytes).div_ceil(WORD);
         self.writers[words].iter().find_map(|&writer| {
             let block = (writer >> 32) as u32;
-            (writer as u32 == visitor.launch && block != visitor.block).then_some(block)
+            (writer as u32 == block_id.launch && block != block_id.block).then_some(block)
         })
     }
 
-    pub(crate) fn visit(&mut self, at: u64, bytes: usize, visitor: Visitor) {
+    pub(crate) fn record_writer(&mut self, at: u64, bytes: usize, block_id: BlockId) {
         if bytes < WORD {
             return;
         }
         if self.writers.is_empty() {
             self.writers = vec![0; (self.len as usize).div_ceil(WORD)];
         }
-        self.stored = visitor.launch;
+        self.stored = block_id.launch;
         let words = at as usize / WORD..(at as usize + bytes).div_ceil(WORD);
-        self.writers[words].fill(u64::from(visitor.block) << 32 | u64::from(visitor.launch));
+        self.writers[words].fill(u64::from(block_id.block) << 32 | u64::from(block_id.launch));
     }
 
     /// Returns the offset of an address in the allocation.
-    pub(crate) fn place(&self, address: u64) -> u64 {
+    pub(crate) fn offset(&self, address: u64) -> u64 {
         address.wrapping_sub(self.base)
     }
 
-    /// Returns all bytes of the allocation if `bytes` bytes at each place are written.
-    pub(crate) fn written(&self, places: &V64, bytes: usize) -> Option<&[u8]> {
-        let all = self.unwritten == 0 || places.iter().all(|&at| self.is_written(self.base + at, bytes));
+    /// Returns all bytes of the allocation if `bytes` bytes at each offset are written.
+    pub(crate) fn written(&self, offsets: &V64, bytes: usize) -> Option<&[u8]> {
+        let all = self.unwritten == 0 || offsets.iter().all(|&at| self.is_written(self.base + at, bytes));
         all.then_some(&self.bytes)
     }
 
@@ -174,14 +174,14 @@ impl Memory {
         self.launch = self.launch.wrapping_add(1);
     }
 
-    pub(crate) fn visitor(&self, block: u32) -> Visitor {
-        Visitor { launch: self.launch, block }
+    pub(crate) fn block_id(&self, block: u32) -> BlockId {
+        BlockId { launch: self.launch, block }
     }
 
     pub(crate) fn allocate(&mut self, bytes: usize, name: Option<String>) -> Result<u64, RunError> {
         let free = self.limit - self.used;
         if bytes as u64 > free {
-            return Err(RunError::OutOfMemory { wanted: bytes, free: free as usize });
+            return Err(RunError::OutOfMemory { requested: bytes, free: free as usize });
         }
         let base = self.next;
         self.next = (base + bytes as u64 + GAP).next_multiple_of(ALIGN);
@@ -212,8 +212,8 @@ impl Memory {
                 Ok(())
             }
             _ => {
-                let why = "nothing that lives begins there".into();
-                Err(RunError::Host { address, bytes: 0, why })
+                let reason = "nothing that lives begins there".into();
+                Err(RunError::Host { address, bytes: 0, reason })
             }
         }
     }
@@ -258,8 +258,8 @@ impl Memory {
 
     fn host(&self, address: u64, bytes: usize) -> Result<usize, RunError> {
         self.find(address, bytes as u64).ok_or_else(|| {
-            let why = self.explain(address, bytes).to_string();
-            RunError::Host { address, bytes, why }
+            let reason = self.explain(address, bytes).to_string();
+            RunError::Host { address, bytes, reason }
         })
     }
 

@@ -305,7 +305,7 @@ pub(crate) enum Op {
         d: u32,
         a: u32,
         b: u32,
-        one: u32,
+        true_value: u32,
     },
     Select32 {
         d: u32,
@@ -365,7 +365,7 @@ pub(crate) enum Op {
         members: u32,
     },
     Shuffle {
-        how: Shuffle,
+        mode: Shuffle,
         d: u32,
         valid: Option<u32>,
         a: u32,
@@ -374,7 +374,7 @@ pub(crate) enum Op {
         members: u32,
     },
     Vote {
-        how: Vote,
+        mode: Vote,
         d: u32,
         a: Condition,
         members: u32,

@@ -25,12 +25,12 @@ struct Cell {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Stamp(u64);
 
-/// Most barriers that a block passes before its clocks overflow. More are taken for an endless loop.
+/// Maximum number of barriers before a block's clocks overflow. More count as an endless loop.
 const MAX_CLOCK: u32 = (1 << 24) - 1;
 
 impl Stamp {
-    fn new(clock: u32, who: Accessor) -> Self {
-        Self((who.warp as u64) << 56 | u64::from(clock) << 32 | u64::from(who.pc))
+    fn new(clock: u32, accessor: Accessor) -> Self {
+        Self((accessor.warp as u64) << 56 | u64::from(clock) << 32 | u64::from(accessor.pc))
     }
 
     fn warp(self) -> usize {
@@ -51,43 +51,43 @@ impl Stamp {
     }
 }
 
-/// The clocks of all warps, as far as each warp knows them (vector clocks). A warp's clock advances at each
-/// barrier.
+/// Vector clocks: for each warp, the latest clock of every warp that barriers order before it. A warp's clock
+/// advances at each barrier.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Clocks {
     warps: usize,
-    known: Vec<u32>,
+    seen: Vec<u32>,
 }
 
 impl Clocks {
     pub(crate) fn new(warps: usize) -> Self {
-        let mut clocks = Self { warps, known: vec![0; warps * warps] };
+        let mut clocks = Self { warps, seen: vec![0; warps * warps] };
         for warp in 0..warps {
-            clocks.known[warp * warps + warp] = 1;
+            clocks.seen[warp * warps + warp] = 1;
         }
         clocks
     }
 
     fn own(&self, warp: usize) -> u32 {
-        self.known[warp * self.warps + warp]
+        self.seen[warp * self.warps + warp]
     }
 
-    fn knows(&self, warp: usize, stamp: Stamp) -> bool {
+    fn has_seen(&self, warp: usize, stamp: Stamp) -> bool {
         let other = stamp.warp();
-        stamp.0 == 0 || other == warp || self.known[warp * self.warps + other] >= stamp.clock()
+        stamp.0 == 0 || other == warp || self.seen[warp * self.warps + other] >= stamp.clock()
     }
 
-    /// Lets warps pass a barrier together. Afterwards each knows what any of them knew.
-    pub(crate) fn meet(&mut self, warps: &[usize]) {
+    /// Merges the clocks of warps that pass a barrier together.
+    pub(crate) fn pass_barrier(&mut self, warps: &[usize]) {
         let mut all = vec![0; self.warps];
         for &warp in warps {
-            let row = &self.known[warp * self.warps..][..self.warps];
-            for (known, &clock) in all.iter_mut().zip(row) {
-                *known = clock.max(*known);
+            let row = &self.seen[warp * self.warps..][..self.warps];
+            for (seen, &clock) in all.iter_mut().zip(row) {
+                *seen = clock.max(*seen);
             }
         }
         for &warp in warps {
-            let row = &mut self.known[warp * self.warps..][..self.warps];
+            let row = &mut self.seen[warp * self.warps..][..self.warps];
             row.copy_from_slice(&all);
             row[warp] = (row[warp] + 1).min(MAX_CLOCK);
         }
@@ -160,9 +160,9 @@ impl Shared {
     }
 
     /// Reads bytes that were written and that no other warp writes concurrently.
-    pub(crate) fn read(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<&[u8], Wrong> {
+    pub(crate) fn read(&mut self, address: u64, bytes: usize, accessor: Accessor) -> Result<&[u8], Wrong> {
         let range = self.range(address, bytes)?;
-        let stamp = Stamp::new(self.clocks.own(who.warp), who);
+        let stamp = Stamp::new(self.clocks.own(accessor.warp), accessor);
         for word in range.start / WORD..range.end.div_ceil(WORD) {
             let cell = &mut self.cells[word];
             let mask = covered(&range, word);
@@ -172,13 +172,13 @@ impl Shared {
             if cell.written & mask != mask {
                 return Err(Wrong::Fault(FaultKind::Unwritten { space: "shared", address, bytes }));
             }
-            if cell.write_bytes & mask != 0 && !self.clocks.knows(who.warp, cell.write) {
+            if cell.write_bytes & mask != 0 && !self.clocks.has_seen(accessor.warp, cell.write) {
                 return Err(race(address, "read", "write", cell.write));
             }
             if cell.reads[0].together(stamp) {
                 cell.read_bytes[0] |= mask;
                 cell.reads[0] = stamp;
-            } else if cell.reads[0].warp() == who.warp {
+            } else if cell.reads[0].warp() == accessor.warp {
                 cell.read_bytes[0] = mask;
                 cell.reads[0] = stamp;
             } else {
@@ -190,20 +190,25 @@ impl Shared {
     }
 
     /// Returns bytes to write, if no other warp accesses them concurrently.
-    pub(crate) fn write(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<&mut [u8], Wrong> {
+    pub(crate) fn write(
+        &mut self,
+        address: u64,
+        bytes: usize,
+        accessor: Accessor,
+    ) -> Result<&mut [u8], Wrong> {
         let range = self.range(address, bytes)?;
-        let stamp = Stamp::new(self.clocks.own(who.warp), who);
+        let stamp = Stamp::new(self.clocks.own(accessor.warp), accessor);
         for word in range.start / WORD..range.end.div_ceil(WORD) {
             let cell = &mut self.cells[word];
             let mask = covered(&range, word);
             if cell.copied & mask != 0 {
                 return Err(Wrong::InFlight { address, pc: cell.write.pc() });
             }
-            if cell.write_bytes & mask != 0 && !self.clocks.knows(who.warp, cell.write) {
+            if cell.write_bytes & mask != 0 && !self.clocks.has_seen(accessor.warp, cell.write) {
                 return Err(race(address, "write", "write", cell.write));
             }
             for (read, bytes) in cell.reads.into_iter().zip(cell.read_bytes) {
-                if bytes & mask != 0 && !self.clocks.knows(who.warp, read) {
+                if bytes & mask != 0 && !self.clocks.has_seen(accessor.warp, read) {
                     return Err(race(address, "write", "read", read));
                 }
             }
@@ -216,8 +221,8 @@ impl Shared {
     }
 
     /// Begins a copy. Until it ends, the bytes must not be used.
-    pub(crate) fn copy_begin(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<(), Wrong> {
-        self.write(address, bytes, who)?;
+    pub(crate) fn copy_begin(&mut self, address: u64, bytes: usize, accessor: Accessor) -> Result<(), Wrong> {
+        self.write(address, bytes, accessor)?;
         let range = self.range(address, bytes)?;
         for word in range.start / WORD..range.end.div_ceil(WORD) {
             self.cells[word].copied |= covered(&range, word);
@@ -226,12 +231,12 @@ impl Shared {
     }
 
     /// Ends a copy that was waited for: its data becomes visible.
-    pub(crate) fn copy_end(&mut self, address: u64, data: &[u8], who: Accessor) -> Result<(), Wrong> {
+    pub(crate) fn copy_end(&mut self, address: u64, data: &[u8], accessor: Accessor) -> Result<(), Wrong> {
         let range = self.range(address, data.len())?;
         for word in range.start / WORD..range.end.div_ceil(WORD) {
             self.cells[word].copied &= !covered(&range, word);
         }
-        self.write(address, data.len(), who)?.copy_from_slice(data);
+        self.write(address, data.len(), accessor)?.copy_from_slice(data);
         Ok(())
     }
 

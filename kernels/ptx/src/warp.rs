@@ -52,7 +52,7 @@ pub(crate) struct Copy {
 
 #[derive(Debug, Default)]
 pub(crate) struct Copies {
-    pub(crate) going: Vec<Copy>,
+    pub(crate) pending: Vec<Copy>,
     /// Number of groups that each lane has committed.
     pub(crate) groups: V32,
 }
@@ -157,7 +157,7 @@ impl Warp {
         }
     }
 
-    pub(crate) fn part(&mut self, pc: u32, mask: u32) {
+    pub(crate) fn suspend(&mut self, pc: u32, mask: u32) {
         if mask != 0 {
             self.others.push((pc, mask));
         }
@@ -171,7 +171,7 @@ impl Warp {
         if self.active != 0 && self.others.iter().all(|&(pc, _)| pc > self.pc) {
             return;
         }
-        self.part(self.pc, self.active);
+        self.suspend(self.pc, self.active);
         let lowest = self.others.iter().map(|&(pc, _)| pc).min().unwrap_or(self.pc);
         self.pc = lowest;
         self.active = 0;

@@ -121,12 +121,12 @@ pub(crate) struct Item {
 
 /// An owned copy of a placement, so that a backend can keep plans from op to op.
 #[derive(Debug)]
-enum Kept {
+enum OwnedPlacement {
     Paged(Vec<u32>),
     Contiguous { first: u32, stride: u32 },
 }
 
-impl Kept {
+impl OwnedPlacement {
     fn placement(&self) -> Placement<'_> {
         match self {
             Self::Paged(table) => Placement::Paged(table),
@@ -140,7 +140,7 @@ impl Kept {
 pub struct StepPlan {
     shape: AttentionShape,
     group_size: usize,
-    placements: Vec<Kept>,
+    placements: Vec<OwnedPlacement>,
     pub(crate) rows: Vec<PlannedRow>,
     /// Rows of the items, as indices into `rows`.
     pub(crate) members: Vec<usize>,
@@ -194,8 +194,8 @@ impl StepPlan {
             placements: placements
                 .iter()
                 .map(|placement| match *placement {
-                    Placement::Paged(table) => Kept::Paged(table.to_vec()),
-                    Placement::Contiguous { first, stride } => Kept::Contiguous { first, stride },
+                    Placement::Paged(table) => OwnedPlacement::Paged(table.to_vec()),
+                    Placement::Contiguous { first, stride } => OwnedPlacement::Contiguous { first, stride },
                 })
                 .collect(),
             rows: planned,

@@ -134,13 +134,13 @@ enum BlockOrder {
 
 impl Memory {
     /// Fills memory with NaN, then writes the first `lengths` positions of each sequence.
-    fn new(world: &World, lengths: &[usize], place: BlockOrder, isa: Isa) -> Self {
+    fn new(world: &World, lengths: &[usize], block_order: BlockOrder, isa: Isa) -> Self {
         let layout = &world.shape.layout;
         let stride = (LAYER_OFFSET + layout.bytes()).next_multiple_of(64);
         let blocks: Vec<usize> = (0..world.sequences.len()).map(|s| world.blocks(s)).collect();
         let total: usize = blocks.iter().sum();
         let mut order: Vec<usize> = (0..total).collect();
-        if let BlockOrder::Permuted(seed) = place {
+        if let BlockOrder::Permuted(seed) = block_order {
             let mut noise = Noise(seed);
             for i in (1..total).rev() {
                 order.swap(i, noise.below(i + 1));
@@ -153,7 +153,7 @@ impl Memory {
         let mut memory = Self {
             bytes,
             tables,
-            contiguous: (place == BlockOrder::Contiguous).then_some((0, (stride / 64) as u32)),
+            contiguous: (block_order == BlockOrder::Contiguous).then_some((0, (stride / 64) as u32)),
         };
         for (s, len) in lengths.iter().enumerate() {
             memory.write(world, s, 0..*len, isa);
@@ -173,12 +173,12 @@ impl Memory {
     }
 
     fn placements(&self) -> Vec<Placement<'_>> {
-        let place = |table: &'_ Vec<u32>| match self.contiguous {
+        let placement = |table: &'_ Vec<u32>| match self.contiguous {
             Some((_, stride)) => Placement::Contiguous { first: table[0], stride },
             None => Placement::Paged(&[]),
         };
         match self.contiguous {
-            Some(_) => self.tables.iter().map(place).collect(),
+            Some(_) => self.tables.iter().map(placement).collect(),
             None => self.tables.iter().map(|table| Placement::Paged(table)).collect(),
         }
     }
@@ -215,10 +215,10 @@ fn rows_of(sequence: usize, positions: std::ops::Range<usize>) -> Vec<QueryRow> 
 
 fn assert_close(world: &World, rows: &[QueryRow], out: &[Vec<f32>]) {
     for (row, out) in rows.iter().zip(out) {
-        let want = world.reference(row.sequence as usize, row.position as usize);
-        for (i, (got, want)) in out.iter().zip(&want).enumerate() {
-            let error = (f64::from(*got) - want).abs();
-            assert!(error <= 3e-6, "row {row:?} element {i}: {got} is not {want}");
+        let expected = world.reference(row.sequence as usize, row.position as usize);
+        for (i, (got, expected)) in out.iter().zip(&expected).enumerate() {
+            let error = (f64::from(*got) - expected).abs();
+            assert!(error <= 3e-6, "row {row:?} element {i}: {got} is not {expected}");
         }
     }
 }
@@ -340,21 +340,23 @@ fn a_part_of_a_sequence_is_refused_without_causality() {
 fn shapes_and_placements_that_attention_cannot_serve_are_refused() {
     assert!(matches!(KvLayout::new(KvType::F16, 48, 1, 64, 64), Err(Error::KvLayout { .. })));
     assert!(matches!(KvLayout::new(KvType::F16, 16, 1, 0, 64), Err(Error::KvLayout { .. })));
-    let wanted = shape(KvType::F16, 16, 4, 2, (64, 64), 0);
+    let attention_shape = shape(KvType::F16, 16, 4, 2, (64, 64), 0);
     let row = |position| QueryRow { sequence: 0, position };
     let table = [4, NO_BLOCK, 400];
     let placements = [Placement::Paged(&table)];
-    let plan = |rows: &[QueryRow]| StepPlan::new(wanted, rows, &placements, 1).map(|plan| plan.rows());
+    let plan =
+        |rows: &[QueryRow]| StepPlan::new(attention_shape, rows, &placements, 1).map(|plan| plan.rows());
     assert_eq!(plan(&[row(15)]), Ok(1));
     assert_eq!(plan(&[row(16)]), Err(Error::MissingBlock { sequence: 0, block: 1 }));
     let other = QueryRow { sequence: 1, position: 0 };
     assert_eq!(plan(&[other]), Err(Error::OutOfRange { what: "sequence", index: 1, len: 1 }));
-    let uneven = AttentionShape { heads: 5, ..wanted };
+    let uneven = AttentionShape { heads: 5, ..attention_shape };
     assert!(matches!(StepPlan::new(uneven, &[], &placements, 1), Err(Error::HeadGroups { .. })));
     // A window that starts after the missing block.
-    let windowed = AttentionShape { visible: Visible::Window(NonZeroU32::new(4).unwrap()), ..wanted };
+    let windowed =
+        AttentionShape { visible: Visible::Window(NonZeroU32::new(4).unwrap()), ..attention_shape };
     let plan = StepPlan::new(windowed, &[row(40)], &placements, 1).unwrap();
-    let mut bytes = AlignedBuf::zeroed(400 * 64 + wanted.layout.bytes() - 1);
+    let mut bytes = AlignedBuf::zeroed(400 * 64 + attention_shape.layout.bytes() - 1);
     let arena = ArenaView::new(&mut bytes).unwrap();
     let call = AttentionCall { arena: &arena, layer_offset: 0, scale: 1.0, softcap: None, sinks: None };
     let (q, mut out) = (vec![0.0; 256], vec![0.0; 256]);
@@ -395,10 +397,10 @@ proptest! {
 
 #[test]
 fn an_offset_beyond_the_address_space_is_outside_the_arena() {
-    let wanted = shape(KvType::F16, 16, 1, 1, (8, 8), 1);
+    let attention_shape = shape(KvType::F16, 16, 1, 1, (8, 8), 1);
     let placements = [Placement::Contiguous { first: u32::MAX, stride: u32::MAX }];
     let rows = [QueryRow { sequence: 0, position: u32::MAX }];
-    let plan = StepPlan::new(wanted, &rows, &placements, 1).unwrap();
+    let plan = StepPlan::new(attention_shape, &rows, &placements, 1).unwrap();
     let mut bytes = AlignedBuf::zeroed(4096);
     let arena = ArenaView::new(&mut bytes).unwrap();
     let call = AttentionCall { arena: &arena, layer_offset: 0, scale: 1.0, softcap: None, sinks: None };

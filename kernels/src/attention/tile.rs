@@ -177,7 +177,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
     /// Turns scores into weights. Sets `corrections` to the factors of the sums so far.
     #[inline(always)]
     unsafe fn weights<S: Simd>(&self, s: S, (first, last): (usize, usize), corrections: &mut [f32; R]) {
-        for (r, kept) in corrections.iter_mut().enumerate() {
+        for (r, row_correction) in corrections.iter_mut().enumerate() {
             let (from, to) = self.visible[r];
             // SAFETY: R rows of TILE scores.
             let row = unsafe { self.state.scores.add(r * TILE) };
@@ -222,7 +222,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             }
             // SAFETY: as above.
             unsafe { s.store(sum, l) };
-            *kept = s.reduce_max(correction);
+            *row_correction = s.reduce_max(correction);
         }
     }
 

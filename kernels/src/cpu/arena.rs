@@ -10,7 +10,7 @@ pub(super) fn copy(arena: &mut [u8], group_block_bytes: &[usize], copies: &[KvCo
     for copy in copies {
         let missing = Error::OutOfRange { what: "KV group", index: copy.group, len: group_block_bytes.len() };
         let bytes = *group_block_bytes.get(copy.group).ok_or(missing)?;
-        let (from, to) = (part(arena, copy.from, bytes)?, part(arena, copy.to, bytes)?);
+        let (from, to) = (checked_range(arena, copy.from, bytes)?, checked_range(arena, copy.to, bytes)?);
         arena.copy_within(from, to.start);
     }
     Ok(())
@@ -18,13 +18,13 @@ pub(super) fn copy(arena: &mut [u8], group_block_bytes: &[usize], copies: &[KvCo
 
 /// See [`crate::backend::Backend::read_arena`].
 pub(super) fn read(arena: &[u8], from: u32, out: &mut [u8]) -> Result<(), Error> {
-    out.copy_from_slice(&arena[part(arena, from, out.len())?]);
+    out.copy_from_slice(&arena[checked_range(arena, from, out.len())?]);
     Ok(())
 }
 
 /// See [`crate::backend::Backend::write_arena`].
 pub(super) fn write(arena: &mut [u8], to: u32, bytes: &[u8]) -> Result<(), Error> {
-    let to = part(arena, to, bytes.len())?;
+    let to = checked_range(arena, to, bytes.len())?;
     arena[to].copy_from_slice(bytes);
     Ok(())
 }
@@ -33,7 +33,7 @@ pub(super) fn write(arena: &mut [u8], to: u32, bytes: &[u8]) -> Result<(), Error
 ///
 /// # Errors
 /// [`Error::OutsideArena`].
-pub(super) fn part(arena: &[u8], offset: u32, len: usize) -> Result<Range<usize>, Error> {
+pub(super) fn checked_range(arena: &[u8], offset: u32, len: usize) -> Result<Range<usize>, Error> {
     let start = offset as usize * OFFSET_UNIT;
     match start.checked_add(len) {
         Some(end) if end <= arena.len() => Ok(start..end),

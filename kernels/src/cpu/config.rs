@@ -138,8 +138,8 @@ mod tests {
             (&[("KVASIR_ATTENTION_BACKEND", "cpu-scalar")], [best, Isa::Scalar, best]),
             (&[("KVASIR_ROWS_BACKEND", "cpu-scalar")], [best, best, Isa::Scalar]),
         ];
-        for (environment, want) in cases {
-            assert_eq!(select(environment), Ok(*want), "{environment:?}");
+        for (environment, expected) in cases {
+            assert_eq!(select(environment), Ok(*expected), "{environment:?}");
         }
         for isa in Isa::available() {
             let name = format!("cpu-{isa}");

@@ -46,20 +46,20 @@ struct Sequence {
 /// Inputs of the deferred rows at one layer.
 #[derive(Debug, Default)]
 pub(super) struct Inputs {
-    pub(super) conv: Option<(ConvOp, Kept)>,
+    pub(super) conv: Option<(ConvOp, SavedInput)>,
     pub(super) recurrence: Option<Recurrence>,
 }
 
 /// The op of a recurrence and copies of its inputs.
 #[derive(Debug)]
 pub(super) enum Recurrence {
-    DeltaNet { op: DeltaNetOp, qkv: Kept, beta: Kept, alpha: Kept },
-    Mamba2 { op: Mamba2Op, xbc: Kept, dt: Kept },
+    DeltaNet { op: DeltaNetOp, qkv: SavedInput, beta: SavedInput, alpha: SavedInput },
+    Mamba2 { op: Mamba2Op, xbc: SavedInput, dt: SavedInput },
 }
 
 /// Copies of the deferred rows of a buffer, one after the other.
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(super) struct SavedInput {
     values: Vec<f32>,
     cols: usize,
 }
@@ -71,7 +71,7 @@ pub(super) struct Accepted {
     pub(super) sequences: Vec<StepSequence>,
     pub(super) states: Vec<StepState>,
     /// Ranges of the accepted rows among the deferred rows.
-    kept: Vec<Range<usize>>,
+    ranges: Vec<Range<usize>>,
 }
 
 impl Deferred {
@@ -90,7 +90,7 @@ impl Deferred {
         self.runs = !sequences.is_empty();
         if self.runs && self.steps.len() == MAX_DEFERRED_STEPS {
             self.runs = false;
-            return Err(Error::DeferredSteps { most: MAX_DEFERRED_STEPS });
+            return Err(Error::DeferredSteps { max: MAX_DEFERRED_STEPS });
         }
         if self.runs {
             self.steps.push_back(DeferredStep { sequences, rows: step.tokens.len(), layers: Vec::new() });
@@ -119,8 +119,8 @@ impl Deferred {
         if let Some((sequence, rows)) = too_many {
             return Err(Error::OutOfRange { what: "accepted rows", index: *rows, len: sequence.rows.len() });
         }
-        let mut accepted = Accepted { sequences: Vec::new(), states: Vec::new(), kept: Vec::new() };
-        let (mut place, mut row) = (0, 0);
+        let mut accepted = Accepted { sequences: Vec::new(), states: Vec::new(), ranges: Vec::new() };
+        let (mut start, mut row) = (0, 0);
         let Some(DeferredStep { sequences, layers, .. }) = self.steps.pop_front() else {
             return Ok((accepted, Vec::new()));
         };
@@ -131,11 +131,11 @@ impl Deferred {
             if *rows > 0 || read != Some(write) {
                 let rows = row..row + rows;
                 row = rows.end;
-                accepted.kept.push(place..place + rows.len());
+                accepted.ranges.push(start..start + rows.len());
                 accepted.sequences.push(StepSequence { rows, context: 0, segment_start: None });
                 accepted.states.push(StepState { read, write, ..StepState::default() });
             }
-            place += sequence.rows.len();
+            start += sequence.rows.len();
         }
         Ok((accepted, layers))
     }
@@ -154,19 +154,19 @@ pub(super) struct DeferredCopies<'a> {
 impl DeferredCopies<'_> {
     /// # Errors
     /// [`Error::Length`] for a buffer that does not hold the step's rows.
-    pub(super) fn keep(&self, buffer: &Buffer) -> Result<Kept, Error> {
+    pub(super) fn save(&self, buffer: &Buffer) -> Result<SavedInput, Error> {
         check_len("rows to keep", self.rows, buffer.rows())?;
         let (cols, values) = (buffer.cols(), buffer.values());
         let rows = |sequence: &Sequence| &values[sequence.rows.start * cols..sequence.rows.end * cols];
-        Ok(Kept { values: self.sequences.iter().flat_map(rows).copied().collect(), cols })
+        Ok(SavedInput { values: self.sequences.iter().flat_map(rows).copied().collect(), cols })
     }
 }
 
-impl Kept {
+impl SavedInput {
     /// The accepted rows.
     pub(super) fn accepted(&self, accepted: &Accepted) -> Vec<f32> {
         let rows = |rows: &Range<usize>| &self.values[rows.start * self.cols..rows.end * self.cols];
-        accepted.kept.iter().flat_map(rows).copied().collect()
+        accepted.ranges.iter().flat_map(rows).copied().collect()
     }
 
     fn bytes(&self) -> usize {

@@ -53,10 +53,10 @@ impl Scratch {
         self.routes.find(backend, op)?;
         self.down.fit(self.routes.slots(), width)?;
         let slot_bytes = 3 * op.ff.max(1) * size_of::<f32>();
-        let most = INNER_BYTES * backend.pool.threads() / slot_bytes;
+        let max_slots = INNER_BYTES * backend.pool.threads() / slot_bytes;
         let mut from = 0;
         while from < self.routes.experts() {
-            let experts = self.routes.some_experts(from, most);
+            let experts = self.routes.some_experts(from, max_slots);
             from = experts.end;
             self.gate_up(backend, op, experts.clone())?;
             self.activate(backend, op)?;
@@ -67,7 +67,7 @@ impl Scratch {
 
     fn gate_up(&mut self, backend: &mut CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
         let ff = op.ff;
-        let parts: &[ExpertMatrices] = match op.gate_up {
+        let projections: &[ExpertMatrices] = match op.gate_up {
             ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => &[
                 ExpertMatrices { matrix: gate, scale: gate_scale, bias: gate_bias, columns: 0..ff },
                 ExpertMatrices { matrix: up, scale: up_scale, bias: up_bias, columns: ff..2 * ff },
@@ -76,7 +76,7 @@ impl Scratch {
                 &[ExpertMatrices { matrix: gate_up, scale, bias, columns: 0..2 * ff }]
             }
         };
-        let int8 = parts.iter().any(|part| part.reads_int8(backend));
+        let int8 = projections.iter().any(|projection| projection.reads_int8(backend));
         let x = &mut backend.buffers[op.x.0 as usize];
         if int8 {
             x.quantize(&backend.pool, backend.kernels)?;
@@ -86,12 +86,19 @@ impl Scratch {
         let of_experts = self.routes.slots_of(experts.clone());
         self.gate_up.fit(of_experts.len(), 2 * ff)?;
         let out = self.gate_up.share();
-        let mut products = Vec::with_capacity(parts.len() * experts.len());
+        let mut products = Vec::with_capacity(projections.len() * experts.len());
         for (expert, slots) in self.routes.by_expert(experts) {
             let input = all.listed(&self.routes.rows[slots.clone()])?;
             let slots = slots.start - of_experts.start..slots.end - of_experts.start;
-            for part in parts {
-                products.push(part.product(backend, &self.routes, expert, input, out, slots.clone())?);
+            for projection in projections {
+                products.push(projection.product(
+                    backend,
+                    &self.routes,
+                    expert,
+                    input,
+                    out,
+                    slots.clone(),
+                )?);
             }
         }
         product::run(&backend.pool, backend.kernels, backend.config.activations, &products)
@@ -111,15 +118,16 @@ impl Scratch {
 
     fn down(&mut self, backend: &CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
         let columns = 0..self.down.cols();
-        let part = ExpertMatrices { matrix: op.down, scale: op.down_scale, bias: op.down_bias, columns };
-        let int8 = part.reads_int8(backend);
+        let projection =
+            ExpertMatrices { matrix: op.down, scale: op.down_scale, bias: op.down_bias, columns };
+        let int8 = projection.reads_int8(backend);
         let (inner, out) = (&self.inner, self.down.share());
         let all = Activations::new(inner.rows(), op.ff, inner.values(), int8.then_some(&inner.quantized))?;
         let first = self.routes.slots_of(experts.clone()).start;
         let mut products = Vec::with_capacity(experts.len());
         for (expert, slots) in self.routes.by_expert(experts) {
             let input = all.run(slots.start - first..slots.end - first)?;
-            products.push(part.product(backend, &self.routes, expert, input, out, slots)?);
+            products.push(projection.product(backend, &self.routes, expert, input, out, slots)?);
         }
         product::run(&backend.pool, backend.kernels, backend.config.activations, &products)
     }
@@ -135,10 +143,10 @@ impl Scratch {
         let (routes, down) = (&self.routes, &self.down);
         out.change(&backend.pool, |row, out| {
             let ranks = row * op.used..(row + 1) * op.used;
-            let parts = routes.chosen[ranks.clone()].iter().zip(&routes.slot_of[ranks]);
-            let parts: Result<Vec<(&[f32], f32)>, Error> =
-                parts.map(|(choice, slot)| Ok((down.row(*slot as usize)?, choice.weight))).collect();
-            ops::weighted_sum(isa, &parts?, op.scale, op.accumulate, out)
+            let expert_outputs = routes.chosen[ranks.clone()].iter().zip(&routes.slot_of[ranks]);
+            let expert_outputs: Result<Vec<(&[f32], f32)>, Error> =
+                expert_outputs.map(|(choice, slot)| Ok((down.row(*slot as usize)?, choice.weight))).collect();
+            ops::weighted_sum(isa, &expert_outputs?, op.scale, op.accumulate, out)
         })
     }
 }

@@ -9,8 +9,8 @@ use crate::matmul::{
 use crate::pool::Pool;
 use std::ops::Range;
 
-/// Parts per thread. With 8, a slow thread delays the others by at most an eighth of its share.
-const PARTS_PER_THREAD: usize = 8;
+/// Chunks per thread. With 8, a slow thread delays the others by at most an eighth of its share.
+const CHUNKS_PER_THREAD: usize = 8;
 
 /// One product with its output, divisible into panels.
 pub(super) struct Product<'a> {
@@ -49,16 +49,16 @@ fn run_panels(
         let all = product.view.panels();
         only.as_ref().map_or(0..all, |only| only.start.min(all)..only.end.min(all))
     };
-    let part = |product: &Product<'_>, panels: Range<usize>| {
+    let run_chunk = |product: &Product<'_>, panels: Range<usize>| {
         let Product { view, activations, out, epilogue } = product;
         kernels.run(*view, panels, activations, mode, *out, epilogue)
     };
     if pool.threads() == 1 {
-        return products.iter().try_for_each(|product| part(product, of(product)));
+        return products.iter().try_for_each(|product| run_chunk(product, of(product)));
     }
     let cost: usize = products.iter().map(|product| of(product).len() * product.panel_cost()).sum();
-    let share = cost.div_ceil(pool.threads() * PARTS_PER_THREAD).max(1);
-    let parts: Vec<(usize, Range<usize>)> = products
+    let share = cost.div_ceil(pool.threads() * CHUNKS_PER_THREAD).max(1);
+    let chunks: Vec<(usize, Range<usize>)> = products
         .iter()
         .enumerate()
         .flat_map(|(index, product)| {
@@ -67,18 +67,18 @@ fn run_panels(
             (start..end).step_by(step).map(move |start| (index, start..end.min(start + step)))
         })
         .collect();
-    try_each(pool, parts.len(), |index| {
-        let (product, panels) = &parts[index];
-        part(&products[*product], panels.clone())
+    try_each(pool, chunks.len(), |index| {
+        let (product, panels) = &chunks[index];
+        run_chunk(&products[*product], panels.clone())
     })
 }
 
-/// See [`crate::backend::Backend::matmul`]. With a `part`, see [`crate::backend::Backend::matmul_part`].
+/// See [`crate::backend::Backend::matmul`]. With a `row_range`, see [`crate::backend::Backend::matmul_part`].
 pub(super) fn matmul(
     backend: &mut CpuBackend,
     x: BufferId,
     jobs: &[MatmulJob],
-    part: Option<Range<usize>>,
+    row_range: Option<Range<usize>>,
 ) -> Result<(), Error> {
     let mode = backend.config.activations;
     let int8 =
@@ -107,7 +107,7 @@ pub(super) fn matmul(
             epilogue: Epilogue { scale: job.scale, bias, accumulate: job.accumulate },
         });
     }
-    // Whole panels: these may contain more rows than `part`.
-    let only = part.map(|part| part.start / PANEL_ROWS..part.end.div_ceil(PANEL_ROWS));
+    // Whole panels: these may contain more rows than `row_range`.
+    let only = row_range.map(|row_range| row_range.start / PANEL_ROWS..row_range.end.div_ceil(PANEL_ROWS));
     run_panels(&backend.pool, backend.kernels, mode, &products, only)
 }

@@ -1,7 +1,7 @@
 //! Recurrent layers: their states in the arena and the ops that advance them.
 
 use super::CpuBackend;
-use super::arena::part;
+use super::arena::checked_range;
 use super::deferred::{Deferred, Inputs, Recurrence};
 use super::rows::{Buffer, pair};
 use super::rowwise::rms;
@@ -72,7 +72,7 @@ impl States {
         recurrent: &mut [f32],
     ) -> Result<(), Error> {
         let StateLayer { layout, offset } = find(&self.layers, layer)?;
-        let slot = part(arena, slot, offset + layout.bytes())?;
+        let slot = checked_range(arena, slot, offset + layout.bytes())?;
         layout.read(&arena[slot][*offset..], conv, recurrent)
     }
 
@@ -98,17 +98,17 @@ pub(super) fn conv(backend: &mut CpuBackend, op: &ConvOp) -> Result<(), Error> {
     let StateLayer { layout, offset } = find(layers, op.layer)?;
     let (channels, taps) = (layout.shape().channels, layout.shape().taps);
     let weight = match conv_weights.entry((op.weight, taps)) {
-        Entry::Occupied(known) => known.into_mut(),
-        Entry::Vacant(place) => {
-            place.insert(ConvWeight::new(channels, taps, &backend.vectors[op.weight.0 as usize])?)
+        Entry::Occupied(occupied) => occupied.into_mut(),
+        Entry::Vacant(vacant) => {
+            vacant.insert(ConvWeight::new(channels, taps, &backend.vectors[op.weight.0 as usize])?)
         }
     };
     let bias = op.bias.map(|id| backend.vectors[id.0 as usize].as_slice());
     let mut state = LayerState::new(&mut backend.arena, plan, layout, *offset)?;
     let x = &mut backend.buffers[op.x.0 as usize];
     check_len("convolution input", channels, x.cols())?;
-    if let Some((keeper, inputs)) = deferred.layer(op.layer) {
-        inputs.conv = Some((*op, keeper.keep(x)?));
+    if let Some((copies, inputs)) = deferred.layer(op.layer) {
+        inputs.conv = Some((*op, copies.save(x)?));
     }
     recurrent::conv(&backend.pool, backend.config.rows, &mut state, weight, bias, x.values_mut())
 }
@@ -125,8 +125,8 @@ pub(super) fn delta_net(backend: &mut CpuBackend, op: &DeltaNetOp) -> Result<(),
     check_len("delta net beta", shape.heads, beta.cols())?;
     check_len("delta net alpha", shape.heads, alpha.cols())?;
     out.set_shape(qkv.rows(), shape.heads * shape.cols)?;
-    if let Some((keeper, inputs)) = deferred.layer(op.layer) {
-        let [qkv, beta, alpha] = [keeper.keep(qkv)?, keeper.keep(beta)?, keeper.keep(alpha)?];
+    if let Some((copies, inputs)) = deferred.layer(op.layer) {
+        let [qkv, beta, alpha] = [copies.save(qkv)?, copies.save(beta)?, copies.save(alpha)?];
         inputs.recurrence = Some(Recurrence::DeltaNet { op: *op, qkv, beta, alpha });
     }
     let input = recurrent::DeltaNetInput { qkv: qkv.values(), beta: beta.values(), alpha: alpha.values() };
@@ -151,8 +151,8 @@ pub(super) fn mamba2(backend: &mut CpuBackend, op: &Mamba2Op) -> Result<(), Erro
     check_len("Mamba-2 xBC", inner + 2 * op.groups * shape.cols, xbc.cols())?;
     check_len("Mamba-2 step size", shape.heads, dt.cols())?;
     out.set_shape(xbc.rows(), inner)?;
-    if let Some((keeper, inputs)) = deferred.layer(op.layer) {
-        let (xbc, dt) = (keeper.keep(xbc)?, keeper.keep(dt)?);
+    if let Some((copies, inputs)) = deferred.layer(op.layer) {
+        let (xbc, dt) = (copies.save(xbc)?, copies.save(dt)?);
         inputs.recurrence = Some(Recurrence::Mamba2 { op: *op, xbc, dt });
     }
     let input = recurrent::Mamba2Input { xbc: xbc.values(), dt: dt.values() };
@@ -185,13 +185,13 @@ pub(super) fn accept(backend: &mut CpuBackend, rows: &[usize]) -> Result<(), Err
         match recurrence {
             None => {}
             Some(Recurrence::DeltaNet { op, qkv, beta, alpha }) => {
-                let [qkv, beta, alpha] = [qkv, beta, alpha].map(|kept| kept.accepted(&accepted));
+                let [qkv, beta, alpha] = [qkv, beta, alpha].map(|saved| saved.accepted(&accepted));
                 let input = recurrent::DeltaNetInput { qkv: &qkv, beta: &beta, alpha: &alpha };
                 let net = net(vectors, &op);
                 recurrent::delta_net(pool, config.rows, &mut state, &net, &input, &mut out, scratch)?;
             }
             Some(Recurrence::Mamba2 { op, xbc, dt }) => {
-                let [xbc, dt] = [xbc, dt].map(|kept| kept.accepted(&accepted));
+                let [xbc, dt] = [xbc, dt].map(|saved| saved.accepted(&accepted));
                 let input = recurrent::Mamba2Input { xbc: &xbc, dt: &dt };
                 let net = mamba(vectors, &op);
                 recurrent::mamba2(pool, config.rows, &mut state, &net, &input, &mut out, scratch)?;

@@ -17,14 +17,14 @@ pub(super) struct Buffer {
     rows: usize,
     pub(super) quantized: QuantizedRows,
     /// Whether `quantized` is the 8-bit form of the current `data`.
-    fresh: bool,
+    is_quantized: bool,
 }
 
 impl Buffer {
     pub(super) fn new(rows: usize, cols: usize) -> Result<Self, Error> {
         let len = rows.checked_mul(cols).ok_or(Error::Shape { rows, cols, experts: 1 })?;
         let data = AlignedBuf::zeroed(len);
-        Ok(Self { data, cols, rows: 0, quantized: QuantizedRows::new(), fresh: false })
+        Ok(Self { data, cols, rows: 0, quantized: QuantizedRows::new(), is_quantized: false })
     }
 
     pub(super) fn rows(&self) -> usize {
@@ -46,7 +46,7 @@ impl Buffer {
             let (index, len) = (rows.saturating_mul(cols), self.data.len());
             return Err(Error::OutOfRange { what: "buffer value", index, len });
         }
-        (self.rows, self.cols, self.fresh) = (rows, cols, false);
+        (self.rows, self.cols, self.is_quantized) = (rows, cols, false);
         Ok(())
     }
 
@@ -62,7 +62,7 @@ impl Buffer {
     pub(super) fn fit(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
         let len = rows.checked_mul(cols).ok_or(Error::Shape { rows, cols, experts: 1 })?;
         self.data.grow(len);
-        (self.rows, self.cols, self.fresh) = (rows, cols, false);
+        (self.rows, self.cols, self.is_quantized) = (rows, cols, false);
         Ok(())
     }
 
@@ -71,7 +71,7 @@ impl Buffer {
     }
 
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
-        self.fresh = false;
+        self.is_quantized = false;
         &mut self.data[..self.rows * self.cols]
     }
 
@@ -82,21 +82,21 @@ impl Buffer {
         }
     }
 
-    /// Index range in `values` of columns `part` of a row.
-    pub(super) fn part(&self, row: usize, part: Range<usize>) -> Result<Range<usize>, Error> {
+    /// Index range in `values` of the `columns` of a row.
+    pub(super) fn index_range(&self, row: usize, columns: Range<usize>) -> Result<Range<usize>, Error> {
         let (rows, cols) = (self.rows, self.cols);
         if row >= rows {
             return Err(Error::OutOfRange { what: "row", index: row, len: rows });
         }
-        if part.start > part.end || part.end > cols {
-            return Err(Error::OutOfRange { what: "value of a row", index: part.end, len: cols });
+        if columns.start > columns.end || columns.end > cols {
+            return Err(Error::OutOfRange { what: "value of a row", index: columns.end, len: cols });
         }
-        Ok(row * cols + part.start..row * cols + part.end)
+        Ok(row * cols + columns.start..row * cols + columns.end)
     }
 
     /// Gives several threads access to the rows. Marks the 8-bit form as stale.
     pub(super) fn share(&mut self) -> SharedRows<'_> {
-        self.fresh = false;
+        self.is_quantized = false;
         SharedRows { start: self.data.as_mut_ptr(), rows: self.rows, cols: self.cols, owner: PhantomData }
     }
 
@@ -132,13 +132,13 @@ impl Buffer {
             // SAFETY: as above.
             unsafe { quantized.quantize_row(kernels, index, values) }
         })?;
-        self.fresh = true;
+        self.is_quantized = true;
         Ok(())
     }
 
     /// Computes the 8-bit form unless it is current, rows in parallel.
     pub(super) fn quantize(&mut self, pool: &Pool, kernels: MatmulKernels) -> Result<(), Error> {
-        if self.fresh {
+        if self.is_quantized {
             return Ok(());
         }
         let (rows, cols) = (self.rows, self.cols);
@@ -148,13 +148,13 @@ impl Buffer {
             // SAFETY: every row is visited once.
             unsafe { shared.quantize_row(kernels, row, &data[row * cols..(row + 1) * cols]) }
         })?;
-        self.fresh = true;
+        self.is_quantized = true;
         Ok(())
     }
 
     /// The buffer as the output of products.
     pub(super) fn output(&mut self) -> SharedOut<'_> {
-        self.fresh = false;
+        self.is_quantized = false;
         // SAFETY: the pointer is valid for rows * cols initialised values and borrowed mutably for the
         // handle's lifetime; each product gives its threads disjoint panels.
         unsafe { SharedOut::new(self.data.as_mut_ptr(), self.rows, self.cols) }
@@ -189,8 +189,8 @@ pub(super) fn outputs<'a>(
     for (index, buffer) in buffers.iter_mut().enumerate() {
         if index == input {
             read = Some(&*buffer);
-        } else if let Some(place) = ids.iter().position(|id| *id == index) {
-            outs[place] = Some(buffer.output());
+        } else if let Some(position) = ids.iter().position(|id| *id == index) {
+            outs[position] = Some(buffer.output());
         }
     }
     let len = seen.len();

@@ -150,15 +150,15 @@ impl<'a> RowNorm<'a> {
     }
 }
 
-/// The RMS norm of rows of `cols` values. `otherwise` is the error text for another kind of norm.
+/// The RMS norm of rows of `cols` values. `unsupported` is the error text for another kind of norm.
 pub(super) fn rms<'a>(
     vectors: &'a [Vec<f32>],
     norm: &Norm,
     cols: usize,
-    otherwise: &'static str,
+    unsupported: &'static str,
 ) -> Result<ops::RmsNorm<'a>, Error> {
     match RowNorm::of(vectors, norm, cols)? {
         RowNorm::Rms(norm) => Ok(norm),
-        RowNorm::Layer(_) => Err(Error::Unsupported { what: otherwise }),
+        RowNorm::Layer(_) => Err(Error::Unsupported { what: unsupported }),
     }
 }

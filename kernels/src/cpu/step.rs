@@ -26,17 +26,17 @@ impl Step {
         self.rows.clear();
         self.segment_starts.clear();
         let mut end = 0;
-        for (sequence, part) in input.sequences.iter().enumerate() {
-            if part.rows.start != self.rows.len() {
-                let (expected, found) = (self.rows.len(), part.rows.start);
+        for (sequence, step_sequence) in input.sequences.iter().enumerate() {
+            if step_sequence.rows.start != self.rows.len() {
+                let (expected, found) = (self.rows.len(), step_sequence.rows.start);
                 return Err(Error::Length { what: "rows before a sequence", expected, found });
             }
-            let positions = part.context..part.context + part.rows.len();
+            let positions = step_sequence.context..step_sequence.context + step_sequence.rows.len();
             end = end.max(positions.end);
             self.rows.extend(
                 positions.map(|position| QueryRow { sequence: sequence as u32, position: position as u32 }),
             );
-            self.segment_starts.push(part.segment_start.unwrap_or(usize::MAX));
+            self.segment_starts.push(step_sequence.segment_start.unwrap_or(usize::MAX));
         }
         if self.rows.len() != self.tokens.len() {
             let (expected, found) = (self.tokens.len(), self.rows.len());
@@ -56,8 +56,8 @@ impl Step {
         self.plan_of.clear();
         let mut made: Vec<(usize, AttentionShape)> = Vec::new();
         for layer in layers {
-            let known = made.iter().position(|known| *known == (layer.group, layer.shape));
-            let index = match known {
+            let existing = made.iter().position(|made| *made == (layer.group, layer.shape));
+            let index = match existing {
                 Some(index) => index,
                 None => {
                     let missing =

@@ -34,25 +34,25 @@ fn device(isa: Isa, activations: ActivationMode, threads: usize) -> CpuBackend {
 
 /// Runs `f` on every instruction set, with one thread and with three, and checks that the bits are equal.
 fn on_every_isa(activations: ActivationMode, f: impl Fn(&mut CpuBackend) -> Vec<f32>) -> Vec<f32> {
-    let want = f(&mut device(Isa::Scalar, activations, 1));
+    let expected = f(&mut device(Isa::Scalar, activations, 1));
     for isa in Isa::available() {
         for threads in [1, 3] {
             let got = f(&mut device(isa, activations, threads));
-            assert_eq!(bits(&got), bits(&want), "{isa}, {threads} threads");
+            assert_eq!(bits(&got), bits(&expected), "{isa}, {threads} threads");
         }
     }
-    want
+    expected
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-fn assert_close(got: &[f32], want: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), want.len());
-    for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        let error = (f64::from(*got) - want).abs();
-        assert!(error <= tolerance * want.abs().max(1.0), "element {i}: {got} is not {want}");
+fn assert_close(got: &[f32], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len());
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (f64::from(*got) - expected).abs();
+        assert!(error <= tolerance * expected.abs().max(1.0), "element {i}: {got} is not {expected}");
     }
 }
 
@@ -122,31 +122,31 @@ fn a_part_of_a_product_equals_that_part_of_the_whole_product() {
         assert!(backend.serves_parts());
         // Parts that end inside panels and at their edges, an empty part, and the last panel, which is not
         // whole.
-        for part in [0..150, 0..16, 16..32, 5..20, 63..64, 40..40, 140..150] {
+        for range in [0..150, 0..16, 16..32, 5..20, 63..64, 40..40, 140..150] {
             backend.write_rows(out, &vec![f32::NAN; rows * outputs]).unwrap();
-            backend.matmul_part(input, &job, part.clone()).unwrap();
+            backend.matmul_part(input, &job, range.clone()).unwrap();
             let got = values(&backend, out);
             for row in 0..rows {
-                let of = |all: &[f32]| bits(&all[row * outputs..][part.clone()]);
-                assert_eq!(of(&got), of(&whole), "row {row}, {part:?}");
+                let of = |all: &[f32]| bits(&all[row * outputs..][range.clone()]);
+                assert_eq!(of(&got), of(&whole), "row {row}, {range:?}");
             }
         }
         backend.write_rows(out, &whole).unwrap();
         backend.write_part(out, 1, 148, &[1.0, 2.0]).unwrap();
-        let (mut part, best) = ([0.0; 5], |range: Range<usize>| {
+        let (mut tail, best) = ([0.0; 5], |range: Range<usize>| {
             let of = &whole[range.clone()];
             let highest = of.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             (range.start + of.iter().position(|x| *x == highest).unwrap(), highest)
         });
-        backend.read_part(out, 0, 145, &mut part).unwrap();
-        assert_eq!(bits(&part), bits(&whole[145..150]));
-        let (place, value) = best(10..140);
-        assert_eq!(backend.best_of_part(out, 0, 10..140).unwrap(), (place as u32, value));
+        backend.read_part(out, 0, 145, &mut tail).unwrap();
+        assert_eq!(bits(&tail), bits(&whole[145..150]));
+        let (index, value) = best(10..140);
+        assert_eq!(backend.best_of_part(out, 0, 10..140).unwrap(), (index as u32, value));
         assert!(backend.best_of_part(out, 0, 10..10).is_err());
-        assert!(backend.read_part(out, 0, 146, &mut part).is_err());
-        let mut want = whole.clone();
-        want[outputs + 148..2 * outputs].copy_from_slice(&[1.0, 2.0]);
-        assert_eq!(bits(&values(&backend, out)), bits(&want));
+        assert!(backend.read_part(out, 0, 146, &mut tail).is_err());
+        let mut expected = whole.clone();
+        expected[outputs + 148..2 * outputs].copy_from_slice(&[1.0, 2.0]);
+        assert_eq!(bits(&values(&backend, out)), bits(&expected));
         assert!(backend.write_part(out, 1, 149, &[1.0, 2.0]).is_err());
         assert!(backend.write_part(out, rows, 0, &[1.0]).is_err());
     }
@@ -157,9 +157,9 @@ fn the_sequences_of_a_step_must_cover_its_tokens() {
     let mut backend = device(Isa::detect(), ActivationMode::Int8, 1);
     let sequence = |rows| StepSequence { rows, context: 0, segment_start: None };
     assert_eq!(begin(&mut backend, &[1, 2, 3], &[sequence(0..1), sequence(1..3)]), Ok(()));
-    for parts in [[0..1, 1..2], [0..2, 1..3], [1..3, 0..1], [0..3, 3..4]] {
-        let parts = parts.map(sequence);
-        let result = begin(&mut backend, &[1, 2, 3], &parts);
-        assert!(matches!(result, Err(Error::Length { .. })), "{parts:?}");
+    for ranges in [[0..1, 1..2], [0..2, 1..3], [1..3, 0..1], [0..3, 3..4]] {
+        let sequences = ranges.map(sequence);
+        let result = begin(&mut backend, &[1, 2, 3], &sequences);
+        assert!(matches!(result, Err(Error::Length { .. })), "{sequences:?}");
     }
 }

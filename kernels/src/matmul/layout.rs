@@ -44,7 +44,7 @@ const F16_ROWS: usize = 2 * PANEL_ROWS;
 
 pub(super) const HEADER_BLOCKS: usize = 256 / BLOCK;
 
-/// Sizes of the parts of a quantised format's panel.
+/// Sizes of the planes of a quantised format's panel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
     header: bool,
@@ -92,7 +92,7 @@ impl Layout {
     }
 
     /// Offsets of block `index`. Past the last block: the offsets that the next block would have.
-    const fn place(&self, index: usize) -> BlockOffsets {
+    const fn offsets(&self, index: usize) -> BlockOffsets {
         let per_cluster = cluster_blocks(self.scales);
         let (cluster, nth) = (index / per_cluster, index % per_cluster);
         let (header, headers) = if self.header {
@@ -111,17 +111,17 @@ impl Layout {
 
     /// Bytes of a panel of `blocks` blocks.
     const fn panel_bytes(&self, blocks: usize) -> usize {
-        if blocks == 0 { 0 } else { self.place(blocks - 1).codes + self.codes }
+        if blocks == 0 { 0 } else { self.offsets(blocks - 1).codes + self.codes }
     }
 
     /// The blocks of a panel of `blocks` blocks, in order.
     pub(super) fn blocks(self, panel: &[u8], blocks: usize) -> impl Iterator<Item = PackedBlock<'_>> {
         (0..blocks).map(move |index| {
-            let place = self.place(index);
+            let offsets = self.offsets(index);
             PackedBlock {
-                header: &panel[place.header..][..VECTOR],
-                scales: &panel[place.scales..][..self.scales],
-                codes: &panel[place.codes..][..self.codes],
+                header: &panel[offsets.header..][..VECTOR],
+                scales: &panel[offsets.scales..][..self.scales],
+                codes: &panel[offsets.codes..][..self.codes],
             }
         })
     }
@@ -164,14 +164,14 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
     for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
         crate::quant::split(ty, bytes, &mut codes);
         if layout.header {
-            let header = &mut panel[layout.place(file_block * blocks_per_file_block).header..];
+            let header = &mut panel[layout.offsets(file_block * blocks_per_file_block).header..];
             put_u16(header, lane, codes.d);
             put_u16(&mut header[F16_ROWS..], lane, codes.dmin);
         }
         for sub in 0..blocks_per_file_block {
-            let place = layout.place(file_block * blocks_per_file_block + sub);
-            let (front, planes) = panel.split_at_mut(place.codes);
-            let scales = &mut front[place.scales..];
+            let offsets = layout.offsets(file_block * blocks_per_file_block + sub);
+            let (front, planes) = panel.split_at_mut(offsets.codes);
+            let scales = &mut front[offsets.scales..];
             let planes = &mut planes[..layout.codes];
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
             pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);

@@ -79,7 +79,7 @@ unsafe fn int8_i8mm(call: &Int8Call<'_>, tile: &mut Tile) {
     }
 }
 
-/// Clears the tile and calls `meet` for every unpacked block.
+/// Clears the tile and calls `process_block` for every unpacked block.
 ///
 /// # Safety
 /// The contract of `int8` in [`KernelSet`].
@@ -87,7 +87,7 @@ unsafe fn int8_i8mm(call: &Int8Call<'_>, tile: &mut Tile) {
 unsafe fn for_blocks(
     call: &Int8Call<'_>,
     tile: &mut Tile,
-    meet: impl Fn(&Block, &Scheme, &Signed, usize, &mut Tile),
+    process_block: impl Fn(&Block, &Scheme, &Signed, usize, &mut Tile),
 ) {
     let Some(scheme) = Scheme::of(call.ty) else { return };
     let bytes = panel_bytes(call.ty, call.blocks * BLOCK).unwrap_or(0);
@@ -106,7 +106,7 @@ unsafe fn for_blocks(
                 .unpack_scales(&scheme, packed, |bytes| plain_lanes(GgmlType::F16, &bytes[..2 * PANEL_ROWS]));
             unpack_levels(&scheme, packed.codes, if wide { 0x80 } else { 0 }, &mut signed.levels);
         }
-        meet(&block, &scheme, &signed, index, tile);
+        process_block(&block, &scheme, &signed, index, tile);
     }
 }
 

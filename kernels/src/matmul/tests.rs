@@ -135,9 +135,13 @@ fn a_token_s_result_does_not_depend_on_the_batch() {
             for mode in [ActivationMode::Int8, ActivationMode::F32] {
                 let whole = product(kernels, &matrix, &a, mode);
                 for batch in [1, 2, 3, 5, 7, 8, 11, 16, 31] {
-                    let parts: Vec<f32> =
+                    let batched: Vec<f32> =
                         a.chunks(batch * cols).flat_map(|a| product(kernels, &matrix, a, mode)).collect();
-                    assert_eq!(bits(&parts), bits(&whole), "{ty} {kernels:?} {mode:?} in batches of {batch}");
+                    assert_eq!(
+                        bits(&batched),
+                        bits(&whole),
+                        "{ty} {kernels:?} {mode:?} in batches of {batch}"
+                    );
                 }
             }
         }
@@ -244,12 +248,12 @@ fn chosen_rows_give_the_same_results_as_among_all_rows() {
                 // Lists with repetitions, out of order, and longer than a tile.
                 for count in [0, 1, 3, 7, 19, 37] {
                     let listed: Vec<u32> = (0..count).map(|i| (i * 23 + 5) % tokens as u32).collect();
-                    let want: Vec<f32> = listed
+                    let expected: Vec<f32> = listed
                         .iter()
                         .flat_map(|row| &whole[*row as usize * rows..][..rows])
                         .copied()
                         .collect();
-                    assert_eq!(product(&all.listed(&listed).unwrap()), bits(&want), "{ty} {kernels:?}");
+                    assert_eq!(product(&all.listed(&listed).unwrap()), bits(&expected), "{ty} {kernels:?}");
                     let run = all.run(2..2 + count as usize).unwrap();
                     assert_eq!(product(&run), bits(&whole[2 * rows..][..count as usize * rows]));
                 }
@@ -327,7 +331,7 @@ fn packing_costs_at_most_a_tenth_more_than_the_file() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn invalid_shapes_are_refused() {
     let new = |ty, rows, cols, experts| PackedMatrixBuilder::new(ty, rows, cols, experts).map(|_| ());
     assert_eq!(new(GgmlType::IQ2_XS, 4, 256, 1), Err(Error::NoMatmul { ty: "IQ2_XS" }));
     assert!(matches!(new(GgmlType::Q6_K, 4, 128, 1), Err(Error::PartialBlock { .. })));
@@ -367,18 +371,18 @@ fn what_does_not_fit_is_refused() {
 }
 
 /// A byte range of a buffer that starts on a cache line.
-struct Kept(crate::aligned::AlignedBuf<u8>, std::ops::Range<usize>);
+struct SharedRange(crate::aligned::AlignedBuf<u8>, std::ops::Range<usize>);
 
-impl AsRef<[u8]> for Kept {
+impl AsRef<[u8]> for SharedRange {
     fn as_ref(&self) -> &[u8] {
         &self.0[self.1.clone()]
     }
 }
 
-fn kept(bytes: &[u8], from: usize) -> super::SharedBytes {
+fn shared_bytes(bytes: &[u8], from: usize) -> super::SharedBytes {
     let mut buffer = crate::aligned::AlignedBuf::zeroed(from + bytes.len());
     buffer[from..].copy_from_slice(bytes);
-    std::sync::Arc::new(Kept(buffer, from..from + bytes.len()))
+    std::sync::Arc::new(SharedRange(buffer, from..from + bytes.len()))
 }
 
 #[test]
@@ -392,9 +396,9 @@ fn concatenated_pieces_equal_the_packed_tensor() {
             let pieces = super::PackedPieces::new(ty, rows, cols, experts, bytes).unwrap();
             let (mut found, mut piece) = (vec![0xff; pieces.packed_bytes()], vec![7; 5]);
             for index in (0..pieces.count()).rev() {
-                let place = pieces.pack(index, &file, &mut piece).unwrap();
+                let offset = pieces.pack(index, &file, &mut piece).unwrap();
                 assert!(piece.len() <= bytes.max(panel));
-                found[place..][..piece.len()].copy_from_slice(&piece);
+                found[offset..][..piece.len()].copy_from_slice(&piece);
             }
             assert!(found == whole.packed(), "{ty:?} {bytes}");
             let beyond = pieces.pack(pieces.count(), &file, &mut piece);
@@ -410,14 +414,14 @@ fn packed_bytes_give_the_same_matrix_and_other_sizes_are_refused() {
     for ty in [GgmlType::F16, GgmlType::Q4_K] {
         let packed = PackedMatrix::pack(ty, 20, 256, 1, &random.tensor(ty, 20, 256)).unwrap();
         let bytes = packed.packed().to_vec();
-        let again = PackedMatrix::from_packed(ty, 20, 256, 1, kept(&bytes, 0)).unwrap();
+        let again = PackedMatrix::from_packed(ty, 20, 256, 1, shared_bytes(&bytes, 0)).unwrap();
         assert_eq!((again.packed(), again.rows(), again.cols()), (&bytes[..], 20, 256));
         let view = |matrix: &PackedMatrix| matrix.view(0).unwrap().panel(1).to_vec();
         assert_eq!(view(&again), view(&packed));
         let refused =
             |rows, bytes: super::SharedBytes| PackedMatrix::from_packed(ty, rows, 256, 1, bytes).unwrap_err();
-        assert!(matches!(refused(50, kept(&bytes, 0)), Error::Length { .. }));
-        assert!(matches!(refused(20, kept(&bytes[1..], 0)), Error::Length { .. }));
-        assert!(matches!(refused(20, kept(&bytes, 8)), Error::Length { .. }), "not on a cache line");
+        assert!(matches!(refused(50, shared_bytes(&bytes, 0)), Error::Length { .. }));
+        assert!(matches!(refused(20, shared_bytes(&bytes[1..], 0)), Error::Length { .. }));
+        assert!(matches!(refused(20, shared_bytes(&bytes, 8)), Error::Length { .. }), "not on a cache line");
     }
 }

@@ -251,16 +251,19 @@ impl Map for Softcap {
 /// ignores it.
 fn map<M: Map>(pool: &Pool, isa: Isa, a: &[f32], b: &[f32], out: &mut [f32], map: M) {
     let whole = out.len() / CHUNK * CHUNK;
-    let part = |x: &'_ [f32], from: usize, to: usize| -> std::ops::Range<usize> {
+    let subrange = |x: &'_ [f32], from: usize, to: usize| -> std::ops::Range<usize> {
         if x.is_empty() { 0..0 } else { from..to }
     };
     let (body, rest) = out.split_at_mut(whole);
     for_each_row(pool, whole / CHUNK, CHUNK, body, |row, out| {
         let (from, to) = (row * CHUNK, (row + 1) * CHUNK);
-        dispatch(isa, MapChunk { a: &a[part(a, from, to)], b: &b[part(b, from, to)], out, map });
+        dispatch(isa, MapChunk { a: &a[subrange(a, from, to)], b: &b[subrange(b, from, to)], out, map });
     });
     let end = whole + rest.len();
-    dispatch(isa, MapChunk { a: &a[part(a, whole, end)], b: &b[part(b, whole, end)], out: rest, map });
+    dispatch(
+        isa,
+        MapChunk { a: &a[subrange(a, whole, end)], b: &b[subrange(b, whole, end)], out: rest, map },
+    );
 }
 
 struct MapChunk<'a, M> {

@@ -125,9 +125,10 @@ mod tests {
             for (i, out) in out.chunks(width).enumerate() {
                 let range = i * width..(i + 1) * width;
                 let norm = RmsNorm { weight: Some(if per_row { &weight[range.clone()] } else { weight }), ..norm };
-                let want = reference(norm, order, &x[range.clone()], &gate[range]);
-                for (out, want) in out.iter().zip(want) {
-                    prop_assert!((f64::from(*out) - want).abs() <= 4e-6 * want.abs().max(1.0), "{} is not {}", out, want);
+                let expected = reference(norm, order, &x[range.clone()], &gate[range]);
+                for (out, expected) in out.iter().zip(expected) {
+                    let error = (f64::from(*out) - expected).abs();
+                    prop_assert!(error <= 4e-6 * expected.abs().max(1.0), "{} is not {}", out, expected);
                 }
             }
         }

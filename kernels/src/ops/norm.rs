@@ -36,10 +36,10 @@ impl RmsNorm<'_> {
         check_affine("norm weight", self.weight, self.width, len)
     }
 
-    /// The norm for run number `run`, with that run's part of the weight.
+    /// The norm for run number `run`, with that run's weights.
     #[inline(always)]
     pub(super) fn of_run(self, run: usize) -> Self {
-        Self { weight: part(self.weight, self.width, run), ..self }
+        Self { weight: values_of_run(self.weight, self.width, run), ..self }
     }
 }
 
@@ -52,13 +52,17 @@ impl LayerNorm<'_> {
 
     #[inline(always)]
     fn of_run(self, run: usize) -> Self {
-        Self { weight: part(self.weight, self.width, run), bias: part(self.bias, self.width, run), ..self }
+        Self {
+            weight: values_of_run(self.weight, self.width, run),
+            bias: values_of_run(self.bias, self.width, run),
+            ..self
+        }
     }
 }
 
-/// The part of a weight or bias that belongs to run `run`.
+/// The values of a weight or bias that belong to run `run`.
 #[inline(always)]
-fn part(values: Option<&[f32]>, width: usize, run: usize) -> Option<&[f32]> {
+fn values_of_run(values: Option<&[f32]>, width: usize, run: usize) -> Option<&[f32]> {
     values.map(|values| &values[run % (values.len() / width) * width..][..width])
 }
 
@@ -296,12 +300,12 @@ impl<'a> Affine<'a> {
     }
 
     #[inline(always)]
-    fn chunk<S: Simd>(&self, s: S, index: usize, otherwise: f32) -> S::V {
-        self.chunks.get(index).map_or(s.splat(otherwise), |chunk| s.chunk(chunk))
+    fn chunk<S: Simd>(&self, s: S, index: usize, default: f32) -> S::V {
+        self.chunks.get(index).map_or(s.splat(default), |chunk| s.chunk(chunk))
     }
 
     #[inline(always)]
-    fn tail<S: Simd>(&self, s: S, otherwise: f32) -> S::V {
-        self.rest.map_or(s.splat(otherwise), |rest| s.tail(rest))
+    fn tail<S: Simd>(&self, s: S, default: f32) -> S::V {
+        self.rest.map_or(s.splat(default), |rest| s.tail(rest))
     }
 }

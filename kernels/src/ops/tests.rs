@@ -18,23 +18,29 @@ fn floats(n: std::ops::Range<usize>) -> impl Strategy<Value = Vec<f32>> {
     prop::collection::vec(-4.0f32..4.0, n)
 }
 
-fn close(got: &[f32], want: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
-    prop_assert_eq!(got.len(), want.len());
-    for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        let error = (f64::from(*got) - want).abs();
-        prop_assert!(error <= tolerance * want.abs().max(1.0), "element {}: {} is not {}", i, got, want);
+fn close(got: &[f32], expected: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
+    prop_assert_eq!(got.len(), expected.len());
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (f64::from(*got) - expected).abs();
+        prop_assert!(
+            error <= tolerance * expected.abs().max(1.0),
+            "element {}: {} is not {}",
+            i,
+            got,
+            expected
+        );
     }
     Ok(())
 }
 
 /// Runs `f` on every ISA, checks that the bits are equal, and returns the result.
 fn on_every_isa(f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
-    let want = f(Isa::Scalar);
+    let expected = f(Isa::Scalar);
     for isa in Isa::available() {
         let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&f(isa)), bits(&want), "{isa}");
+        assert_eq!(bits(&f(isa)), bits(&expected), "{isa}");
     }
-    want
+    expected
 }
 
 proptest! {
@@ -63,23 +69,23 @@ proptest! {
             assert_eq!(in_place, out);
             out
         });
-        let part = |values: Option<&'_ [f32]>, run: usize| -> Option<Vec<f32>> {
+        let values_of_run = |values: Option<&'_ [f32]>, run: usize| -> Option<Vec<f32>> {
             values.map(|values| values.iter().copied().cycle().skip(run * width).take(width).collect())
         };
         let run_of = |i: usize| i % (cols / width);
-        let want: Vec<f64> = x
+        let expected: Vec<f64> = x
             .chunks(width)
             .enumerate()
-            .flat_map(|(i, x)| reference::rms_norm(x, part(weight, run_of(i)).as_deref(), norm.eps))
+            .flat_map(|(i, x)| reference::rms_norm(x, values_of_run(weight, run_of(i)).as_deref(), norm.eps))
             .collect();
-        close(&out, &want, 3e-6)?;
+        close(&out, &expected, 3e-6)?;
         let added = on_every_isa(|isa| {
             let mut residual = x.to_vec();
             rms_norm_add(&one, isa, norm, x, 0.5, &mut residual).unwrap();
             residual
         });
-        let want: Vec<f64> = want.iter().zip(x).map(|(y, x)| f64::from(*x) + 0.5 * y).collect();
-        close(&added, &want, 3e-6)?;
+        let expected: Vec<f64> = expected.iter().zip(x).map(|(y, x)| f64::from(*x) + 0.5 * y).collect();
+        close(&added, &expected, 3e-6)?;
 
         // A common offset must not cost precision.
         let x: Vec<f32> = x.iter().enumerate().map(|(i, x)| x + offset + (i % width) as f32 * 1e-2).collect();
@@ -92,16 +98,16 @@ proptest! {
             assert_eq!(in_place, out);
             out
         });
-        let want: Vec<f64> = x
+        let expected: Vec<f64> = x
             .chunks(width)
             .enumerate()
             .flat_map(|(i, x)| {
-                let part = part(weight, run_of(i));
-                reference::layer_norm(x, part.as_deref(), part.as_deref(), norm.eps)
+                let weight = values_of_run(weight, run_of(i));
+                reference::layer_norm(x, weight.as_deref(), weight.as_deref(), norm.eps)
             })
             .collect();
         // With few elements, the difference to the mean may consist of rounding only.
-        close(&out, &want, if width < 8 { 1e-3 } else { 2e-4 })?;
+        close(&out, &expected, if width < 8 { 1e-3 } else { 2e-4 })?;
     }
 
     #[test]
@@ -145,9 +151,9 @@ proptest! {
             rope(isa, &table, position, head_dim, &mut row).unwrap();
             row
         });
-        let want: Vec<f64> =
+        let expected: Vec<f64> =
             row.chunks(head_dim).flat_map(|head| reference::rope(&params, position, head)).collect();
-        close(&out, &want, 2e-6)?;
+        close(&out, &expected, 2e-6)?;
     }
 
     #[test]
@@ -165,16 +171,16 @@ proptest! {
                 activate(&pool, isa, activation, &mut out);
                 out
             });
-            let want: Vec<f64> = x.iter().map(|x| reference(*x)).collect();
-            close(&out, &want, 1e-6)?;
+            let expected: Vec<f64> = x.iter().map(|x| reference(*x)).collect();
+            close(&out, &expected, 1e-6)?;
             let out = on_every_isa(|isa| {
                 let mut out = x.clone();
                 let all = Columns::all(&y, x.len());
                 gate_in_place(&pool, isa, Gating::By(activation), &mut out, all).unwrap();
                 out
             });
-            let want: Vec<f64> = want.iter().zip(&y).map(|(x, y)| x * f64::from(*y)).collect();
-            close(&out, &want, 2e-6)?;
+            let expected: Vec<f64> = expected.iter().zip(&y).map(|(x, y)| x * f64::from(*y)).collect();
+            close(&out, &expected, 2e-6)?;
         }
         let added = on_every_isa(|isa| {
             let mut out = x.clone();
@@ -183,12 +189,12 @@ proptest! {
             softcap(&pool, isa, &mut out, 5.0);
             out
         });
-        let want: Vec<f64> = x
+        let expected: Vec<f64> = x
             .iter()
             .zip(&y)
             .map(|(x, y)| 5.0 * ((f64::from(*x) + 0.25 * f64::from(*y)) * 3.0 / 5.0).tanh())
             .collect();
-        close(&added, &want, 2e-6)?;
+        close(&added, &expected, 2e-6)?;
     }
 
     #[test]
@@ -206,7 +212,7 @@ proptest! {
         let up: Vec<f32> = (0..rows * width).map(|i| x[i * 7 % x.len()] * 4.0).collect();
         let columns = Columns { values: &up, width, from: before, len };
         let pool = pool(threads);
-        let want: Vec<f64> = (0..rows * len)
+        let expected: Vec<f64> = (0..rows * len)
             .map(|i| reference::clamped_swiglu(gate[i], up[i / len * width + before + i % len]))
             .collect();
         let out = on_every_isa(|isa| {
@@ -220,36 +226,36 @@ proptest! {
             assert_eq!(apart, out);
             out
         });
-        close(&out, &want, 1e-6)?;
+        close(&out, &expected, 1e-6)?;
         let out = on_every_isa(|isa| {
             let mut out = gate.clone();
             let gates = Columns { len: 1, ..columns };
             scale_rows(&pool, isa, len, &mut out, gates).unwrap();
             out
         });
-        let want: Vec<f64> = (0..rows * len)
+        let expected: Vec<f64> = (0..rows * len)
             .map(|i| f64::from(gate[i]) * reference::sigmoid(up[i / len * width + before]))
             .collect();
-        close(&out, &want, 1e-6)?;
+        close(&out, &expected, 1e-6)?;
     }
 
     #[test]
     fn softmax_and_log_softmax_match_the_reference(x in floats(1..400), spread in 0.1f32..20.0) {
         let x: Vec<f32> = x.iter().map(|x| x * spread).collect();
-        let want = reference::log_softmax(&x);
+        let expected = reference::log_softmax(&x);
         let logs = on_every_isa(|isa| {
             let mut out = x.clone();
             log_softmax(isa, &mut out);
             out
         });
-        close(&logs, &want, 2e-6)?;
+        close(&logs, &expected, 2e-6)?;
         let weights = on_every_isa(|isa| {
             let mut out = x.clone();
             softmax(isa, &mut out);
             out
         });
-        let want: Vec<f64> = want.iter().map(|x| x.exp()).collect();
-        close(&weights, &want, 2e-6)?;
+        let expected: Vec<f64> = expected.iter().map(|x| x.exp()).collect();
+        close(&weights, &expected, 2e-6)?;
     }
 
     #[test]

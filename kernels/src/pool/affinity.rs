@@ -33,7 +33,7 @@ pub fn give_way() {
     }
 }
 
-/// Schedules the calling thread only when no other thread wants the CPU (`SCHED_IDLE`). A thread that wakes
+/// Schedules the calling thread only when no other thread needs the CPU (`SCHED_IDLE`). A thread that wakes
 /// preempts it at once.
 ///
 /// # Errors

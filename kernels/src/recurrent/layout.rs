@@ -70,15 +70,15 @@ impl StateLayout {
         let aligned = |n: usize| n.checked_next_multiple_of(CACHE_LINE / UNIT);
         let head_len = |ty| outer.div_ceil(LANES).checked_mul(inner)?.checked_mul(vector_len(ty));
         let mut end = taps.checked_mul(channels).and_then(aligned).ok_or_else(refused)?;
-        let mut places = Vec::with_capacity(heads.len());
+        let mut head_places = Vec::with_capacity(heads.len());
         for ty in heads.iter().copied() {
-            places.push(HeadPlace { ty, start: end });
+            head_places.push(HeadPlace { ty, start: end });
             let next = head_len(ty).and_then(|len| end.checked_add(len)).and_then(aligned);
             end = next.ok_or_else(refused)?;
         }
         let bytes = end.checked_mul(UNIT).filter(|bytes| isize::try_from(*bytes).is_ok());
         bytes.ok_or_else(refused)?;
-        Ok(Self { shape, inner, outer, heads: places.into(), len: end })
+        Ok(Self { shape, inner, outer, heads: head_places.into(), len: end })
     }
 
     pub fn shape(&self) -> &StateShape {
@@ -109,8 +109,8 @@ impl StateLayout {
         for (out, value) in conv.iter_mut().zip(values) {
             *out = f32::from_ne_bytes(*value);
         }
-        for (place, out) in self.heads.iter().zip(recurrent.chunks_exact_mut(rows * cols)) {
-            let head = &state[place.start * UNIT..];
+        for (head_place, out) in self.heads.iter().zip(recurrent.chunks_exact_mut(rows * cols)) {
+            let head = &state[head_place.start * UNIT..];
             let (floats, _) = head.as_chunks::<{ size_of::<f32>() }>();
             let (narrow, _) = head.as_chunks::<{ size_of::<bf16>() }>();
             for (i, out) in out.iter_mut().enumerate() {
@@ -120,7 +120,7 @@ impl StateLayout {
                     StateKind::Mamba2 => (col, row),
                 };
                 let at = (outer / LANES * self.inner + inner) * LANES + outer % LANES;
-                *out = match place.ty {
+                *out = match head_place.ty {
                     HeadType::F32 => f32::from_ne_bytes(floats[at]),
                     HeadType::Bf16 => bf16::from_ne_bytes(narrow[at]).to_f32(),
                 };

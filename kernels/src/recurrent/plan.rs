@@ -90,12 +90,12 @@ impl StatePlan {
             }
         }
         let end = check_overlap(states, slot_bytes)?;
-        let place = |slot: u32| slot as usize * UNIT;
+        let unit_of = |slot: u32| slot as usize * UNIT;
         let planned = sequences.iter().zip(states).map(|(sequence, state)| PlannedSequence {
             rows: sequence.rows.clone(),
-            read: state.read.map(place),
-            write: place(state.write),
-            exports: state.exports.iter().map(|export| (export.row, place(export.slot))).collect(),
+            read: state.read.map(unit_of),
+            write: unit_of(state.write),
+            exports: state.exports.iter().map(|export| (export.row, unit_of(export.slot))).collect(),
             deferred: state.deferred,
         });
         Ok(Self { sequences: planned.collect(), rows, slot_bytes, end })
@@ -132,7 +132,7 @@ fn check_exports(rows: usize, state: &StepState) -> Result<(), Error> {
 
 fn check_deferred(rows: usize, state: &StepState) -> Result<(), Error> {
     if rows > MAX_DEFERRED_ROWS {
-        return Err(Error::DeferredRows { rows, most: MAX_DEFERRED_ROWS });
+        return Err(Error::DeferredRows { rows, max: MAX_DEFERRED_ROWS });
     }
     if !state.exports.is_empty() {
         return Err(Error::DeferredExport);
@@ -285,8 +285,11 @@ mod tests {
 
     #[test]
     fn rows_and_exports_are_checked() {
-        let late = plan(&[state(None, 0, &[(2, 4)])]);
-        assert_eq!(late.unwrap_err(), Error::OutOfRange { what: "row of a state export", index: 2, len: 2 });
+        let out_of_range = plan(&[state(None, 0, &[(2, 4)])]);
+        assert_eq!(
+            out_of_range.unwrap_err(),
+            Error::OutOfRange { what: "row of a state export", index: 2, len: 2 }
+        );
         let disordered = plan(&[state(None, 0, &[(1, 4), (0, 6)])]);
         assert_eq!(disordered.unwrap_err(), Error::ExportOrder { row: 0 });
         let (one, two) = ([state(None, 0, &[])], [state(None, 0, &[]), state(None, 2, &[])]);

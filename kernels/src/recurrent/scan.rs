@@ -33,12 +33,12 @@ use crate::simd::{Kernel, LANES, Simd, dispatch};
 /// Strips that pass through the rows together. With an `inner` of 128 they take half of an L1 cache.
 const STRIPS: usize = 2;
 
-/// Rows that all strips of a part pass before the next rows. Keys, values and outputs of a tile come from
-/// distant memory once, and then from the L2 cache.
+/// Rows that all strips of a work item pass before the next rows. Keys, values and outputs of a tile come
+/// from distant memory once, and then from the L2 cache.
 pub(super) const TILE_ROWS: usize = 64;
 
-/// Heads are cut into several parts if there would be fewer than this number of parts per thread.
-const PARTS_PER_THREAD: usize = 4;
+/// Heads are cut into several work items if there would be fewer than this number of items per thread.
+const ITEMS_PER_THREAD: usize = 4;
 
 /// Prefetch distance of values and outputs, in rows. Rows are far apart, so that each one is a cache line
 /// from memory or the last-level cache.
@@ -122,14 +122,14 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
     let (layout, sequences) = (state.layout(), state.plan().sequences());
     let shared = Shared { rule, state, values, value_stride, value_offset, out: Disjoint::new(out) };
     let heads = layout.shape().heads;
-    let whole_heads = sequences.len() * heads >= PARTS_PER_THREAD * pool.threads();
+    let whole_heads = sequences.len() * heads >= ITEMS_PER_THREAD * pool.threads();
     let strips = if whole_heads { layout.strips() } else { STRIPS };
-    let parts = layout.strips().div_ceil(strips);
+    let items_per_head = layout.strips().div_ceil(strips);
     // Ordered by sequence, head and strips: the order of memory.
-    let part = |item: usize| {
-        let (rest, part) = (item / parts, item % parts);
+    let work = |item: usize| {
+        let (rest, index) = (item / items_per_head, item % items_per_head);
         let sequence = sequences.get(rest / heads)?;
-        let strips = part * strips..layout.strips().min((part + 1) * strips);
+        let strips = index * strips..layout.strips().min((index + 1) * strips);
         Some(HeadStrips { sequence, head: rest % heads, strips })
     };
     let spill = if state.plan().defers() { STRIPS * layout.inner() * LANES } else { 0 };
@@ -144,10 +144,10 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
         let (keys, spill) = keys.split_at_mut(tile);
         loop {
             let item = next.fetch_add(1, Ordering::Relaxed);
-            let Some(now) = part(item) else { break };
-            let upcoming = part(item + 1).map(|part| shared.source(&part, part.strips.start));
-            let advance = Advance { shared: &shared, part: now, upcoming, keys, spill };
-            match layout.head_type(advance.part.head) {
+            let Some(now) = work(item) else { break };
+            let upcoming = work(item + 1).map(|work| shared.source(&work, work.strips.start));
+            let advance = Advance { shared: &shared, work: now, upcoming, keys, spill };
+            match layout.head_type(advance.work.head) {
                 HeadType::F32 => dispatch(isa, Typed::<_, f32>(advance, PhantomData)),
                 HeadType::Bf16 => dispatch(isa, Typed::<_, Bf16>(advance, PhantomData)),
             }
@@ -202,7 +202,7 @@ impl Element for Bf16 {
     }
 }
 
-/// State that all parts of a scan share.
+/// State that all work items of a scan share.
 struct Shared<'a, R> {
     rule: R,
     state: &'a LayerState<'a>,
@@ -213,10 +213,10 @@ struct Shared<'a, R> {
 }
 
 impl<R> Shared<'_, R> {
-    /// Address of a strip of a part in the slot that it is read from.
-    fn source(&self, part: &HeadStrips<'_>, strip: usize) -> *const f32 {
-        let slot = part.sequence.read.unwrap_or(part.sequence.write);
-        self.state.at(slot, self.state.layout().strip(part.head, strip))
+    /// Address of a strip of a work item in the slot that it is read from.
+    fn source(&self, work: &HeadStrips<'_>, strip: usize) -> *const f32 {
+        let slot = work.sequence.read.unwrap_or(work.sequence.write);
+        self.state.at(slot, self.state.layout().strip(work.head, strip))
     }
 }
 
@@ -227,11 +227,11 @@ struct HeadStrips<'a> {
     strips: Range<usize>,
 }
 
-/// Advances a part over its sequence's rows.
+/// Advances a work item over its sequence's rows.
 struct Advance<'a, R> {
     shared: &'a Shared<'a, R>,
-    part: HeadStrips<'a>,
-    /// Start of the part that this thread probably computes next.
+    work: HeadStrips<'a>,
+    /// Start of the work item that this thread probably computes next.
     upcoming: Option<*const f32>,
     /// Buffer for the keys of a tile.
     keys: &'a mut [f32],
@@ -239,7 +239,7 @@ struct Advance<'a, R> {
     spill: &'a mut [f32],
 }
 
-/// A part whose head has elements of type `E`.
+/// A work item whose head has elements of type `E`.
 struct Typed<'a, R, E>(Advance<'a, R>, PhantomData<E>);
 
 impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
@@ -247,21 +247,21 @@ impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Advance { shared, part, upcoming, keys, spill } = self.0;
-        let rows = part.sequence.rows.clone();
+        let Advance { shared, work, upcoming, keys, spill } = self.0;
+        let rows = work.sequence.rows.clone();
         if rows.is_empty() {
-            if !part.sequence.deferred {
-                part.carry_over(shared.state);
+            if !work.sequence.deferred {
+                work.carry_over(shared.state);
             }
             return;
         }
         let mut tile = Tile { decay: [0.0; TILE_ROWS], gain: [0.0; TILE_ROWS], keys };
-        let strips = part.strips.clone();
+        let strips = work.strips.clone();
         for start in rows.clone().step_by(TILE_ROWS) {
             let rows = start..rows.end.min(start + TILE_ROWS);
-            shared.rule.prepare(s, part.head, rows.clone(), &mut tile);
+            shared.rule.prepare(s, work.head, rows.clone(), &mut tile);
             for first in strips.clone().step_by(STRIPS) {
-                let passage = Passage { shared, part: &part, rows: rows.clone(), tile: &tile, upcoming };
+                let passage = Passage { shared, work: &work, rows: rows.clone(), tile: &tile, upcoming };
                 // Two strips at once need 20 vectors, which only the largest register file has. For a single
                 // row that comes from memory they are no faster.
                 if S::COLUMNS > 2 && rows.len() > 1 && first + STRIPS <= strips.end {
@@ -279,22 +279,23 @@ impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
 impl HeadStrips<'_> {
     /// A sequence without rows: copies its state to its target slot.
     fn carry_over(&self, state: &LayerState<'_>) {
-        let place = |slot| state.at(slot, state.layout().strip(self.head, self.strips.start));
-        let (to, len) = (place(self.sequence.write), self.strips.len() * state.layout().strip_len(self.head));
-        // SAFETY: these are the strips of this part, in slots of its sequence; the two slots may be the same.
+        let slot_ptr = |slot| state.at(slot, state.layout().strip(self.head, self.strips.start));
+        let (to, len) =
+            (slot_ptr(self.sequence.write), self.strips.len() * state.layout().strip_len(self.head));
+        // SAFETY: these are the strips of this item, in slots of its sequence; the two slots may be the same.
         unsafe {
             match self.sequence.read {
-                Some(slot) => place(slot).copy_to(to, len),
+                Some(slot) => slot_ptr(slot).copy_to(to, len),
                 None => to.write_bytes(0, len),
             }
         }
     }
 }
 
-/// A tile of rows and the part whose strips pass through it.
+/// A tile of rows and the work item whose strips pass through it.
 struct Passage<'a, R> {
     shared: &'a Shared<'a, R>,
-    part: &'a HeadStrips<'a>,
+    work: &'a HeadStrips<'a>,
     /// Rows, as indices of the step.
     rows: Range<usize>,
     tile: &'a Tile<'a>,
@@ -305,26 +306,26 @@ impl<R: Rule> Passage<'_, R> {
     /// Advances strips `strip..strip + N` over the rows. A deferred state is kept in `spill` from row to row.
     #[inline(always)]
     fn run<S: Simd, E: Element, const N: usize>(&self, s: S, strip: usize, spill: &mut [f32]) {
-        let Self { shared, part, rows, tile, .. } = self;
-        let (sequence, layout) = (part.sequence, shared.state.layout());
+        let Self { shared, work, rows, tile, .. } = self;
+        let (sequence, layout) = (work.sequence, shared.state.layout());
         let inner = layout.inner();
         let len = N * inner * LANES;
-        let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip)).cast::<E>();
+        let slot_ptr = |slot: usize| shared.state.at(slot, layout.strip(work.head, strip)).cast::<E>();
         // A deferred sequence has few rows, all in one tile, so its spill need not outlive this call.
         assert!(!sequence.deferred || len * size_of::<E>() <= size_of_val(spill));
         let spill = spill.as_mut_ptr().cast::<E>();
-        let written = |slot: usize| if sequence.deferred { spill } else { place(slot) };
+        let written = |slot: usize| if sequence.deferred { spill } else { slot_ptr(slot) };
         let mut from = match sequence.before(rows.start - sequence.rows.start) {
-            Some(slot) => place(slot),
+            Some(slot) => slot_ptr(slot),
             None => {
                 let zeroes = written(sequence.write);
-                // SAFETY: `len` elements of strips of this part, in a slot that only its sequence uses, or
+                // SAFETY: `len` elements of strips of this item, in a slot that only its sequence uses, or
                 // the same number in this thread's spill.
                 unsafe { zeroes.write_bytes(0, len) };
                 zeroes
             }
         };
-        let skip = s.splat(shared.rule.skip(part.head));
+        let skip = s.splat(shared.rule.skip(work.head));
         let (mut key, mut query) = self.key_query(0);
         let mut projected = [s.splat(0.0); N];
         if R::CORRECTS {
@@ -365,7 +366,7 @@ impl<R: Rule> Passage<'_, R> {
             }
             for slot in sequence.copies(of_sequence) {
                 // SAFETY: as above, and slots that are written do not overlap.
-                unsafe { to.copy_to_nonoverlapping(place(slot), len) };
+                unsafe { to.copy_to_nonoverlapping(slot_ptr(slot), len) };
             }
             (from, key, query) = (to, next_key, next_query);
         }
@@ -381,12 +382,12 @@ impl<R: Rule> Passage<'_, R> {
     /// Memory to prefetch while the last row passes over a strip: the strip after the next one, because the
     /// next one is too close.
     fn ahead(&self, strip: usize) -> Option<*const f32> {
-        let (ahead, end) = (strip + 2, self.part.strips.end);
+        let (ahead, end) = (strip + 2, self.work.strips.end);
         if ahead < end {
-            return Some(self.shared.source(self.part, ahead));
+            return Some(self.shared.source(self.work, ahead));
         }
         let layout = self.shared.state.layout();
-        self.upcoming.map(|start| start.wrapping_add((ahead - end) * layout.strip_len(self.part.head)))
+        self.upcoming.map(|start| start.wrapping_add((ahead - end) * layout.strip_len(self.work.head)))
     }
 
     /// A strip of a row's value; the padding is zero.
@@ -394,7 +395,7 @@ impl<R: Rule> Passage<'_, R> {
     fn value<S: Simd>(&self, s: S, row: usize, strip: usize) -> S::V {
         let shared = self.shared;
         let outer = shared.state.layout().outer();
-        let column = self.part.head * outer + strip * LANES;
+        let column = self.work.head * outer + strip * LANES;
         let lanes = LANES.min(outer - strip * LANES);
         let at = row * shared.value_stride + shared.value_offset + column;
         // Rows are too far apart for the hardware prefetcher.
@@ -411,14 +412,14 @@ impl<R: Rule> Passage<'_, R> {
         let layout = self.shared.state.layout();
         let outer = layout.outer();
         let lanes = LANES.min(outer - strip * LANES);
-        let at = (row * layout.shape().heads + self.part.head) * outer + strip * LANES;
-        // SAFETY: sequences do not share rows, and only this part uses this strip of this head.
-        let place = unsafe { self.shared.out.slice(at, lanes) };
+        let at = (row * layout.shape().heads + self.work.head) * outer + strip * LANES;
+        // SAFETY: sequences do not share rows, and only this item uses this strip of this head.
+        let target = unsafe { self.shared.out.slice(at, lanes) };
         // Prefetched, because a store that waits for its line delays the stores of the state behind it.
-        s.prefetch(place.as_ptr().wrapping_add(AHEAD_ROWS * layout.shape().heads * outer).cast());
-        match place.first_chunk_mut() {
+        s.prefetch(target.as_ptr().wrapping_add(AHEAD_ROWS * layout.shape().heads * outer).cast());
+        match target.first_chunk_mut() {
             Some(chunk) => s.put(out, chunk),
-            None => s.put_tail(out, place),
+            None => s.put_tail(out, target),
         }
     }
 }

@@ -199,7 +199,7 @@ impl Rows {
         self.alpha.len() / self.heads
     }
 
-    fn part(&self, rows: std::ops::Range<usize>) -> Self {
+    fn slice(&self, rows: std::ops::Range<usize>) -> Self {
         let cut = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
         let (x, beta) = (cut(&self.x, self.channels), cut(&self.beta, self.heads));
         Self { x, beta, alpha: cut(&self.alpha, self.heads), ..*self }
@@ -251,12 +251,12 @@ fn write(read: Option<u32>, write: u32) -> StepState {
 }
 
 /// Compares relative to the largest value, because each value is a sum of numbers of that size.
-fn close(got: &[f32], want: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
-    prop_assert_eq!(got.len(), want.len());
-    let scale = want.iter().fold(1.0f64, |scale, want| scale.max(want.abs()));
-    for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        let error = (f64::from(*got) - want).abs();
-        prop_assert!(error <= tolerance * scale, "element {}: {} is not {}", i, got, want);
+fn close(got: &[f32], expected: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
+    prop_assert_eq!(got.len(), expected.len());
+    let scale = expected.iter().fold(1.0f64, |scale, expected| scale.max(expected.abs()));
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (f64::from(*got) - expected).abs();
+        prop_assert!(error <= tolerance * scale, "element {}: {} is not {}", i, got, expected);
     }
     Ok(())
 }
@@ -272,16 +272,16 @@ fn check_recurrence(sizes: Sizes, rows: usize, seed: u64) -> Result<(), TestCase
     let inputs = [Rows::new(&layer, rows, seed + 10), Rows::new(&layer, 3, seed + 20)];
     for isa in Isa::available() {
         let mut arena = layer.arena(2);
-        let mut want_state = vec![0.0; layer.shape().recurrent_len()];
+        let mut expected_state = vec![0.0; layer.shape().recurrent_len()];
         for (input, state) in inputs.iter().zip([write(None, layer.slot(1)), write(Some(layer.slot(1)), 0)]) {
             let slot = state.write;
             let plan = one_sequence(&layer, input.len(), state);
             let mut state = LayerState::new(&mut arena, &plan, &layer.layout, OFFSET).unwrap();
             let out = layer.recurrence(isa, &pool(1), &mut state, input);
-            close(&out, &layer.reference(input, &mut want_state), 4e-6)?;
+            close(&out, &layer.reference(input, &mut expected_state), 4e-6)?;
             let (_, state) = layer.state(&arena, slot);
             let state: Vec<f32> = state.into_iter().map(f32::from_bits).collect();
-            close(&state, &want_state, 4e-6)?;
+            close(&state, &expected_state, 4e-6)?;
         }
     }
     Ok(())
@@ -320,8 +320,8 @@ proptest! {
                 conv(&pool(1), isa, &mut state, &packed, bias, &mut x).unwrap();
                 close(&x, &reference::conv(&shape, &weight, bias, &input, &mut past), 1e-6)?;
                 // The state stores inputs, not results of arithmetic.
-                let want: Vec<f32> = past.iter().map(|x| *x as f32).collect();
-                prop_assert_eq!(layer.state(&arena, 0).0, bits(&want));
+                let expected: Vec<f32> = past.iter().map(|x| *x as f32).collect();
+                prop_assert_eq!(layer.state(&arena, 0).0, bits(&expected));
             }
         }
     }

@@ -20,12 +20,12 @@ struct Fake {
     rank: i32,
     missing: Option<&'static str>,
     widest: usize,
-    knows_gamma: bool,
+    supports_gamma: bool,
 }
 
 impl Fake {
     const fn new(name: &'static str, rank: i32) -> Self {
-        Self { name, rank, missing: None, widest: 1000, knows_gamma: true }
+        Self { name, rank, missing: None, widest: 1000, supports_gamma: true }
     }
 }
 
@@ -40,7 +40,7 @@ impl Provider<Resize> for Fake {
         self.missing.map_or(Ok(()), |missing| Err(missing.to_owned()))
     }
     fn can_serve(&self, request: &Picture) -> Result<(), Refusal> {
-        if request.gamma.is_some() && !self.knows_gamma {
+        if request.gamma.is_some() && !self.supports_gamma {
             return Err(Refusal::Argument { argument: "gamma" });
         }
         if request.width > self.widest {
@@ -56,7 +56,7 @@ impl Provider<Resize> for Fake {
 /// By rank: cpu (built in) < npu (does not support gamma) < gpu (small) < tpu (not available).
 fn registry() -> Registry<Resize> {
     let mut registry = Registry::<Resize>::new(Box::new(Fake { widest: 5000, ..Fake::new("cpu", 0) }));
-    registry.register(Box::new(Fake { knows_gamma: false, ..Fake::new("npu", 20) }));
+    registry.register(Box::new(Fake { supports_gamma: false, ..Fake::new("npu", 20) }));
     registry.register(Box::new(Fake { widest: 100, ..Fake::new("gpu", 30) }));
     registry.register(Box::new(Fake { missing: Some("no driver"), ..Fake::new("tpu", 100) }));
     registry
@@ -88,16 +88,10 @@ fn the_table_of_choices() {
             &[(all, "cpu"), (own, "npu")],
             "npu",
         ),
-        (
-            "another operation's variable is nobody's business",
-            50,
-            None,
-            &[("KVASIR_EMBED_BACKEND", "x")],
-            "gpu",
-        ),
+        ("another operation's variable has no effect", 50, None, &[("KVASIR_EMBED_BACKEND", "x")], "gpu"),
     ];
-    for (what, width, gamma, environment, want) in cases {
-        assert_eq!(choose(*width, *gamma, environment).as_deref(), Ok(*want), "{what}");
+    for (label, width, gamma, environment, expected) in cases {
+        assert_eq!(choose(*width, *gamma, environment).as_deref(), Ok(*expected), "{label}");
     }
 }
 

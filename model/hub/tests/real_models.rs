@@ -14,16 +14,16 @@ use text::chat_template::{ChatTemplate, Message};
 const MODELS: &[(&str, &str)] =
     &[("smollm2-135m", "real/smollm2-135m-instruct.json"), ("gemma3-270m", "real/gemma-3-270m.json")];
 
-struct Nobody;
+struct Offline;
 
-impl Http for Nobody {
+impl Http for Offline {
     fn get(&self, request: &Request) -> std::io::Result<Response> {
         panic!("{request:?}")
     }
 }
 
 fn pull(entry: &'static Entry) -> PathBuf {
-    let network = Network { http: Box::new(Nobody), hub: Hub::default(), plain: PlainHttp::Loopback };
+    let network = Network { http: Box::new(Offline), hub: Hub::default(), plain: PlainHttp::Loopback };
     Store::from_env().unwrap().pull(entry, &network, &mut ()).unwrap()
 }
 

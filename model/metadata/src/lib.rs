@@ -1,7 +1,7 @@
 //! Key/value metadata of a model file, with typed access.
 //!
 //! Writers use different integer widths, and bool or integer arrays. A getter accepts every stored type that
-//! holds the value exactly; anything else is an error that names the key. This crate reads no file and knows no
+//! holds the value exactly; anything else is an error that names the key. This crate reads no file and defines no
 //! key: the crates `model` and `text` do.
 
 use std::collections::BTreeMap;

@@ -24,7 +24,7 @@ pub(super) fn translate_moe(source: &Source<'_>) -> Result<ModelSpec, Error> {
 }
 
 pub(super) fn translate_hybrid(source: &Source<'_>) -> Result<ModelSpec, Error> {
-    let decoder = Decoder::counting(source, Counting { least_kv_heads: 0, ..Counting::default() })?;
+    let decoder = Decoder::counting(source, Counting { min_kv_heads: 0, ..Counting::default() })?;
     let ffns = match source.count("expert_count", 0..=limits::EXPERTS)? {
         None | Some(0) => dense(&decoder)?,
         Some(_) => mixtures(&decoder)?,
@@ -117,7 +117,7 @@ impl Ssm {
         let channels = inner + 2 * self.groups * self.state;
         let rows = inner + channels + self.heads;
         // One matrix for all inputs: the gate, then x, B and C, then the step sizes.
-        let part = |start, len| {
+        let input = |start, len| {
             let slice = RowSlice { of: rows, period: rows, start, len };
             source.linear_slice(&decoder.stem(layer, "ssm_in"), hidden, slice)
         };
@@ -129,9 +129,9 @@ impl Ssm {
             head_dim: self.head_dim,
             groups: self.groups,
             state: self.state,
-            z: part(0, inner)?,
-            xbc: part(inner, channels)?,
-            dt: part(inner + channels, self.heads)?,
+            z: input(0, inner)?,
+            xbc: input(inner, channels)?,
+            dt: input(inner + channels, self.heads)?,
             conv: source.conv(&decoder.stem(layer, "ssm_conv1d"), self.taps, channels)?,
             a: per_head("ssm_a", &[1, self.heads])?,
             d: per_head("ssm_d", &[1, self.heads])?,

@@ -6,8 +6,8 @@ use super::shape::{Counting, limits};
 use super::source::Source;
 use crate::Error;
 use crate::spec::{
-    Activation, AppendedSpec, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, HeadGrouping, KvSpec,
-    LinearSpec, MixerSpec, ModelSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
+    Activation, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, HeadGrouping, KvSpec, LinearSpec, MixerSpec,
+    ModelSpec, MtpHeadSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
 };
 
 /// Every `INTERVAL`th layer has attention, unless the file specifies it.
@@ -71,39 +71,39 @@ pub(super) fn translate_qwen35moe(source: &Source<'_>) -> Result<ModelSpec, Erro
 }
 
 /// Whether `tensor` belongs to the MTP blocks after the last layer, which are not part of the model proper.
-pub(super) fn is_appended(source: &Source<'_>, tensor: &str) -> bool {
+pub(super) fn is_mtp_head(source: &Source<'_>, tensor: &str) -> bool {
     let counts = || -> Result<(usize, usize), Error> {
-        Ok((source.require_count("block_count", 1..=limits::LAYERS)?, appended(source)?))
+        Ok((source.require_count("block_count", 1..=limits::LAYERS)?, mtp_blocks(source)?))
     };
     let Some((block, name)) = tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
         return false;
     };
     let Ok(block) = block.parse::<usize>() else { return false };
-    let after_the_last =
-        counts().is_ok_and(|(blocks, appended)| block < blocks && block >= blocks.saturating_sub(appended));
+    let after_the_last = counts()
+        .is_ok_and(|(blocks, mtp_blocks)| block < blocks && block >= blocks.saturating_sub(mtp_blocks));
     let of_a_layer = || name.strip_suffix(".weight").is_some_and(|stem| ATTENTION_LAYER.contains(&stem));
     after_the_last && (APPENDED.contains(&name) || of_a_layer())
 }
 
 /// The MTP head of a model with dense feed-forwards.
-pub(super) fn translate_appended_dense(source: &Source<'_>) -> Result<Option<AppendedSpec>, Error> {
-    translate_appended(source, |decoder| {
+pub(super) fn translate_mtp_head_dense(source: &Source<'_>) -> Result<Option<MtpHeadSpec>, Error> {
+    translate_mtp_head(source, |decoder| {
         let ffns = decoder.dense(Activation::Silu)?.into_iter();
         Ok(ffns.map(|ffn| vec![FfnPart::plain(ffn)]).collect())
     })
 }
 
 /// The MTP head of a model with mixtures of experts.
-pub(super) fn translate_appended_mixture(source: &Source<'_>) -> Result<Option<AppendedSpec>, Error> {
-    translate_appended(source, mixtures)
+pub(super) fn translate_mtp_head_mixture(source: &Source<'_>) -> Result<Option<MtpHeadSpec>, Error> {
+    translate_mtp_head(source, mixtures)
 }
 
 /// The MTP head: an attention layer and the tensors that build its input. `ffns` are those of all layers.
-fn translate_appended(
+fn translate_mtp_head(
     source: &Source<'_>,
     ffns: fn(&Decoder<'_>) -> Result<Vec<Vec<FfnPart>>, Error>,
-) -> Result<Option<AppendedSpec>, Error> {
-    match appended(source)? {
+) -> Result<Option<MtpHeadSpec>, Error> {
+    match mtp_blocks(source)? {
         0 => return Ok(None),
         1 => {}
         several => return Err(source.refuse(APPENDED_KEY, several, "one MTP block")),
@@ -125,7 +125,7 @@ fn translate_appended(
         true => Some(source.linear(&stem("nextn.shared_head_head"), hidden, vocab)?),
         false => None,
     };
-    Ok(Some(AppendedSpec {
+    Ok(Some(MtpHeadSpec {
         join: source.linear(&stem("nextn.eh_proj"), 2 * hidden, hidden)?,
         embedding_norm: decoder.norm(&stem("nextn.enorm"))?,
         hidden_norm: decoder.norm(&stem("nextn.hnorm"))?,
@@ -136,12 +136,12 @@ fn translate_appended(
     }))
 }
 
-fn appended(source: &Source<'_>) -> Result<usize, Error> {
+fn mtp_blocks(source: &Source<'_>) -> Result<usize, Error> {
     Ok(source.count(APPENDED_KEY, 0..=limits::LAYERS - 1)?.unwrap_or(0))
 }
 
 fn read<'a>(source: &'a Source<'a>) -> Result<Decoder<'a>, Error> {
-    Decoder::counting(source, Counting { appended: appended(source)?, ..Counting::default() })
+    Decoder::counting(source, Counting { mtp_blocks: mtp_blocks(source)?, ..Counting::default() })
 }
 
 /// Pairs of a head rotate by a token's time, height or width, in turns. In text all three positions are
@@ -276,11 +276,11 @@ fn beta_and_alpha_in_one(
     heads: &Heads,
 ) -> Result<(LinearSpec, LinearSpec), Error> {
     let each = heads.v_heads / heads.k_heads;
-    let part = |start| {
+    let rows = |start| {
         let slice = RowSlice { of: 2 * heads.v_heads, period: 2 * each, start, len: each };
         decoder.source.linear_slice(&decoder.stem(layer, "ssm_ba"), decoder.shape.hidden, slice)
     };
-    Ok((part(0)?, part(each)?))
+    Ok((rows(0)?, rows(each)?))
 }
 
 fn delta_net(

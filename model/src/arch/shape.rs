@@ -44,24 +44,24 @@ pub(super) struct HeadDims {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Counting {
     /// Blocks after the last layer.
-    pub(super) appended: usize,
+    pub(super) mtp_blocks: usize,
     /// 0 if a layer without key/value heads has no attention, else 1.
-    pub(super) least_kv_heads: usize,
+    pub(super) min_kv_heads: usize,
 }
 
 impl Default for Counting {
     fn default() -> Self {
-        Self { appended: 0, least_kv_heads: 1 }
+        Self { mtp_blocks: 0, min_kv_heads: 1 }
     }
 }
 
 impl Shape {
     pub(super) fn read(source: &Source<'_>, counting: Counting) -> Result<Self, Error> {
-        let blocks = source.require_count("block_count", 1 + counting.appended..=limits::LAYERS)?;
+        let blocks = source.require_count("block_count", 1 + counting.mtp_blocks..=limits::LAYERS)?;
         let hidden = source.require_count("embedding_length", 1..=limits::WIDTH)?;
-        let (heads, kv_heads) = heads(source, blocks, counting.least_kv_heads)?;
+        let (heads, kv_heads) = heads(source, blocks, counting.min_kv_heads)?;
         Ok(Self {
-            layers: blocks - counting.appended,
+            layers: blocks - counting.mtp_blocks,
             blocks,
             hidden,
             vocab: vocab(source, hidden)?,
@@ -104,13 +104,12 @@ impl HeadDims {
 }
 
 /// Query heads and key/value heads of every block.
-fn heads(source: &Source<'_>, blocks: usize, least: usize) -> Result<(Vec<usize>, Vec<usize>), Error> {
+fn heads(source: &Source<'_>, blocks: usize, min: usize) -> Result<(Vec<usize>, Vec<usize>), Error> {
     let (key, kv_key) = ("attention.head_count", "attention.head_count_kv");
     let heads = source
         .layer_counts(key, blocks, 1..=limits::HEADS)?
         .ok_or_else(|| KeyError::Missing { key: source.key(key) })?;
-    let kv_heads =
-        source.layer_counts(kv_key, blocks, least..=limits::HEADS)?.unwrap_or_else(|| heads.clone());
+    let kv_heads = source.layer_counts(kv_key, blocks, min..=limits::HEADS)?.unwrap_or_else(|| heads.clone());
     let divides = |heads: usize, kv_heads: usize| kv_heads == 0 || heads.is_multiple_of(kv_heads);
     match heads.iter().zip(&kv_heads).find(|(heads, kv_heads)| !divides(**heads, **kv_heads)) {
         Some((heads, kv_heads)) => {

@@ -33,13 +33,13 @@ pub(super) fn is_left_out(name: &str) -> bool {
 
 /// The GGUF name. An unknown name stays unchanged, and the translator refuses it.
 pub(super) fn of_gguf(name: &str) -> String {
-    known(name).unwrap_or_else(|| name.to_owned())
+    translated(name).unwrap_or_else(|| name.to_owned())
 }
 
-fn known(name: &str) -> Option<String> {
+fn translated(name: &str) -> Option<String> {
     let (stem, part) = of_body(name).rsplit_once('.')?;
     let among = |names: &[(&str, &'static str)], stem: &str| {
-        names.iter().find(|(known, _)| *known == stem).map(|(_, gguf)| *gguf)
+        names.iter().find(|(hf, _)| *hf == stem).map(|(_, gguf)| *gguf)
     };
     if let Some(gguf) = among(&MODEL, stem) {
         return Some(format!("{gguf}.{part}"));

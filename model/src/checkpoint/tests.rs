@@ -26,7 +26,8 @@ const NAMES: [(&str, &str); 12] = [
 ];
 
 fn original_name(name: &str) -> String {
-    let (gguf, hf) = NAMES.iter().find(|(gguf, _)| name.split('.').any(|part| part == *gguf)).unwrap();
+    let (gguf, hf) =
+        NAMES.iter().find(|(gguf, _)| name.split('.').any(|component| component == *gguf)).unwrap();
     name.replace(gguf, hf).replace("blk.", "encoder.layer.")
 }
 
@@ -156,8 +157,8 @@ fn settings_that_are_not_served_are_named() {
     assert!(checkpoint.error().contains("strip_accents is false, expected true"));
     checkpoint.put("tokenizer_config.json", r#"{"do_lower_case": false, "strip_accents": null}"#);
     let cased = Tokenizer::from_metadata(checkpoint.open().unwrap().metadata()).unwrap();
-    let kept = Tokenizer::from_metadata(Checkpoint::good().open().unwrap().metadata()).unwrap();
-    assert_ne!(cased.encode("Hello", false), kept.encode("Hello", false));
+    let uncased = Tokenizer::from_metadata(Checkpoint::good().open().unwrap().metadata()).unwrap();
+    assert_ne!(cased.encode("Hello", false), uncased.encode("Hello", false));
 }
 
 #[test]

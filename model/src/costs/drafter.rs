@@ -2,7 +2,7 @@
 //! was measured to pay off.
 
 use super::{AttentionCosts, attention, element_bytes};
-use crate::spec::{AppendedSpec, AssistantSpec};
+use crate::spec::{AssistantSpec, MtpHeadSpec};
 use crate::{GgmlType, ModelFile, ModelSpec};
 
 /// A draft model's KV cache gets 1 / `MODEL_SHARE` of the model's.
@@ -46,13 +46,13 @@ impl DrafterCosts {
     }
 
     /// Costs of the MTP head of `model`, in the model's own `file`.
-    pub fn of_appended(block: &AppendedSpec, file: &ModelFile, model: &ModelSpec) -> Self {
-        let kept = attention(&block.layer).filter(|layer| layer.own);
+    pub fn of_mtp_head(block: &MtpHeadSpec, file: &ModelFile, model: &ModelSpec) -> Self {
+        let costs = attention(&block.layer).filter(|layer| layer.own);
         Self {
             stage: DrafterStage::Last { from_layer: model.layers.len() },
             weight_bytes: bytes(file, &block.tensors()),
             reads_embedding: block.embedding.is_none(),
-            kv_elements: kept.map_or(0, |layer| layer.kv_elements),
+            kv_elements: costs.map_or(0, |layer| layer.kv_elements),
             state_elements: model.hidden as u64,
         }
     }
@@ -77,7 +77,7 @@ fn bytes(file: &ModelFile, tensors: &[&str]) -> u64 {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Kv {
     layers: Vec<AttentionCosts>,
-    parts: u64,
+    divisor: u64,
 }
 
 impl Kv {
@@ -85,13 +85,13 @@ impl Kv {
     pub(super) fn of(drafter: &DrafterCosts, model: impl Iterator<Item = AttentionCosts>) -> Self {
         match drafter.stage {
             DrafterStage::First => {
-                Self { layers: model.filter(|layer| layer.own).collect(), parts: MODEL_SHARE }
+                Self { layers: model.filter(|layer| layer.own).collect(), divisor: MODEL_SHARE }
             }
             DrafterStage::Last { .. } => {
                 let kv_elements = drafter.kv_elements;
                 Self {
                     layers: vec![AttentionCosts { window: None, kv_elements, own: true, products: 0 }],
-                    parts: 1,
+                    divisor: 1,
                 }
             }
         }
@@ -102,6 +102,6 @@ impl Kv {
             .layers
             .iter()
             .map(|layer| layer.visible(tokens, slack).saturating_mul(element_bytes(layer.kv_elements, ty)));
-        bytes.fold(0, u64::saturating_add) / self.parts.max(1)
+        bytes.fold(0, u64::saturating_add) / self.divisor.max(1)
     }
 }

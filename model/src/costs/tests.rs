@@ -104,11 +104,11 @@ fn experts_that_are_not_used_are_kept_and_not_read() {
 fn windows_bound_what_is_kept_and_states_do_not_grow() {
     let (_, _, costs) = open("gemma3");
     let range = costs.range(0..costs.layers());
-    let kept = |tokens| range.kv_bytes(tokens, 0, GgmlType::F32);
-    let growth = |from: u64| kept(from + 1) - kept(from);
+    let kv_bytes = |tokens| range.kv_bytes(tokens, 0, GgmlType::F32);
+    let growth = |from: u64| kv_bytes(from + 1) - kv_bytes(from);
     assert!(growth(1) > growth(100_000) && growth(100_000) > 0);
-    assert!(range.kv_bytes(1000, 64, GgmlType::F32) > kept(1000));
-    assert_eq!(range.kv_bytes(1000, 0, GgmlType::F16) * 2, kept(1000));
+    assert!(range.kv_bytes(1000, 64, GgmlType::F32) > kv_bytes(1000));
+    assert_eq!(range.kv_bytes(1000, 0, GgmlType::F16) * 2, kv_bytes(1000));
 
     let (_, _, costs) = open("qwen35");
     assert!(costs.range(0..costs.layers()).state_elements > 0);

@@ -7,27 +7,27 @@ use super::Malformed;
 /// Name of the field being read, for errors.
 #[derive(Clone, Copy)]
 pub(super) struct Field<'a> {
-    what: &'static str,
+    name: &'static str,
     owner: Option<&'a str>,
 }
 
 impl<'a> Field<'a> {
     /// A field of the file itself.
-    pub(super) const fn of_file(what: &'static str) -> Self {
-        Self { what, owner: None }
+    pub(super) const fn of_file(name: &'static str) -> Self {
+        Self { name, owner: None }
     }
 
     /// A field of the key or tensor `owner`.
-    pub(super) const fn of(what: &'static str, owner: &'a str) -> Self {
-        Self { what, owner: Some(owner) }
+    pub(super) const fn of(name: &'static str, owner: &'a str) -> Self {
+        Self { name, owner: Some(owner) }
     }
 }
 
 impl fmt::Display for Field<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.owner {
-            Some(owner) => write!(f, "{} of {owner}", self.what),
-            None => f.write_str(self.what),
+            Some(owner) => write!(f, "{} of {owner}", self.name),
+            None => f.write_str(self.name),
         }
     }
 }

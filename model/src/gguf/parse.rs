@@ -62,7 +62,7 @@ pub(super) fn parse(file: &[u8]) -> Result<Header, Malformed> {
     let data_start = cursor.offset().next_multiple_of(alignment);
     let data_bytes = (file.len() as u64).saturating_sub(data_start);
     for entry in &mut tensors {
-        place(entry, alignment, data_start, data_bytes)?;
+        locate(entry, alignment, data_start, data_bytes)?;
     }
     refuse_overlaps(&tensors)?;
     Ok(Header { metadata, tensors })
@@ -126,7 +126,7 @@ pub(super) fn alignment(metadata: &Metadata) -> Result<u64, Malformed> {
 
 /// Size of a tensor in bytes, after checking its name and dimensions.
 pub(super) fn tensor_bytes(name: &str, ty: GgmlType, dims: &[u64]) -> Result<u64, Malformed> {
-    let field = |what| Field::of(what, name).to_string();
+    let field = |label| Field::of(label, name).to_string();
     if dims.is_empty() {
         return Err(Malformed::Zero { field: field("the number of dimensions") });
     }
@@ -143,10 +143,10 @@ pub(super) fn tensor_bytes(name: &str, ty: GgmlType, dims: &[u64]) -> Result<u64
     }
 }
 
-fn name<'a>(cursor: &mut Cursor<'a>, limit: u64, what: &'static str) -> Result<&'a str, Malformed> {
-    let name = cursor.string(limit, Field::of_file(what))?;
+fn name<'a>(cursor: &mut Cursor<'a>, limit: u64, label: &'static str) -> Result<&'a str, Malformed> {
+    let name = cursor.string(limit, Field::of_file(label))?;
     if name.is_empty() {
-        return Err(Malformed::Zero { field: what.to_owned() });
+        return Err(Malformed::Zero { field: label.to_owned() });
     }
     Ok(name)
 }
@@ -240,7 +240,12 @@ fn tensor_entry(cursor: &mut Cursor<'_>) -> Result<TensorEntry, Malformed> {
 }
 
 /// Checks an offset and converts it from the data section to the file.
-fn place(entry: &mut TensorEntry, alignment: u64, data_start: u64, data_bytes: u64) -> Result<(), Malformed> {
+fn locate(
+    entry: &mut TensorEntry,
+    alignment: u64,
+    data_start: u64,
+    data_bytes: u64,
+) -> Result<(), Malformed> {
     let TensorEntry { offset, bytes, .. } = *entry;
     if offset % alignment != 0 {
         return Err(Malformed::Misaligned { tensor: entry.name.clone(), offset, alignment });

@@ -19,18 +19,18 @@ fn good() -> Vec<u8> {
 #[test]
 fn tensors_come_in_the_order_of_their_bytes() {
     let tensors = parse(&good()).unwrap();
-    let places: Vec<_> = tensors.iter().map(|t| (t.name.as_str(), t.offset, t.bytes)).collect();
-    assert_eq!(places, [("a", 224, 8), ("b", 232, 24), ("none", 256, 0)]);
+    let ranges: Vec<_> = tensors.iter().map(|t| (t.name.as_str(), t.offset, t.bytes)).collect();
+    assert_eq!(ranges, [("a", 224, 8), ("b", 232, 24), ("none", 256, 0)]);
     assert_eq!((tensors[1].dtype, &tensors[1].shape[..]), (Dtype::F32, &[2, 3][..]));
 }
 
 #[test]
 fn each_bad_file_says_what_is_wrong() {
-    let one = |dtype: &str, shape: &str, offsets: &str| {
+    let single = |dtype: &str, shape: &str, offsets: &str| {
         let header = format!(r#"{{"w":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#);
         file(&format!("{header:<80}"), 32)
     };
-    assert!(parse(&one("F32", "[2,4]", "[0,32]")).is_ok());
+    assert!(parse(&single("F32", "[2,4]", "[0,32]")).is_ok());
     let long = "n".repeat(1_025);
     let many: Vec<String> =
         (0..65_537).map(|n| format!(r#""{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#)).collect();
@@ -45,24 +45,27 @@ fn each_bad_file_says_what_is_wrong() {
         (file("{\"w\":3}", 0), "tensor w: invalid type: integer `3`, expected struct TensorInfo"),
         (file(r#"{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"w":{}}"#, 0), "tensor w occurs twice"),
         (file(r#"{"__metadata__":3}"#, 0), "expected a map"),
-        (one("F31", "[8]", "[0,32]"), "tensor w: unknown variant `F31`, expected one of `BOOL`"),
+        (single("F31", "[8]", "[0,32]"), "tensor w: unknown variant `F31`, expected one of `BOOL`"),
         (
-            one("F32", "[7]", "[0,32]"),
+            single("F32", "[7]", "[0,32]"),
             "tensor w of shape [7] and type F32 does not fit its byte range 0 to 32",
         ),
-        (one("U8", "[8]", "[8,0]"), "does not fit its byte range 8 to 0"),
-        (one("F64", "[4294967296,4294967296]", "[0,0]"), "tensor w of shape"),
-        (one("U8", "[33]", "[0,33]"), "tensor w ends at 33 of the data section, which has 32 bytes"),
-        (one("F32", "[2]", "[2,10]"), "tensor w starts at byte 90 of the file, not a multiple of 4"),
-        (one("U8", "[1,1,1,1,1,1,1,1,1]", "[0,1]"), "the number of dimensions of w is 9, the limit is 8"),
-        (one("U8", "[18446744073709551615,2]", "[0,32]"), "tensor w of shape"),
-        (one("U8", "[1099511627776]", "[0,1099511627776]"), "ends at 1099511627776 of the data section"),
+        (single("U8", "[8]", "[8,0]"), "does not fit its byte range 8 to 0"),
+        (single("F64", "[4294967296,4294967296]", "[0,0]"), "tensor w of shape"),
+        (single("U8", "[33]", "[0,33]"), "tensor w ends at 33 of the data section, which has 32 bytes"),
+        (single("F32", "[2]", "[2,10]"), "tensor w starts at byte 90 of the file, not a multiple of 4"),
+        (single("U8", "[1,1,1,1,1,1,1,1,1]", "[0,1]"), "the number of dimensions of w is 9, the limit is 8"),
+        (single("U8", "[18446744073709551615,2]", "[0,32]"), "tensor w of shape"),
+        (single("U8", "[1099511627776]", "[0,1099511627776]"), "ends at 1099511627776 of the data section"),
         (
-            one("U8", "[2]", "[18446744073709551615,1]"),
+            single("U8", "[2]", "[18446744073709551615,1]"),
             "does not fit its byte range 18446744073709551615 to 1",
         ),
-        (one(&long, "[8]", "[0,8]"), "tensor w: unknown variant `nnn"),
-        (one("F4", "[3]", "[0,1]"), "tensor w of shape [3] and type F4 does not fit its byte range 0 to 1"),
+        (single(&long, "[8]", "[0,8]"), "tensor w: unknown variant `nnn"),
+        (
+            single("F4", "[3]", "[0,1]"),
+            "tensor w of shape [3] and type F4 does not fit its byte range 0 to 1",
+        ),
         (file("", 0), "EOF while parsing a value"),
         (file(&format!(r#"{{"{long}":3}}"#), 0), "the length of a tensor's name is 1025, the limit is 1024"),
         (file(&format!("{{{}}}", many.join(",")), 0), "the number of tensors is 65537, the limit is 65536"),

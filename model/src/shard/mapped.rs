@@ -20,21 +20,21 @@ pub(crate) struct MappedTensor {
 }
 
 impl MappedTensor {
-    /// Maps the chunks `places` under the directory `dir`: `bytes` bytes in total, at least one. Hashes the
+    /// Maps `chunks` under the directory `dir`: `bytes` bytes in total, at least one. Hashes the
     /// chunks that were not verified since the system started.
     pub(crate) fn open<'a>(
         dir: &Path,
         bytes: usize,
-        places: impl Iterator<Item = ChunkPlace<'a>>,
+        chunks: impl Iterator<Item = ChunkPlace<'a>>,
         sound: &VerifiedChunks,
     ) -> Result<Self, StoreError> {
         let reserve = || MmapOptions::new().len(bytes).map_anon();
         let mut region = reserve().map_err(io_error("map", dir))?;
         let mut unknown = Vec::new();
-        for (index, place) in places.enumerate() {
-            let file = place_chunk(&mut region, dir, place)?;
-            if !sound.knows(place.id, &file) {
-                unknown.push((index, place.id, file));
+        for (index, chunk) in chunks.enumerate() {
+            let file = map_chunk(&mut region, dir, chunk)?;
+            if !sound.is_verified(chunk.id, &file) {
+                unknown.push((index, chunk.id, file));
             }
         }
         let map = region.make_read_only().map_err(io_error("map", dir))?;
@@ -52,14 +52,14 @@ impl MappedTensor {
 
 impl MappedTensor {
     /// Releases its pages, and those of its chunks under `dir` that no other process has mapped.
-    pub(crate) fn forget<'a>(&self, dir: &Path, places: impl Iterator<Item = ChunkPlace<'a>>) {
+    pub(crate) fn forget<'a>(&self, dir: &Path, chunks: impl Iterator<Item = ChunkPlace<'a>>) {
         // SAFETY: the pages are those of files that are mapped read-only and never written again: a later
         // access sees the same bytes.
         if unsafe { self.map.unchecked_advise(UncheckedAdvice::DontNeed) }.is_err() {
             return;
         }
-        for place in places {
-            if let Ok(file) = File::open(chunk_path(dir, place.id)) {
+        for chunk in chunks {
+            if let Ok(file) = File::open(chunk_path(dir, chunk.id)) {
                 forget_cached(&file, 0, 0);
             }
         }
@@ -72,21 +72,21 @@ impl AsRef<[u8]> for MappedTensor {
     }
 }
 
-/// Maps a chunk's file at its place in the tensor. Returns the file's metadata.
-fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Result<Metadata, StoreError> {
-    let path = chunk_path(dir, place.id);
+/// Maps a chunk's file at its offset in the tensor. Returns the file's metadata.
+fn map_chunk(region: &mut MmapMut, dir: &Path, chunk: ChunkPlace<'_>) -> Result<Metadata, StoreError> {
+    let path = chunk_path(dir, chunk.id);
     let file = match File::open(&path) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            return Err(StoreError::Missing { chunk: place.id });
+            return Err(StoreError::Missing { chunk: chunk.id });
         }
         Err(source) => return Err(io_error("open", &path)(source)),
     };
     let found = file.metadata().map_err(io_error("stat", &path))?;
-    let start = usize::try_from(place.offset).ok();
-    let target = start.and_then(|start| region.get_mut(start..start.checked_add(place.bytes)?));
-    let Some(target) = target.filter(|_| found.len() == place.bytes as u64) else {
-        return Err(StoreError::Damaged { chunk: place.id });
+    let start = usize::try_from(chunk.offset).ok();
+    let target = start.and_then(|start| region.get_mut(start..start.checked_add(chunk.bytes)?));
+    let Some(target) = target.filter(|_| found.len() == chunk.bytes as u64) else {
+        return Err(StoreError::Damaged { chunk: chunk.id });
     };
     // SAFETY: `target` lies inside a mapping that this function has exclusively, and starts at a multiple of
     // `CHUNK_BYTES` from its beginning, hence at a page. It ends where the next chunk begins or inside the
@@ -98,7 +98,7 @@ fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Resul
     let mapped = unsafe {
         libc::mmap(
             target.as_mut_ptr().cast(),
-            place.bytes,
+            chunk.bytes,
             libc::PROT_READ,
             libc::MAP_SHARED | libc::MAP_FIXED,
             file.as_raw_fd(),

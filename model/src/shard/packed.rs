@@ -255,17 +255,17 @@ pub struct RegionWriter<'a> {
 }
 
 impl RegionWriter<'_> {
-    /// Writes a piece at byte `place` of the region. Errors are returned when the region is finished.
-    pub fn piece(&self, place: u64, bytes: &[u8]) {
+    /// Writes a piece at byte `offset` of the region. Errors are returned when the region is finished.
+    pub fn piece(&self, offset: u64, bytes: &[u8]) {
         let length = bytes.len() as u64;
-        let written = match place.checked_add(length) {
-            Some(end) if end <= self.bytes => self.file.write_all_at(bytes, self.start + place),
+        let written = match offset.checked_add(length) {
+            Some(end) if end <= self.bytes => self.file.write_all_at(bytes, self.start + offset),
             _ => Err(ErrorKind::FileTooLarge.into()),
         };
         let piece = Piece { bytes: length, blake3: blake3::hash(bytes).to_hex().to_string() };
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         match (written, &mut *pieces) {
-            (Ok(()), Ok(pieces)) => drop(pieces.insert(place, piece)),
+            (Ok(()), Ok(pieces)) => drop(pieces.insert(offset, piece)),
             (Err(error), pieces @ Ok(_)) => *pieces = Err(error),
             (_, Err(_)) => {}
         }
@@ -275,8 +275,8 @@ impl RegionWriter<'_> {
     fn finish(self) -> io::Result<Vec<Piece>> {
         let mut end = 0;
         let mut in_order = Vec::new();
-        for (place, piece) in self.pieces.into_inner().unwrap_or_else(PoisonError::into_inner)? {
-            if place != end {
+        for (offset, piece) in self.pieces.into_inner().unwrap_or_else(PoisonError::into_inner)? {
+            if offset != end {
                 return Err(ErrorKind::InvalidInput.into());
             }
             end += piece.bytes;

@@ -102,9 +102,9 @@ enum Durable {
 
 /// Whether a file's bytes are written through the page cache.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Through {
-    PageCache,
-    Nothing,
+enum WritePath {
+    Cached,
+    Direct,
 }
 
 impl HeldModel {
@@ -143,7 +143,7 @@ impl ShardStore {
         if let Some(held) = self.hold_now(&digest)? {
             return Ok(held);
         }
-        self.write(&self.manifest_path(&digest), manifest.encoded(), Through::PageCache, Durable::Yes)?;
+        self.write(&self.manifest_path(&digest), manifest.encoded(), WritePath::Cached, Durable::Yes)?;
         self.hold_now(&digest)?
             .ok_or_else(|| io_error("keep", &self.manifest_path(&digest))(ErrorKind::NotFound.into()))
     }
@@ -191,13 +191,13 @@ impl ShardStore {
     /// Hashes the chunk unless it was verified since the system started and its file has not been touched
     /// since.
     pub fn read(&self, chunk: ChunkId, bytes: &mut Vec<u8>) -> Result<bool, StoreError> {
-        self.read_unless(|file| self.sound.knows(chunk, file), chunk, bytes)
+        self.read_unless(|file| self.sound.is_verified(chunk, file), chunk, bytes)
     }
 
-    /// Like [`Self::read`], but skips the hash if `known` returns true for the file.
+    /// Like [`Self::read`], but skips the hash if `is_verified` returns true for the file.
     fn read_unless(
         &self,
-        known: impl FnOnce(&Metadata) -> bool,
+        is_verified: impl FnOnce(&Metadata) -> bool,
         chunk: ChunkId,
         bytes: &mut Vec<u8>,
     ) -> Result<bool, StoreError> {
@@ -214,7 +214,7 @@ impl ShardStore {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             Err(source) => return Err(io_error("read", &path)(source)),
         };
-        if known(&file) || ChunkId::of(bytes) == chunk {
+        if is_verified(&file) || ChunkId::of(bytes) == chunk {
             return Ok(true);
         }
         tracing::warn!(%chunk, path = %path.display(), "removed a damaged chunk from the shard store");
@@ -224,22 +224,22 @@ impl ShardStore {
 
     /// Stores a chunk. It outlives this process. `bytes` must match the chunk's hash.
     pub fn put(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
-        self.put_by(chunk, bytes, Through::PageCache)
+        self.put_by(chunk, bytes, WritePath::Cached)
     }
 
     /// Like [`Self::put`], but bypasses the page cache where possible, for data that is not read soon.
     /// `bytes` should be page-aligned.
     pub fn put_aside(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
-        self.put_by(chunk, bytes, Through::Nothing)
+        self.put_by(chunk, bytes, WritePath::Direct)
     }
 
-    fn put_by(&self, chunk: ChunkId, bytes: &[u8], through: Through) -> Result<(), StoreError> {
+    fn put_by(&self, chunk: ChunkId, bytes: &[u8], write_path: WritePath) -> Result<(), StoreError> {
         debug_assert_eq!(ChunkId::of(bytes), chunk);
         let path = chunk_path(&self.chunks(), chunk);
         if let Some(dir) = path.parent().filter(|dir| !dir.is_dir()) {
             make_dir(dir)?;
         }
-        let written = self.write(&path, bytes, through, Durable::No)?;
+        let written = self.write(&path, bytes, write_path, Durable::No)?;
         self.sound.note(chunk, &written);
         Ok(())
     }
@@ -286,7 +286,7 @@ impl ShardStore {
         if used.saturating_add(needed) <= self.limit {
             return Ok(());
         }
-        let (mut kept, mut unused) = (HashSet::new(), Vec::new());
+        let (mut named_in_use, mut unused) = (HashSet::new(), Vec::new());
         for path in files(&self.models()) {
             // No chunk belongs to a file that is not a valid manifest.
             let Some(manifest) = digest_of(&path).and_then(|digest| read_manifest(&path, &digest).ok())
@@ -297,13 +297,13 @@ impl ShardStore {
             let chunks: Vec<ChunkId> = manifest.all_chunks().to_vec();
             match is_unused(&path) {
                 true => unused.push((last_use(&path), path, chunks)),
-                false => kept.extend(chunks),
+                false => named_in_use.extend(chunks),
             }
         }
         unused.sort();
         loop {
             let named: HashSet<ChunkId> =
-                unused.iter().flat_map(|(_, _, chunks)| chunks).chain(&kept).copied().collect();
+                unused.iter().flat_map(|(_, _, chunks)| chunks).chain(&named_in_use).copied().collect();
             let of_none = |path: &PathBuf| !chunk_of(path).is_some_and(|chunk| named.contains(&chunk));
             for path in files(&self.chunks()).iter().flat_map(|dir| files(dir)).filter(of_none) {
                 used = used.saturating_sub(dropped(&path));
@@ -369,13 +369,13 @@ impl ShardStore {
         &self,
         path: &Path,
         bytes: &[u8],
-        through: Through,
+        write_path: WritePath,
         durable: Durable,
     ) -> Result<Metadata, StoreError> {
         let failed = write_error(path, bytes.len() as u64);
-        let past_cache = match through {
-            Through::PageCache => None,
-            Through::Nothing => direct::write(&self.temporary(), bytes).map_err(&failed)?,
+        let past_cache = match write_path {
+            WritePath::Cached => None,
+            WritePath::Direct => direct::write(&self.temporary(), bytes).map_err(&failed)?,
         };
         let file = match past_cache {
             Some(file) => file,

@@ -189,7 +189,7 @@ mod tests {
         let tensor = TensorMemory::new(2 * CHUNK_BYTES + 5);
         let fill = |chunk: usize| {
             let mut slot = tensor.slot(chunk).unwrap().unwrap();
-            chunks[chunk].chunks(100_000).for_each(|part| slot.push(part));
+            chunks[chunk].chunks(100_000).for_each(|piece| slot.push(piece));
             assert_eq!(&*slot, chunks[chunk]);
             assert!(slot.finish());
         };

@@ -23,7 +23,7 @@ const BODY_BYTES: usize = 32 + STAMP_BYTES;
 /// A record and the first bytes of its hash.
 const RECORD_BYTES: usize = BODY_BYTES + 8;
 /// Reads at most this many bytes of the file. Chunks without a record are hashed again.
-const MOST_BYTES: u64 = 64 << 20;
+const MAX_BYTES: u64 = 64 << 20;
 
 type Stamp = [u8; STAMP_BYTES];
 
@@ -31,7 +31,7 @@ type Stamp = [u8; STAMP_BYTES];
 pub(crate) struct VerifiedChunks {
     /// `None` if the system has no boot id; then nothing is recorded.
     path: Option<PathBuf>,
-    known: Mutex<VerifiedState>,
+    state: Mutex<VerifiedState>,
 }
 
 #[derive(Debug, Default)]
@@ -45,7 +45,7 @@ impl VerifiedChunks {
     /// For the store in `root`. Records are written only if the directory [`DIR`] exists there.
     pub(crate) fn of_store(root: &Path) -> Self {
         let path = start_of_system().map(|start| root.join(DIR).join(start));
-        Self { path, known: Mutex::default() }
+        Self { path, state: Mutex::default() }
     }
 
     /// Removes the record files of earlier boots.
@@ -60,21 +60,21 @@ impl VerifiedChunks {
     }
 
     /// True if the chunk's `file` was verified against the chunk's name and has not been touched since.
-    pub(crate) fn knows(&self, chunk: ChunkId, file: &Metadata) -> bool {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn is_verified(&self, chunk: ChunkId, file: &Metadata) -> bool {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = stamp(file);
-        if known.stamps.get(&chunk) == Some(&stamp) {
+        if state.stamps.get(&chunk) == Some(&stamp) {
             return true;
         }
         // Another process may have added a record. A read error counts as no record.
-        let _ = self.path.as_deref().map_or(Ok(()), |path| known.read_on(path));
-        known.stamps.get(&chunk) == Some(&stamp)
+        let _ = self.path.as_deref().map_or(Ok(()), |path| state.read_on(path));
+        state.stamps.get(&chunk) == Some(&stamp)
     }
 
     /// Records that `file` matches the chunk's name. If writing fails, the chunk is hashed again later.
     pub(crate) fn note(&self, chunk: ChunkId, file: &Metadata) {
         let stamp = stamp(file);
-        self.known.lock().unwrap_or_else(PoisonError::into_inner).stamps.insert(chunk, stamp);
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).stamps.insert(chunk, stamp);
         let Some(path) = &self.path else { return };
         let mut record = Vec::with_capacity(RECORD_BYTES);
         record.extend(chunk.0);
@@ -91,7 +91,7 @@ impl VerifiedChunks {
 impl VerifiedState {
     fn read_on(&mut self, path: &Path) -> io::Result<()> {
         let file = File::open(path)?;
-        let left = file.metadata()?.len().min(MOST_BYTES).saturating_sub(self.read);
+        let left = file.metadata()?.len().min(MAX_BYTES).saturating_sub(self.read);
         let mut bytes = vec![0; usize::try_from(left).unwrap_or(0) / RECORD_BYTES * RECORD_BYTES];
         file.read_exact_at(&mut bytes, self.read)?;
         self.read += bytes.len() as u64;
@@ -115,11 +115,11 @@ pub(crate) fn start_of_system() -> Option<String> {
 }
 
 fn stamp(file: &Metadata) -> Stamp {
-    let parts =
+    let fields =
         [file.dev(), file.ino(), file.len(), file.mtime().cast_unsigned(), file.mtime_nsec().cast_unsigned()];
     let mut stamp = [0; STAMP_BYTES];
-    for (to, part) in stamp.as_chunks_mut::<8>().0.iter_mut().zip(parts) {
-        *to = part.to_le_bytes();
+    for (to, field) in stamp.as_chunks_mut::<8>().0.iter_mut().zip(fields) {
+        *to = field.to_le_bytes();
     }
     stamp
 }
@@ -142,18 +142,18 @@ mod tests {
         fs::write(&path, "1").unwrap();
         let file = || fs::metadata(&path).unwrap();
         let (ours, theirs) = (VerifiedChunks::of_store(dir.path()), VerifiedChunks::of_store(dir.path()));
-        assert!(!theirs.knows(one, &file()));
+        assert!(!theirs.is_verified(one, &file()));
         ours.note(one, &file());
-        assert!(ours.knows(one, &file()) && theirs.knows(one, &file()));
-        assert!(VerifiedChunks::of_store(dir.path()).knows(one, &file()));
-        assert!(!theirs.knows(other, &file()), "another chunk");
+        assert!(ours.is_verified(one, &file()) && theirs.is_verified(one, &file()));
+        assert!(VerifiedChunks::of_store(dir.path()).is_verified(one, &file()));
+        assert!(!theirs.is_verified(other, &file()), "another chunk");
 
         File::options().write(true).open(&path).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
-        assert!(!theirs.knows(one, &file()), "it has been changed");
+        assert!(!theirs.is_verified(one, &file()), "it has been changed");
         let copy = dir.path().join("copy");
         fs::copy(&path, &copy).unwrap();
         ours.note(one, &file());
-        assert!(theirs.knows(one, &file()) && !theirs.knows(one, &fs::metadata(copy).unwrap()));
+        assert!(theirs.is_verified(one, &file()) && !theirs.is_verified(one, &fs::metadata(copy).unwrap()));
     }
 
     #[test]
@@ -168,7 +168,7 @@ mod tests {
         let mut bytes = fs::read(&notes).unwrap();
         bytes[40] ^= 1;
         fs::write(&notes, &bytes).unwrap();
-        assert!(!VerifiedChunks::of_store(dir.path()).knows(chunk, &file));
+        assert!(!VerifiedChunks::of_store(dir.path()).is_verified(chunk, &file));
 
         let older = notes.with_file_name("another-start");
         fs::write(&older, &bytes).unwrap();

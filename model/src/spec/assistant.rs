@@ -34,9 +34,9 @@ impl AssistantSpec {
     /// of the same kind and shape.
     pub fn producer(&self, target: &ModelSpec, layer: usize) -> Option<usize> {
         let shape = |a: &AttentionSpec| (a.window, a.kv_heads, a.head_dim, a.v_head_dim);
-        let wanted = shape(self.trunk.attention(layer)?);
+        let expected = shape(self.trunk.attention(layer)?);
         let has = |at: &usize| {
-            target.attention(*at).is_some_and(|a| matches!(a.kv, KvSpec::Own(_)) && shape(a) == wanted)
+            target.attention(*at).is_some_and(|a| matches!(a.kv, KvSpec::Own(_)) && shape(a) == expected)
         };
         (0..target.layers.len()).rev().find(has)
     }

@@ -34,16 +34,16 @@ impl ModelSpec {
     pub fn stage_ranges_before(&self, shards: usize, last: usize) -> Option<Vec<Range<usize>>> {
         let mut cuts = self.cut_points();
         cuts.retain(|cut| *cut <= last);
-        let wanted = shards.checked_sub(1)?;
-        if wanted > cuts.len() {
+        let needed = shards.checked_sub(1)?;
+        if needed > cuts.len() {
             return None;
         }
         let layers = self.layers.len();
         let mut ranges = Vec::with_capacity(shards);
         let (mut start, mut next) = (0, 0);
-        for made in 1..=wanted {
+        for made in 1..=needed {
             // Leave enough cut points for the remaining cuts.
-            let choice = &cuts[next..cuts.len() - (wanted - made)];
+            let choice = &cuts[next..cuts.len() - (needed - made)];
             let best =
                 choice.iter().enumerate().min_by_key(|(_, cut)| (**cut * shards).abs_diff(made * layers));
             let (at, &cut) = best?;
@@ -100,8 +100,8 @@ mod tests {
                 assert_eq!((ranges.len(), ranges[0].start, ranges[shards - 1].end), (shards, 0, layers));
                 assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
                 let sizes = || ranges.iter().map(Range::len);
-                let (least, most) = (sizes().min().unwrap(), sizes().max().unwrap());
-                assert!(least >= 1 && most - least <= 1, "{layers} layers over {shards}: {ranges:?}");
+                let (min, max) = (sizes().min().unwrap(), sizes().max().unwrap());
+                assert!(min >= 1 && max - min <= 1, "{layers} layers over {shards}: {ranges:?}");
             }
             assert_eq!(spec.stage_ranges(layers + 1), None);
             assert_eq!(spec.stage_ranges(0), None);

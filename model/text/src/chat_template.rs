@@ -18,7 +18,7 @@ use metadata::Metadata;
 use ast::Body;
 use budget::{Budget, Limits};
 use machine::Machine;
-use outline::{Outline, Outlines, Passage, Places, Shape};
+use outline::{Outline, Outlines, Passage, Shape, TextPositions};
 use value::{Fallible, Fault, Key, Text, Value};
 
 pub use message::{Content, Message};
@@ -249,8 +249,8 @@ impl ChatTemplate {
         check_extra(extra)?;
         let plain = tools.is_none() && extra.is_empty() && self.outlining;
         let shape = if plain { Shape::of(messages, add_generation_prompt) } else { None };
-        let known = shape.as_ref().and_then(|shape| self.outlines.known(shape));
-        if let Some(Some(outline)) = &known {
+        let cached = shape.as_ref().and_then(|shape| self.outlines.get(shape));
+        if let Some(Some(outline)) = &cached {
             return within(outline.fill(messages));
         }
         let texts = messages.iter().filter_map(|message| message.content.as_ref());
@@ -259,11 +259,11 @@ impl ChatTemplate {
             self.variables(messages, tools, add_generation_prompt, extra, budget, false)
         })?;
         let prompt = within(Prompt { text, quoted })?;
-        if let (Some(shape), None) = (shape, known) {
+        if let (Some(shape), None) = (shape, cached) {
             let outlined = self.evaluate(0, true, (now, limits), |budget| {
                 self.variables(messages, None, add_generation_prompt, extra, budget, true)
             });
-            let outline = outlined.ok().map(|(text, quoted, places)| Outline { text, quoted, places });
+            let outline = outlined.ok().map(|(text, quoted, positions)| Outline { text, quoted, positions });
             self.outlines.keep(shape, outline.filter(|outline| outline.fill(messages) == prompt));
         }
         Ok(prompt)
@@ -306,7 +306,7 @@ impl ChatTemplate {
         outline: bool,
         (now, limits): (SystemTime, Limits),
         variables: impl FnOnce(&Budget) -> Fallible<IndexMap<Key, Value>>,
-    ) -> Result<(String, Vec<Range<usize>>, Places), TemplateError> {
+    ) -> Result<(String, Vec<Range<usize>>, TextPositions), TemplateError> {
         let budget = Budget::new(limits);
         let render = || {
             let variables = variables(&budget)?;

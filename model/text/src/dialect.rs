@@ -11,12 +11,12 @@ use serde_json::{Map, Value};
 use crate::tokenizer::Kind;
 use crate::{ChatTemplate, Tokenizer};
 
-pub use listener::{OutputParser, ParsedDelta};
+pub use output_parser::{OutputParser, ParsedDelta};
 pub use stop::StopStrings;
 
 mod call;
 mod held;
-mod listener;
+mod output_parser;
 mod stop;
 
 /// A tool that a model may call.
@@ -87,28 +87,28 @@ fn mark_of(tokenizer: &Tokenizer, token: u32) -> Option<&'static str> {
 }
 
 impl Dialect {
-    /// Derives the dialect from the template and the vocabulary. If the template has no tool markup, the chat
-    /// asks for calls in Hermes format.
+    /// Derives the dialect from the template and the vocabulary. If the template has no tool markup, the
+    /// prompt requests calls in Hermes format.
     pub fn of(template: Option<&ChatTemplate>, tokenizer: &Tokenizer) -> Self {
-        let says = |text: &str| template.is_some_and(|template| template.mentions(text));
-        let native = |calls| (calls, says("tools"));
-        let (calls, native) = if says(CHANNEL) && says(MESSAGE) {
+        let mentions = |text: &str| template.is_some_and(|template| template.mentions(text));
+        let native = |calls| (calls, mentions("tools"));
+        let (calls, native) = if mentions(CHANNEL) && mentions(MESSAGE) {
             native(Calls::Harmony)
-        } else if says(MISTRAL) {
+        } else if mentions(MISTRAL) {
             native(Calls::Mistral)
         // A template with `<function=` does not write calls as JSON.
-        } else if says(CALL) && !says("<function=") {
+        } else if mentions(CALL) && !mentions("<function=") {
             native(Calls::Hermes)
-        } else if says(GRANITE) {
+        } else if mentions(GRANITE) {
             native(Calls::Granite)
-        } else if says("parameters") && (says(PYTHON) || says("ipython")) {
+        } else if mentions("parameters") && (mentions(PYTHON) || mentions("ipython")) {
             native(Calls::Llama)
         } else {
             (Calls::Hermes, false)
         };
         let tokens = 0..tokenizer.vocab_size() as u32;
         let marks = tokens.filter_map(|id| Some((id, mark_of(tokenizer, id)?))).collect();
-        Self { calls, native, thinks: says(THINK), marks }
+        Self { calls, native, thinks: mentions(THINK), marks }
     }
 
     pub fn calls(&self) -> Calls {

@@ -66,7 +66,7 @@ pub fn declares_none(schema: &Value) -> bool {
         Value::Null => true,
         _ => false,
     };
-    let says_more = |key: &str| {
+    let constrains = |key: &str| {
         APPLICATORS.contains(&key)
             || matches!(key, "additionalProperties" | "unevaluatedProperties" | "patternProperties")
             || matches!(key, "propertyNames" | "minProperties" | "not" | "enum" | "const" | "nullable")
@@ -74,7 +74,7 @@ pub fn declares_none(schema: &Value) -> bool {
     schema.get("type").is_none_or(|kind| kind == "object")
         && schema.get("properties").is_some_and(|value| value.is_object() && empty(value))
         && schema.get("required").is_none_or(empty)
-        && !schema.keys().any(|key| says_more(key))
+        && !schema.keys().any(|key| constrains(key))
 }
 
 #[derive(Clone)]
@@ -121,8 +121,9 @@ impl<'a> Rewriter<'a> {
     }
 
     fn schemas(&mut self, list: &'a [Value]) -> Result<Value, Unsupported> {
-        let one = |(at, schema): (usize, &'a Value)| self.within(&at.to_string(), |this| this.schema(schema));
-        list.iter().enumerate().map(one).collect::<Result<Vec<_>, _>>().map(Value::from)
+        let rewrite =
+            |(at, schema): (usize, &'a Value)| self.within(&at.to_string(), |this| this.schema(schema));
+        list.iter().enumerate().map(rewrite).collect::<Result<Vec<_>, _>>().map(Value::from)
     }
 
     fn object(&mut self, node: &'a Map<String, Value>) -> Result<Value, Unsupported> {
@@ -130,8 +131,8 @@ impl<'a> Rewriter<'a> {
         for (key, value) in node {
             self.within(key, |this| this.keyword(node, key, value, &mut made))?;
         }
-        let Made { mut out, required, nothing, open, nullable, names } = made;
-        if nothing {
+        let Made { mut out, required, impossible, open, nullable, names } = made;
+        if impossible {
             return Ok(false.into());
         }
         if let Some(pattern) = names {
@@ -271,7 +272,7 @@ impl<'a> Rewriter<'a> {
                 }
             }
             ("uniqueItems", Value::Bool(true))
-                if node.get("maxItems").and_then(count).is_none_or(|most| most > 1) =>
+                if node.get("maxItems").and_then(count).is_none_or(|max| max > 1) =>
             {
                 self.leave_out("that items differ cannot be enforced")?;
             }
@@ -281,8 +282,8 @@ impl<'a> Rewriter<'a> {
                 self.leave_out("cannot be enforced")?;
             }
             ("not", Value::Bool(false)) => {}
-            ("not", Value::Bool(true)) => made.nothing = true,
-            ("not", Value::Object(members)) if members.is_empty() => made.nothing = true,
+            ("not", Value::Bool(true)) => made.impossible = true,
+            ("not", Value::Object(members)) if members.is_empty() => made.impossible = true,
             ("not", _) => self.leave_out("cannot be enforced")?,
             ("if", _) if node.contains_key("then") || node.contains_key("else") => {
                 self.leave_out("conditions cannot be enforced")?;
@@ -322,19 +323,19 @@ impl<'a> Rewriter<'a> {
 
     fn types(&self, value: &Value) -> Option<Value> {
         // Some generators write types in capitals.
-        let one = |value: &Value| {
+        let type_name = |value: &Value| {
             let name = value.as_str()?;
             let lower = name.to_ascii_lowercase();
             let name = if self.strict { name } else { &lower };
             TYPES.iter().find(|kind| **kind == name).copied()
         };
-        let Value::Array(list) = value else { return one(value).map(Value::from) };
-        let mut kinds: Vec<&str> = list.iter().map(one).collect::<Option<_>>()?;
+        let Value::Array(list) = value else { return type_name(value).map(Value::from) };
+        let mut kinds: Vec<&str> = list.iter().map(type_name).collect::<Option<_>>()?;
         kinds.sort_unstable();
         kinds.dedup();
         // Keep the client's order, which is the order of alternatives.
         let mut ordered: Vec<&str> = Vec::new();
-        for kind in list.iter().filter_map(one).filter(|kind| kinds.contains(kind)) {
+        for kind in list.iter().filter_map(type_name).filter(|kind| kinds.contains(kind)) {
             if !ordered.contains(&kind) {
                 ordered.push(kind);
             }
@@ -399,7 +400,7 @@ struct Made {
     out: Map<String, Value>,
     /// Properties whose own schema marks them as required.
     required: Vec<String>,
-    nothing: bool,
+    impossible: bool,
     /// Further properties must stay allowed.
     open: bool,
     nullable: bool,
@@ -414,14 +415,14 @@ fn names_of(node: &Map<String, Value>) -> Option<String> {
     if ["properties", "patternProperties"].iter().any(|key| node.contains_key(*key)) {
         return None;
     }
-    let mut said = names.iter().filter(|(key, value)| {
+    let mut constraints = names.iter().filter(|(key, value)| {
         *key == "pattern"
             || *key == "enum"
             || *key == "const"
             || !(is_annotation(key) || (*key == "type" && *value == "string"))
     });
-    let (key, value) = said.next()?;
-    if said.next().is_some() {
+    let (key, value) = constraints.next()?;
+    if constraints.next().is_some() {
         return None;
     }
     let literal = |name: &Value| name.as_str().map(escaped);
@@ -521,15 +522,15 @@ fn at_pointer<'a>(value: &'a Value, path: &str, pointer: &str) -> Option<(&'a Va
     value.pointer(pointer).map(|found| (found, format!("{path}{pointer}")))
 }
 
-/// The first object that satisfies `wanted`, with its path.
-fn find<'a>(value: &'a Value, path: &str, wanted: &dyn Fn(&Value) -> bool) -> Option<(&'a Value, String)> {
-    if value.is_object() && wanted(value) {
+/// The first object that satisfies `predicate`, with its path.
+fn find<'a>(value: &'a Value, path: &str, predicate: &dyn Fn(&Value) -> bool) -> Option<(&'a Value, String)> {
+    if value.is_object() && predicate(value) {
         return Some((value, path.to_owned()));
     }
     let below = |key: &str, value: &'a Value| {
         let mut path = path.to_owned();
         push(&mut path, key);
-        find(value, &path, wanted)
+        find(value, &path, predicate)
     };
     match value {
         Value::Object(members) => members.iter().find_map(|(key, value)| below(key, value)),

@@ -1,9 +1,10 @@
 //! Text around a model: tokenizer, chat templates, parsers of answers, JSON schemas, sampling defaults.
 //!
 //! Everything is built from a model's metadata. No input bytes cause a panic, and templates run within limits. This
-//! crate opens no files and does not know their formats: the crate `model` does.
+//! crate neither opens files nor parses their formats: the crate `model` does.
 
 pub mod chat_template;
+pub mod cpu_time;
 pub mod dialect;
 mod error;
 pub mod json_schema;

@@ -92,8 +92,8 @@ impl<V> Recent<V> {
     }
 
     /// Counts a hit or a miss.
-    pub fn count(&self, known: bool) {
-        let counter = if known { &self.hits } else { &self.misses };
+    pub fn count(&self, hit: bool) {
+        let counter = if hit { &self.hits } else { &self.misses };
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_again_is_counted_once_and_a_wrong_value_is_no_hit() {
+    fn a_repeated_put_counts_once_and_a_wrong_value_is_no_hit() {
         let recent = Recent::new(1 << 20);
         for _ in 0..3 {
             recent.put(7, 1, 100);

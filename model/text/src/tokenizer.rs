@@ -4,12 +4,13 @@
 //! characters (`gemma4`), SentencePiece by score (`llama`) and WordPiece (`bert`). Ids are those that llama.cpp
 //! gives for the same file.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::time::Instant;
 
 use crate::Error;
+use crate::cpu_time::CpuDeadline;
 use crate::recent::RecentUse;
 use metadata::Metadata;
 
@@ -23,6 +24,8 @@ use word_piece::WordPiece;
 
 /// Bytes of a piece that is encoded where time is short.
 const SHORT_PIECE: usize = 8 << 10;
+/// Bytes of pieces that are encoded before a deadline is checked again. A longer piece is checked alone.
+const UNCHECKED_BYTES: usize = 4 << 10;
 
 pub use detokenizer::{Detokenizer, Utf8Stream};
 pub use memo::KnownPart;
@@ -30,7 +33,6 @@ pub use memo::KnownPart;
 mod bpe;
 mod char_bpe;
 mod detokenizer;
-mod known_words;
 mod memo;
 mod merge;
 mod merges;
@@ -39,6 +41,7 @@ mod pretokenize;
 mod read;
 mod special;
 mod spm;
+mod word_memo;
 mod word_piece;
 
 /// A vocabulary and the way to cut text into it. Immutable; share it in an `Arc`.
@@ -100,11 +103,11 @@ pub enum Kind {
 #[non_exhaustive]
 pub enum TokenizerError {
     /// A kind of vocabulary that this version does not read.
-    #[error("tokenizer.ggml.model is `{found}`; supported are {}", known.join(", "))]
-    UnknownModel { found: String, known: &'static [&'static str] },
-    /// A way of cutting words that this version does not know. Guessing would give wrong ids silently.
-    #[error("tokenizer.ggml.pre is `{found}`; supported are {}", known.join(", "))]
-    UnknownPre { found: String, known: Vec<&'static str> },
+    #[error("tokenizer.ggml.model is `{found}`; supported are {}", supported.join(", "))]
+    UnknownModel { found: String, supported: &'static [&'static str] },
+    /// A way of cutting words that this version does not support. Guessing would give wrong ids silently.
+    #[error("tokenizer.ggml.pre is `{found}`; supported are {}", supported.join(", "))]
+    UnknownPre { found: String, supported: Vec<&'static str> },
     /// There are no tokens.
     #[error("tokenizer.ggml.tokens is empty")]
     Empty,
@@ -135,6 +138,14 @@ pub enum TokenizerError {
     NoUnknown,
 }
 
+/// Whether the deadline is checked before a piece of this size. `unchecked`: bytes since the last check.
+fn is_checked(unchecked: &Cell<usize>, bytes: usize) -> bool {
+    let since = unchecked.get() + bytes;
+    let check = since > UNCHECKED_BYTES;
+    unchecked.set(if check { bytes } else { since });
+    check
+}
+
 impl Tokenizer {
     /// Reads `tokenizer.ggml.*`.
     ///
@@ -160,20 +171,24 @@ impl Tokenizer {
     /// overlap.
     pub fn encode_prompt(&self, text: &str, quoted: &[Range<usize>]) -> (Vec<u32>, Vec<KnownPart>) {
         // Most texts contain no quoted control tokens, and then everything can be memoised.
-        let quoted = self.specials.that_matter(text, quoted);
+        let quoted = self.specials.relevant_ranges(text, quoted);
         self.encode_outside(text, true, Quoted::new(&quoted))
     }
 
     /// Like [`encode_prompt`](Self::encode_prompt), but returns `None` at a piece outside the memo that
-    /// begins after byte `until` or is longer than 8 KiB.
+    /// is longer than 8 KiB or begins after the deadline. The deadline is checked before the first such
+    /// piece, and before each one that makes more than 4 KiB since the last check.
     pub fn encode_prompt_shortly(
         &self,
         text: &str,
         quoted: &[Range<usize>],
-        until: Instant,
+        deadline: &CpuDeadline,
     ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
-        let quoted = self.specials.that_matter(text, quoted);
-        let affordable = |piece: &str| piece.len() <= SHORT_PIECE && Instant::now() < until;
+        let quoted = self.specials.relevant_ranges(text, quoted);
+        let unchecked = Cell::new(UNCHECKED_BYTES);
+        let affordable = |piece: &str| {
+            piece.len() <= SHORT_PIECE && !(is_checked(&unchecked, piece.len()) && deadline.is_over())
+        };
         self.encode_if(text, (true, Quoted::new(&quoted)), affordable)
     }
 

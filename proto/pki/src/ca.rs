@@ -27,12 +27,12 @@ use std::time::{Duration, SystemTime};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-const CA_LIFE: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
-/// Longest life of a node certificate.
-const NODE_LIFE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// Most that a node's certificate life is shortened by, so that certificates issued together do not expire
-/// together.
-const NODE_LIFE_SPREAD: Duration = Duration::from_secs(45 * 24 * 60 * 60);
+const CA_LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
+/// Longest lifetime of a node certificate.
+const NODE_LIFETIME: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+/// Maximum by which the lifetime of a node's certificate is shortened, so that certificates issued together
+/// do not expire together.
+const NODE_LIFETIME_SPREAD: Duration = Duration::from_secs(45 * 24 * 60 * 60);
 /// Most that a node's clock may be behind the issuer's.
 const CLOCK_SKEW: Duration = DAY;
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -76,7 +76,7 @@ impl Authority {
     /// Creates an authority for `cluster`, valid for ten years from `now`, with an ECDSA P-256 key.
     pub fn new(cluster: ClusterName, now: SystemTime) -> Result<Self, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        let mut params = params(now, CA_LIFE, cluster.as_str());
+        let mut params = params(now, CA_LIFETIME, cluster.as_str());
         // The authority signs nodes, never another authority.
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
@@ -133,15 +133,15 @@ impl Authority {
         // The certificate is written last: until it exists, nodes have no new root to trust. After an
         // interruption, the directory holds a key that does not match the certificate, and the old key as
         // `ca.key.old`.
-        let kept = directory.join(format!("{CA_KEY}.old"));
+        let backup = directory.join(format!("{CA_KEY}.old"));
         let (path, key) = (directory.join(CA_KEY), self.issuer.key().serialize_pem());
         if read_text(&path)? != key {
-            fs::copy(&path, &kept).map_err(file_error(&kept))?;
+            fs::copy(&path, &backup).map_err(file_error(&backup))?;
             write_over(directory, CA_KEY, &key, Access::Owner)?;
         }
         write_over(directory, CA_CERTIFICATE, &self.certificate_pem, Access::All)?;
-        match fs::remove_file(&kept) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(file_error(&kept)(error)),
+        match fs::remove_file(&backup) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(file_error(&backup)(error)),
             _ => Ok(()),
         }
     }
@@ -166,7 +166,7 @@ impl Authority {
     pub fn issue(&self, role: Role, node: NodeId, now: SystemTime) -> Result<IssuedNode, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let name = PeerIdentity { cluster: self.cluster.clone(), role, node };
-        let mut params = params(now, life_of(&name), name.node.as_str());
+        let mut params = params(now, lifetime_of(&name), name.node.as_str());
         params.subject_alt_names = vec![SanType::URI(name.to_string().try_into()?)];
         params.is_ca = IsCa::ExplicitNoCa;
         params.use_authority_key_identifier_extension = true;
@@ -184,8 +184,8 @@ impl Authority {
 impl IssuedNode {
     /// Returns the identity for use in this process.
     pub fn identity(&self) -> Result<Identity, Error> {
-        let parts = [&self.certificate_pem, &self.key_pem, &self.ca_pem];
-        let [chain, key, roots] = parts.map(|pem| pem.as_bytes());
+        let pems = [&self.certificate_pem, &self.key_pem, &self.ca_pem];
+        let [chain, key, roots] = pems.map(|pem| pem.as_bytes());
         Ok(Identity::from_pem(chain, key, roots)?)
     }
 
@@ -235,13 +235,13 @@ pub fn load_identity_files(chain: &Path, key: &Path, roots: &Path) -> Result<Ide
     Ok(Identity::from_pem(chain.as_bytes(), key.as_bytes(), roots.as_bytes())?)
 }
 
-fn params(now: SystemTime, life: Duration, name: &str) -> CertificateParams {
+fn params(now: SystemTime, lifetime: Duration, name: &str) -> CertificateParams {
     let mut params = CertificateParams::default();
     // rcgen's epoch arithmetic, because SystemTime does not convert without another feature.
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
     let since = since_epoch(now);
     params.not_before = epoch + since.saturating_sub(CLOCK_SKEW);
-    params.not_after = epoch + since + life;
+    params.not_after = epoch + since + lifetime;
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::OrganizationName, "Kvasir");
     params.distinguished_name.push(DnType::CommonName, name);
@@ -249,10 +249,10 @@ fn params(now: SystemTime, life: Duration, name: &str) -> CertificateParams {
 }
 
 /// Lifetime of a node's certificate. It depends on the name alone.
-fn life_of(name: &PeerIdentity) -> Duration {
+fn lifetime_of(name: &PeerIdentity) -> Duration {
     let hash = blake3::hash(name.to_string().as_bytes());
     let number = hash.as_bytes().first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
-    NODE_LIFE - NODE_LIFE_SPREAD.mul_f64(f64::from(number) / f64::from(u32::MAX))
+    NODE_LIFETIME - NODE_LIFETIME_SPREAD.mul_f64(f64::from(number) / f64::from(u32::MAX))
 }
 
 fn since_epoch(now: SystemTime) -> Duration {

@@ -85,11 +85,11 @@ pub enum CertificateError {
     #[error("list of revoked certificates: {reason}")]
     RevocationList { reason: &'static str },
     /// The certificate for a renewal belongs to another node.
-    #[error("the certificate is {found}'s, not {wanted}'s")]
-    OtherName { found: String, wanted: String },
+    #[error("the certificate is {found}'s, not {expected}'s")]
+    OtherName { found: String, expected: String },
     /// The node has the right role, but is not the one that was dialed.
-    #[error("node {found} answered instead of {wanted}")]
-    WrongNode { found: NodeId, wanted: NodeId },
+    #[error("node {found} answered instead of {expected}")]
+    WrongNode { found: NodeId, expected: NodeId },
 }
 
 impl CertificateError {

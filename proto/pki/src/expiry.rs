@@ -8,9 +8,9 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const HOUR: Duration = Duration::from_secs(60 * 60);
-/// Share of a certificate's life below which it is due for renewal.
+/// Share of a certificate's lifetime below which it is due for renewal.
 const RENEW_SHARE: f64 = 0.1;
-/// Remaining time below which a certificate is due for renewal, however short its life is.
+/// Remaining time below which a certificate is due for renewal, however short its lifetime is.
 const RENEW_LEFT: Duration = Duration::from_secs(10 * 60);
 
 /// Validity period of a certificate, in seconds since 1970.
@@ -31,14 +31,14 @@ impl Validity {
         self.seconds_left(now) as f64 / DAY.as_secs_f64()
     }
 
-    /// Remaining share of the certificate's life, 0 to 1.
-    pub fn life_left(self, now: SystemTime) -> f64 {
-        let life = self.ends.saturating_sub(self.begins).max(1) as f64;
-        (self.seconds_left(now) as f64 / life).clamp(0.0, 1.0)
+    /// Remaining share of the certificate's lifetime, 0 to 1.
+    pub fn lifetime_left(self, now: SystemTime) -> f64 {
+        let lifetime = self.ends.saturating_sub(self.begins).max(1) as f64;
+        (self.seconds_left(now) as f64 / lifetime).clamp(0.0, 1.0)
     }
 
     fn is_due(self, now: SystemTime) -> bool {
-        self.life_left(now) < RENEW_SHARE || self.seconds_left(now) < RENEW_LEFT.as_secs().cast_signed()
+        self.lifetime_left(now) < RENEW_SHARE || self.seconds_left(now) < RENEW_LEFT.as_secs().cast_signed()
     }
 
     fn of(certificate: &CertificateDer<'_>) -> Result<Self, CertificateError> {
@@ -90,7 +90,7 @@ impl Identity {
 #[derive(Debug, Default)]
 pub struct ExpiryWatch {
     /// Time and state of the last log line for each of [`Validities::named`].
-    said: [Option<(SystemTime, Stand)>; 2],
+    last_logged: [Option<(SystemTime, Stand)>; 2],
 }
 
 /// Remaining validity of a certificate.
@@ -111,7 +111,7 @@ impl Stand {
         }
     }
 
-    fn say_every(self) -> Duration {
+    fn log_interval(self) -> Duration {
         match self {
             Self::Due => DAY,
             Self::LastDay | Self::Over => HOUR,
@@ -146,16 +146,17 @@ impl ExpiryWatch {
 
     fn due(&mut self, validities: Validities, now: SystemTime) -> Vec<(&'static str, Validity, Stand)> {
         let mut due = Vec::new();
-        for (said, (certificate, validity)) in self.said.iter_mut().zip(validities.named()) {
+        for (last, (certificate, validity)) in self.last_logged.iter_mut().zip(validities.named()) {
             let stand = Stand::of(validity, now);
-            let told = said.is_some_and(|(at, before)| {
+            let is_logged = last.is_some_and(|(at, before)| {
                 // A clock that was set back does not suppress the log line.
-                Some(before) == stand && now.duration_since(at).is_ok_and(|since| since < before.say_every())
+                Some(before) == stand
+                    && now.duration_since(at).is_ok_and(|since| since < before.log_interval())
             });
             match stand {
-                None => *said = None,
-                Some(stand) if !told => {
-                    *said = Some((now, stand));
+                None => *last = None,
+                Some(stand) if !is_logged => {
+                    *last = Some((now, stand));
                     due.push((certificate, validity, stand));
                 }
                 Some(_) => {}
@@ -192,7 +193,7 @@ mod tests {
         let validities = issue(&old);
         assert!((300.0..366.0).contains(&validities.node.days_left(now)), "{validities:?}");
         assert_eq!(validities.authority.days_left(now), 3650.0);
-        assert!(validities.node.life_left(now) > 0.99);
+        assert!(validities.node.lifetime_left(now) > 0.99);
         // With two roots, the one that signed counts.
         assert_eq!(issue(&new).authority.days_left(now), 3750.0);
     }
@@ -200,21 +201,21 @@ mod tests {
     #[test]
     fn expiry_is_logged_daily_then_hourly_and_after_the_end() {
         let validity = |ends: i64| Validity { begins: 0, ends };
-        let life = 100 * DAY.as_secs();
-        let validities = Validities { node: validity(life.cast_signed()), authority: validity(i64::MAX) };
+        let lifetime = 100 * DAY.as_secs();
+        let validities = Validities { node: validity(lifetime.cast_signed()), authority: validity(i64::MAX) };
         let mut watch = ExpiryWatch::default();
         let mut stands = Vec::new();
-        for second in (0..life + DAY.as_secs()).step_by(600) {
+        for second in (0..lifetime + DAY.as_secs()).step_by(600) {
             stands.extend(watch.due(validities, at(second)).into_iter().map(|(name, _, stand)| {
                 assert_eq!(name, "node");
                 stand
             }));
         }
-        let count = |wanted: Stand| stands.iter().filter(|stand| **stand == wanted).count();
+        let count = |expected: Stand| stands.iter().filter(|stand| **stand == expected).count();
         assert_eq!([Stand::Due, Stand::LastDay, Stand::Over].map(count), [9, 24, 24]);
         // After a renewal nothing is logged. The next certificate that expires is logged at once.
         let renewed = Validities { node: validity(i64::MAX), ..validities };
-        let now = at(life + DAY.as_secs());
+        let now = at(lifetime + DAY.as_secs());
         assert!(watch.due(renewed, now).is_empty());
         assert_eq!(watch.due(validities, now).len(), 1);
     }
@@ -225,7 +226,7 @@ mod tests {
         assert_eq!(Stand::of(hour, at(1800)), None);
         assert_eq!(Stand::of(hour, at(3100)), Some(Stand::LastDay));
         assert_eq!(Stand::of(hour, at(3600)), Some(Stand::Over));
-        assert_eq!(hour.life_left(at(5000)), 0.0);
+        assert_eq!(hour.lifetime_left(at(5000)), 0.0);
         assert!(hour.days_left(at(5000)) < 0.0);
     }
 }

@@ -61,9 +61,9 @@ impl std::str::FromStr for PeerIdentity {
 
     fn from_str(uri: &str) -> Result<Self, CertificateError> {
         let bad = || CertificateError::BadUri { uri: uri.chars().take(200).collect() };
-        let mut parts = uri.strip_prefix(SCHEME).ok_or_else(bad)?.split('/');
+        let mut fields = uri.strip_prefix(SCHEME).ok_or_else(bad)?.split('/');
         let (Some(cluster), Some(role), Some(node), None) =
-            (parts.next(), parts.next(), parts.next(), parts.next())
+            (fields.next(), fields.next(), fields.next(), fields.next())
         else {
             return Err(bad());
         };
@@ -164,8 +164,8 @@ impl Identity {
     /// node and match each other. Returns `false` if nothing changes. Revoked certificates stay revoked.
     pub fn renew(&self, other: &Self) -> Result<bool, Error> {
         if other.name != self.name {
-            let (found, wanted) = (other.name.to_string(), self.name.to_string());
-            return Err(CertificateError::OtherName { found, wanted }.into());
+            let (found, expected) = (other.name.to_string(), self.name.to_string());
+            return Err(CertificateError::OtherName { found, expected }.into());
         }
         let new = other.material();
         new.certified()?;
@@ -204,9 +204,9 @@ impl Identity {
         blake3::derive_key(context, self.material().key.secret_der())
     }
 
-    /// Waits until more than `known` certificates are revoked. Returns their number.
-    pub async fn more_revoked_than(&self, known: usize) -> usize {
-        self.revoked.more_than(known).await
+    /// Waits until more than `threshold` certificates are revoked. Returns their number.
+    pub async fn more_revoked_than(&self, threshold: usize) -> usize {
+        self.revoked.more_than(threshold).await
     }
 
     /// Returns the present credentials.

@@ -88,22 +88,22 @@ impl Revoked {
     ) -> Result<bool, CertificateError> {
         // Most lists arrive repeatedly from every peer, and comparing bytes is cheaper than verifying a
         // signature.
-        if self.0.borrow().iter().any(|known| known.der == der) {
+        if self.0.borrow().iter().any(|list| list.der == der) {
             return Ok(false);
         }
         let new = RevocationList::read(der, roots)?;
         let mut outcome = Ok(false);
         self.0.send_if_modified(|lists| {
-            if lists.iter().any(|known| known.covers(&new)) {
+            if lists.iter().any(|list| list.covers(&new)) {
                 return false;
             }
-            let mut kept: Vec<_> = lists.iter().filter(|known| !new.covers(known)).cloned().collect();
-            if kept.len() >= MAX_LISTS {
+            let mut retained: Vec<_> = lists.iter().filter(|list| !new.covers(list)).cloned().collect();
+            if retained.len() >= MAX_LISTS {
                 outcome = Err(CertificateError::RevocationList { reason: "too many lists" });
                 return false;
             }
-            kept.push(Arc::new(new));
-            *lists = Arc::new(kept);
+            retained.push(Arc::new(new));
+            *lists = Arc::new(retained);
             outcome = Ok(true);
             true
         });
@@ -118,9 +118,9 @@ impl Revoked {
         roots: &[CertificateDer<'static>],
     ) -> Result<bool, CertificateError> {
         self.0.send_if_modified(|lists| {
-            let kept: Vec<_> = lists.iter().filter(|list| roots.contains(&list.root)).cloned().collect();
-            let fewer = kept.len() < lists.len();
-            *lists = Arc::new(kept);
+            let retained: Vec<_> = lists.iter().filter(|list| roots.contains(&list.root)).cloned().collect();
+            let fewer = retained.len() < lists.len();
+            *lists = Arc::new(retained);
             fewer
         });
         let others = Arc::clone(&other.0.borrow());
@@ -151,13 +151,13 @@ impl Revoked {
         self.0.subscribe()
     }
 
-    /// Waits until the lists have more than `known` certificates. Returns their number.
-    pub(crate) async fn more_than(&self, known: usize) -> usize {
+    /// Waits until the lists have more than `threshold` certificates. Returns their number.
+    pub(crate) async fn more_than(&self, threshold: usize) -> usize {
         let mut lists = self.0.subscribe();
         loop {
             lists.mark_unchanged();
             let count = self.count();
-            if count > known {
+            if count > threshold {
                 return count;
             }
             // `self` holds the sender, so this does not fail.

@@ -239,8 +239,8 @@ impl ServerCertVerifier for NodeAnswers {
             return Err(refuse(CertificateError::WrongRole { found: name.role }));
         }
         match &self.expected.node {
-            Some(wanted) if *wanted != name.node => {
-                Err(refuse(CertificateError::WrongNode { found: name.node, wanted: wanted.clone() }))
+            Some(expected) if *expected != name.node => {
+                Err(refuse(CertificateError::WrongNode { found: name.node, expected: expected.clone() }))
             }
             _ => Ok(ServerCertVerified::assertion()),
         }

@@ -138,18 +138,18 @@ mod tests {
     /// Both decoders return the same frame, and report the same error for a variant of a later version.
     fn check(bytes: &[u8]) -> Result<bool, TestCaseError> {
         let (by_hand, by_serde) = (decode_kv_frame(bytes), codec::decode::<KvFrame>(bytes, Cap::Events));
-        let later = |frame: &Result<KvFrame, CodecError>| match frame {
+        let unknown_variant = |frame: &Result<KvFrame, CodecError>| match frame {
             Err(error @ CodecError::UnknownVariant { .. }) => Some(error.clone()),
             _ => None,
         };
-        prop_assert_eq!(later(&by_hand), later(&by_serde));
+        prop_assert_eq!(unknown_variant(&by_hand), unknown_variant(&by_serde));
         prop_assert_eq!(by_hand.clone().ok(), by_serde.ok());
         Ok(by_hand.is_ok())
     }
 
     proptest! {
         #[test]
-        fn what_is_sent_is_read(bytes in encoded()) {
+        fn sent_frames_are_read(bytes in encoded()) {
             prop_assert!(check(&bytes)?);
         }
 

@@ -35,7 +35,7 @@ pub struct TokenPart {
 impl TokenIds {
     /// Creates a list that begins with `parts`, in order. Drops the parts from the first one on that
     /// exceeds the list or ends before its predecessor.
-    pub fn in_parts(ids: Vec<u32>, mut parts: Vec<TokenPart>) -> Self {
+    pub fn from_parts(ids: Vec<u32>, mut parts: Vec<TokenPart>) -> Self {
         let mut from = 0;
         let fits = parts.iter().take_while(|part| {
             let from = std::mem::replace(&mut from, part.end);
@@ -94,9 +94,9 @@ impl TokenIds {
 fn pack<const WIDTH: usize>(ids: &[u32], bytes: &mut Vec<u8>) {
     let start = bytes.len();
     bytes.resize(start + WIDTH * ids.len(), 0);
-    let (places, _) = bytes.split_at_mut(start).1.as_chunks_mut::<WIDTH>();
-    for (place, id) in places.iter_mut().zip(ids) {
-        place.copy_from_slice(&id.to_le_bytes()[..WIDTH]);
+    let (chunks, _) = bytes.split_at_mut(start).1.as_chunks_mut::<WIDTH>();
+    for (chunk, id) in chunks.iter_mut().zip(ids) {
+        chunk.copy_from_slice(&id.to_le_bytes()[..WIDTH]);
     }
 }
 
@@ -134,7 +134,7 @@ impl fmt::Debug for TokenIds {
 
 impl From<Vec<u32>> for TokenIds {
     fn from(ids: Vec<u32>) -> Self {
-        Self::in_parts(ids, Vec::new())
+        Self::from_parts(ids, Vec::new())
     }
 }
 
@@ -196,8 +196,8 @@ mod tests {
         fn packed_tokens_unpack_to_the_same_tokens(ids in lists()) {
             let tokens = TokenIds::from(ids.clone());
             let bytes = codec::encode(&tokens, Cap::GenerateRequest).unwrap();
-            let most = ids.iter().max().copied().unwrap_or(0);
-            let width = (1..4).find(|width| u64::from(most) < 1 << (8 * width)).unwrap_or(4);
+            let max_id = ids.iter().max().copied().unwrap_or(0);
+            let width = (1..4).find(|width| u64::from(max_id) < 1 << (8 * width)).unwrap_or(4);
             // The length prefix takes one byte up to 250, and three for the larger lengths here.
             let head = if 1 + width * ids.len() > 250 { 3 } else { 1 };
             prop_assert_eq!(bytes.len(), head + 1 + width * ids.len());
@@ -226,7 +226,7 @@ mod tests {
     fn lists_share_their_leading_equal_parts() {
         let list = |parts: &[(u64, usize)]| {
             let parts = parts.iter().map(|&(name, end)| TokenPart { name, end }).collect();
-            TokenIds::in_parts(vec![7; 100], parts)
+            TokenIds::from_parts(vec![7; 100], parts)
         };
         let one = list(&[(1, 30), (2, 60), (3, 90)]);
         assert_eq!(one.shared_parts(&list(&[(1, 30), (2, 60), (4, 90)])), 60);

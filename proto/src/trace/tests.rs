@@ -57,8 +57,8 @@ fn spans_are_recorded_in_a_bounded_queue_once_it_is_installed() {
     assert_eq!((call.kind, call.error.as_deref()), (SpanKind::Client, Some("lost")));
     assert_eq!(root.attributes, [("tokens", Value::Count(3))]);
     assert_eq!(root.end.duration_since(root.start).unwrap(), Duration::from_secs(1));
-    queue.told(2, true);
-    queue.told(1, false);
+    queue.record_export(2, true);
+    queue.record_export(1, false);
     assert_eq!(counts(), SpanCounts { exported: 2, queue_full: 1, failed: 1 });
     assert_eq!(queue.take(Duration::ZERO, 9), Vec::new());
 }

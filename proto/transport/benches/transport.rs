@@ -104,10 +104,10 @@ async fn serve(connection: Connection, start: Instant) {
     }
 }
 
-fn report(what: &str, mut times: Vec<Duration>) {
+fn report(label: &str, mut times: Vec<Duration>) {
     times.sort_unstable();
     let at = |percent: usize| times[(times.len() - 1) * percent / 100].as_secs_f64() * 1e6;
-    println!("{what:<44} p50 {:>7.1} us   p99 {:>7.1} us", at(50), at(99));
+    println!("{label:<44} p50 {:>7.1} us   p99 {:>7.1} us", at(50), at(99));
 }
 
 async fn measure() -> Result<(), Box<dyn std::error::Error>> {
@@ -121,9 +121,9 @@ async fn measure() -> Result<(), Box<dyn std::error::Error>> {
 
     let mut joins = Vec::new();
     for _ in 0..50 {
-        let begun = Instant::now();
+        let started = Instant::now();
         worker.connect(coordinator.address(), &Expected::any(Role::Coordinator)).await?;
-        joins.push(begun.elapsed());
+        joins.push(started.elapsed());
         coordinator.accept().await;
     }
     report("connect: TLS, certificates, hello", joins);
@@ -136,20 +136,20 @@ async fn measure() -> Result<(), Box<dyn std::error::Error>> {
     let api = connection.worker_api().await?;
     let mut calls = Vec::new();
     for _ in 0..ROUNDS {
-        let begun = Instant::now();
+        let started = Instant::now();
         api.drain(deadline(Duration::from_secs(10))).await?;
-        calls.push(begun.elapsed());
+        calls.push(started.elapsed());
     }
     report("one call, sequential", calls);
 
     let mut opens = Vec::new();
     for _ in 0..ROUNDS / 5 {
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut stream = connection.open_generate(&request(0)).await?;
         while let Some(frame) = stream.next().await {
             frame?;
         }
-        opens.push(begun.elapsed());
+        opens.push(started.elapsed());
     }
     report("a generation of 1,500 tokens in, end frame out", opens);
 
@@ -167,11 +167,11 @@ async fn measure() -> Result<(), Box<dyn std::error::Error>> {
     let shape = vec![BULK_BYTES as u64];
     let header = TensorHeader { name: "x".into(), element: TensorType::U8, shape };
     let bytes = vec![7; BULK_BYTES];
-    let begun = Instant::now();
+    let started = Instant::now();
     for _ in 0..4 {
         bulk.send(&header, &bytes).await?;
     }
-    let rate = 4.0 * BULK_BYTES as f64 / begun.elapsed().as_secs_f64() / f64::from(1 << 20);
+    let rate = 4.0 * BULK_BYTES as f64 / started.elapsed().as_secs_f64() / f64::from(1 << 20);
     println!("tensors, one stream: {rate:.0} MiB/s");
     Ok(())
 }

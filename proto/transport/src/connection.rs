@@ -278,9 +278,9 @@ impl Connection {
     }
 
     /// Requests another coordinator's index of one worker's prefixes.
-    pub async fn open_peer_index(&self, ask: &PeerIndexAsk) -> Result<PeerIndexStream, Error> {
+    pub async fn open_peer_index(&self, request: &PeerIndexAsk) -> Result<PeerIndexStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::PeerIndex).await?;
-        PeerIndexStream::start(send, receive, ask).await
+        PeerIndexStream::start(send, receive, request).await
     }
 
     /// Opens a stream of tensors.

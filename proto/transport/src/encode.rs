@@ -89,7 +89,7 @@ impl EncodeReplier {
         Ok(())
     }
 
-    /// Resolves once nobody reads any more: the coordinator has cancelled or the connection is lost.
+    /// Resolves once the stream is no longer read: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

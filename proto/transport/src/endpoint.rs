@@ -302,14 +302,14 @@ async fn listener_hello(
     let hello = reader.next().await?.ok_or(Error::StreamCut { what: "hello" })?;
     let agreement = agree(local.config.versions, peer, hello);
     let mut writer = FrameWriter::new(send, Cap::Control);
-    let told = writer.write(&local.hello()).await;
+    let sent = writer.write(&local.hello()).await;
     writer.finish();
     if agreement.is_err() {
         // Before closing, wait until the peer has read this hello, so that it can report the versions.
         let _ = writer.stream().stopped().await;
     }
     let agreement = agreement?;
-    told?;
+    sent?;
     Ok(agreement)
 }
 

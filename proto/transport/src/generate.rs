@@ -27,7 +27,7 @@ fn priority(stream: u64) -> i32 {
 pub struct GenerateStream {
     frames: FrameReader<GenerateFrame>,
     /// Numbered prefix of the request, until the worker has replied.
-    said: SentPrefix,
+    prefix: SentPrefix,
     ended: bool,
 }
 
@@ -90,10 +90,10 @@ impl GenerateStream {
         let (keep, numbering) = keep.unzip();
         let short = after
             .map(|after| Box::new(Short { after, connection: connection.clone(), request: request.clone() }));
-        let known = after.map_or(0, |prefix| prefix.tokens as usize);
+        let numbered = after.map_or(0, |prefix| prefix.tokens as usize);
         let mut request = request.clone();
-        if known > 0 {
-            request.prompt = request.prompt.get(known..).unwrap_or_default().into();
+        if numbered > 0 {
+            request.prompt = request.prompt.get(numbered..).unwrap_or_default().into();
         }
         let note = PrefixNote { after, keep };
         let writer = opening(send, StreamKind::GenerateAfter, &request).preceded_by(&note)?;
@@ -104,11 +104,11 @@ impl GenerateStream {
         mut writer: FrameWriter<GenerateRequest>,
         receive: RecvStream,
         request: &GenerateRequest,
-        said: SentPrefix,
+        prefix: SentPrefix,
     ) -> Result<Self, Error> {
         writer.write(request).await?;
         writer.finish();
-        Ok(Self { frames: FrameReader::new(receive, Cap::Stream), said, ended: false })
+        Ok(Self { frames: FrameReader::new(receive, Cap::Stream), prefix, ended: false })
     }
 
     /// Returns the next frame, or `None` after the last frame or after an error. Fails with
@@ -118,17 +118,17 @@ impl GenerateStream {
         if self.ended {
             return None;
         }
-        if !self.said.unknown {
+        if !self.prefix.unknown {
             match self.frames.next().await {
-                Err(Error::StreamEnded(StreamCode::UnknownPrefix)) if self.said.short.is_some() => {
-                    self.said.unknown = true;
+                Err(Error::StreamEnded(StreamCode::UnknownPrefix)) if self.prefix.short.is_some() => {
+                    self.prefix.unknown = true;
                 }
                 frame => return Some(self.took(frame)),
             }
         }
         // Retried once: the whole prompt has no number. If the future is dropped here, the retry starts
         // again.
-        if let Some(short) = &self.said.short {
+        if let Some(short) = &self.prefix.short {
             match short.connection.open_whole(&short.request, short.after).await {
                 Ok(whole) => *self = whole,
                 Err(error) => return Some(self.took(Err(error))),
@@ -139,7 +139,7 @@ impl GenerateStream {
     }
 
     fn took(&mut self, frame: Result<Option<GenerateFrame>, Error>) -> Result<GenerateFrame, Error> {
-        let SentPrefix { numbering, .. } = std::mem::take(&mut self.said);
+        let SentPrefix { numbering, .. } = std::mem::take(&mut self.prefix);
         let frame = match frame {
             Ok(Some(frame)) => {
                 numbering.into_iter().for_each(Numbering::read);

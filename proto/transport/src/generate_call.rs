@@ -80,7 +80,7 @@ impl GenerateReply {
         self.finished
     }
 
-    /// Resolves once nobody reads any more: the coordinator has cancelled, the connection is lost, or
+    /// Resolves once the stream is no longer read: the coordinator has cancelled, the connection is lost, or
     /// everything up to the last frame has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();

@@ -98,7 +98,7 @@ async fn accept_all(
 ) {
     let mut openings = JoinSet::new();
     let kept = Arc::new(KeptPrefixes::default());
-    let hears = Arc::new(AtomicBool::new(false));
+    let revocations_open = Arc::new(AtomicBool::new(false));
     // Resolves when the previous stream has been handed on or abandoned.
     let mut before = None;
     loop {
@@ -114,7 +114,7 @@ async fn accept_all(
             Some(_) = openings.join_next() => continue,
         };
         let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
-        let (kept, hears, driver) = (kept.clone(), hears.clone(), driver.clone());
+        let (kept, revocations_open, driver) = (kept.clone(), revocations_open.clone(), driver.clone());
         let (turn, handed_on) = match send.is_some() {
             true => {
                 let (done, next) = oneshot::channel::<()>();
@@ -123,7 +123,7 @@ async fn accept_all(
             false => (None, None),
         };
         openings.spawn(async move {
-            let identified = identify(&local, &driver, &peer, (&kept, &hears), send, receive);
+            let identified = identify(&local, &driver, &peer, (&kept, &revocations_open), send, receive);
             let opened = within("opening of a stream", OPENING_LIMIT, identified).await;
             if let Some(turn) = turn {
                 // An error means that the previous task has ended.
@@ -140,13 +140,13 @@ async fn accept_all(
     }
 }
 
-/// Identifies a stream. Returns `None` if the stream needs no handing on. `hears` is set if the peer's
-/// stream of revoked certificates is open already.
+/// Identifies a stream. Returns `None` if the stream needs no handing on. `revocations_open` is set if the
+/// peer's stream of revoked certificates is open already.
 async fn identify(
     local: &Arc<Local>,
     driver: &Arc<Driver>,
     peer: &PeerIdentity,
-    (kept, hears): (&KeptPrefixes, &AtomicBool),
+    (kept, revocations_open): (&KeptPrefixes, &AtomicBool),
     send: Option<SendStream>,
     mut receive: RecvStream,
 ) -> Result<Option<Incoming>, Error> {
@@ -216,9 +216,9 @@ async fn identify(
         }
         (Ok(StreamKind::Group), None) => return Ok(Some(Incoming::Group(GroupStream::new(receive)))),
         (Ok(StreamKind::Bulk), None) => return Ok(Some(Incoming::Bulk(BulkReceiver::new(receive)))),
-        (Ok(StreamKind::Revocations), None) if !hears.swap(true, Ordering::Relaxed) => {
+        (Ok(StreamKind::Revocations), None) if !revocations_open.swap(true, Ordering::Relaxed) => {
             // Ends at the latest with the connection.
-            tokio::spawn(revocation::hear(receive, local.clone(), peer.clone()));
+            tokio::spawn(revocation::receive_lists(receive, local.clone(), peer.clone()));
             return Ok(None);
         }
         // An allowed kind on a stream of the wrong direction.

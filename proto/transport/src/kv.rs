@@ -104,7 +104,7 @@ impl KvSnapshotReply {
     pub async fn send(mut self, snapshot: &KvSnapshot) -> Result<(), Error> {
         let (epoch, sequence) = (snapshot.epoch, snapshot.sequence);
         self.frames.write(&KvSnapshotFrame::Begin { epoch, sequence }).await?;
-        for part in parts(&snapshot.runs, UNITS_PER_FRAME) {
+        for part in split_runs(&snapshot.runs, UNITS_PER_FRAME) {
             self.frames.write(&KvSnapshotFrame::Runs(part)).await?;
         }
         for part in snapshot.resume_points.chunks(MAX_RUNS_PER_FRAME) {
@@ -118,7 +118,7 @@ impl KvSnapshotReply {
 
 /// Splits `runs` into parts of at most `units` units. A run that does not fit continues in the next part as
 /// a run below its last unit. A run without units counts as one unit, so that a part stays bounded.
-fn parts(runs: &[KvRun], units: usize) -> Vec<Vec<KvRun>> {
+fn split_runs(runs: &[KvRun], units: usize) -> Vec<Vec<KvRun>> {
     let mut parts = Vec::new();
     let mut part = Vec::new();
     let mut room = units;
@@ -126,15 +126,15 @@ fn parts(runs: &[KvRun], units: usize) -> Vec<Vec<KvRun>> {
         let mut parent = *parent;
         let mut rest = ids.as_slice();
         loop {
-            let (now, later) = rest.split_at(rest.len().min(room));
+            let (now, rest_of_run) = rest.split_at(rest.len().min(room));
             part.push((parent, now.to_vec(), *medium));
             room -= now.len().max(1).min(room);
             if room == 0 {
                 parts.push(std::mem::take(&mut part));
                 room = units;
             }
-            let Some(last) = now.last().filter(|_| !later.is_empty()) else { break };
-            (parent, rest) = (*last, later);
+            let Some(last) = now.last().filter(|_| !rest_of_run.is_empty()) else { break };
+            (parent, rest) = (*last, rest_of_run);
         }
     }
     if !part.is_empty() {
@@ -189,7 +189,7 @@ mod tests {
             (id(9), vec![], Medium::Host),
             (id(5), vec![id(6)], Medium::Disk),
         ];
-        let parts = parts(&runs, 3);
+        let parts = split_runs(&runs, 3);
         assert_eq!(
             parts,
             vec![

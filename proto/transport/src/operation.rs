@@ -137,7 +137,7 @@ impl OperationReplier {
         Ok(())
     }
 
-    /// Resolves once nobody reads any more: the coordinator has cancelled or the connection is lost.
+    /// Resolves once the stream is no longer read: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

@@ -8,7 +8,7 @@ use proto::codec::Cap;
 use proto::event::{PeerIndexAsk, PeerIndexFrame};
 use quinn::{RecvStream, SendStream};
 
-const ASK: Cap = Cap::Control;
+const REQUEST: Cap = Cap::Control;
 const FRAMES: Cap = Cap::Events;
 
 /// Requesting coordinator's end. Dropping it ends the reply.
@@ -21,10 +21,10 @@ impl PeerIndexStream {
     pub(super) async fn start(
         send: SendStream,
         receive: RecvStream,
-        ask: &PeerIndexAsk,
+        request: &PeerIndexAsk,
     ) -> Result<Self, Error> {
-        let mut writer = FrameWriter::new(send, ASK);
-        writer.write(ask).await?;
+        let mut writer = FrameWriter::new(send, REQUEST);
+        writer.write(request).await?;
         writer.finish();
         Ok(Self { frames: FrameReader::new(receive, FRAMES) })
     }
@@ -39,15 +39,15 @@ impl PeerIndexStream {
 /// Replying coordinator's end.
 #[derive(Debug)]
 pub struct PeerIndexCall {
-    pub ask: PeerIndexAsk,
+    pub request: PeerIndexAsk,
     frames: FrameWriter<PeerIndexFrame>,
 }
 
 impl PeerIndexCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
-        let ask = FrameReader::new(receive, ASK).next().await?;
-        let ask = ask.ok_or(Error::StreamCut { what: "a request for a worker's prefixes" })?;
-        Ok(Self { ask, frames: FrameWriter::new(send, FRAMES) })
+        let request = FrameReader::new(receive, REQUEST).next().await?;
+        let request = request.ok_or(Error::StreamCut { what: "a request for a worker's prefixes" })?;
+        Ok(Self { request, frames: FrameWriter::new(send, FRAMES) })
     }
 
     /// Sends the bytes of a [`PeerIndexFrame`]. Waits while the peer reads more slowly.

@@ -14,11 +14,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Most prefixes that are kept for a connection.
-const MOST: usize = 64;
+const MAX_PREFIXES: usize = 64;
 /// Most tokens of all prompts whose prefixes are kept for a connection.
-const MOST_TOKENS: usize = 512 << 10;
+const MAX_TOKENS: usize = 512 << 10;
 /// Shortest prefix that gets a number. Fewer tokens hardly fill a packet.
-const LEAST: usize = 512;
+const MIN_TOKENS: usize = 512;
 /// Number of last tokens that are compared first. Different prefixes of equal length mostly differ here.
 const LAST: usize = 16;
 
@@ -83,7 +83,7 @@ impl<T> Shelf<T> {
     fn put(&mut self, prefix: Prefix, with: T) {
         self.tokens += prefix.prompt.len();
         self.prefixes.push_back((prefix, with));
-        while (self.prefixes.len() > MOST || self.tokens > MOST_TOKENS)
+        while (self.prefixes.len() > MAX_PREFIXES || self.tokens > MAX_TOKENS)
             && let Some((oldest, _)) = self.prefixes.pop_front()
         {
             self.tokens -= oldest.prompt.len();
@@ -144,16 +144,16 @@ impl SentPrefixes {
     /// such a prefix is likely to recur.
     pub(super) fn sending(&self, prompt: &TokenIds, cached: usize) -> Sending {
         let mut sent = self.lock();
-        let told = |told: &Arc<PrefixAck>| told.0.load(Ordering::Relaxed);
-        if sent.shelf.prefixes.iter().any(|(_, with)| told(with) == LOST) {
-            sent.shelf.retain(|(_, with)| told(with) != LOST);
+        let state = |ack: &Arc<PrefixAck>| ack.0.load(Ordering::Relaxed);
+        if sent.shelf.prefixes.iter().any(|(_, with)| state(with) == LOST) {
+            sent.shelf.retain(|(_, with)| state(with) != LOST);
         }
         let begins = |(prefix, _): &&(Prefix, Arc<PrefixAck>)| prefix.begins(prompt);
-        let known = sent.shelf.prefixes.iter().filter(begins).max_by_key(|(prefix, _)| prefix.length);
-        let after = known.filter(|(_, with)| told(with) == READ).map(|(prefix, _)| prefix.named());
+        let longest = sent.shelf.prefixes.iter().filter(begins).max_by_key(|(prefix, _)| prefix.length);
+        let after = longest.filter(|(_, with)| state(with) == READ).map(|(prefix, _)| prefix.named());
         let length = cached.min(prompt.len());
-        let more = length.saturating_sub(known.map_or(0, |(prefix, _)| prefix.length));
-        if more < LEAST || prompt.len() > MOST_TOKENS {
+        let more = length.saturating_sub(longest.map_or(0, |(prefix, _)| prefix.length));
+        if more < MIN_TOKENS || prompt.len() > MAX_TOKENS {
             return Sending { after, keep: None };
         }
         let prefix = Prefix::new(sent.next, prompt.clone(), length);
@@ -202,7 +202,7 @@ impl KeptPrefixes {
         let length = tokens as usize;
         let mut shelf = self.lock();
         let taken = shelf.prefixes.iter().any(|(prefix, ())| prefix.number == number);
-        if length <= prompt.len() && prompt.len() <= MOST_TOKENS && !taken {
+        if length <= prompt.len() && prompt.len() <= MAX_TOKENS && !taken {
             shelf.put(Prefix::new(number, prompt.clone(), length), ());
         }
     }
@@ -253,7 +253,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn what_arrives_is_what_was_sent(
+        fn received_data_equals_sent_data(
             prompts in prop::collection::vec((0..4u32, 0..3_000usize, any::<u32>(), 0..4_000usize, 0..8u8), 1..60),
         ) {
             let (sent, mut kept) = (SentPrefixes::default(), KeptPrefixes::default());
@@ -287,15 +287,15 @@ mod tests {
     #[test]
     fn tokens_after_the_shared_parts_are_compared() {
         let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
-        let in_parts = |end| {
+        let with_parts = |end| {
             let parts = [(1, 1_000), (2, 3_900)].map(|(name, end)| TokenPart { name, end });
-            TokenIds::in_parts(prompt(1, 4_000, end).to_vec(), parts.to_vec())
+            TokenIds::from_parts(prompt(1, 4_000, end).to_vec(), parts.to_vec())
         };
-        let mut other = in_parts(3).to_vec();
+        let mut other = with_parts(3).to_vec();
         other[3_950] += 1;
-        let other = TokenIds::in_parts(other, in_parts(3).parts().to_vec());
+        let other = TokenIds::from_parts(other, with_parts(3).parts().to_vec());
         let sent_from = |prompt: &TokenIds, cached| send(&sent, &kept, prompt, cached).0;
-        assert_eq!([sent_from(&in_parts(1), 4_000), sent_from(&in_parts(2), 4_000)], [0, 4_000]);
+        assert_eq!([sent_from(&with_parts(1), 4_000), sent_from(&with_parts(2), 4_000)], [0, 4_000]);
         assert_eq!(sent_from(&other, 0), 0);
         // The same tokens without parts.
         assert_eq!(sent_from(&prompt(1, 4_000, 4), 0), 4_000);
@@ -318,20 +318,20 @@ mod tests {
     #[test]
     fn both_ends_drop_the_oldest_prefixes_by_the_same_bounds() {
         let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
-        for text in 0..3 * MOST as u32 {
+        for text in 0..3 * MAX_PREFIXES as u32 {
             assert!(send(&sent, &kept, &prompt(text, 2_000, 1), 2_000).1.is_some());
         }
-        for text in 0..3 * MOST as u32 {
+        for text in 0..3 * MAX_PREFIXES as u32 {
             // A new number would displace another prefix.
             let (from, whole) = send(&sent, &kept, &prompt(text, 2_000, 2), 0);
-            assert_eq!(from > 0, text as usize >= 2 * MOST, "{text}");
+            assert_eq!(from > 0, text as usize >= 2 * MAX_PREFIXES, "{text}");
             assert!(whole.is_some());
         }
-        let long = prompt(7, MOST_TOKENS / 2, 1);
+        let long = prompt(7, MAX_TOKENS / 2, 1);
         for _ in 0..3 {
             assert!(send(&sent, &kept, &long, 2_000).1.is_some());
         }
-        assert!(kept.lock().tokens <= MOST_TOKENS && sent.lock().shelf.tokens <= MOST_TOKENS);
-        assert!(sent.sending(&prompt(7, MOST_TOKENS, 1), 2_000).keep.is_none(), "longer than may be kept");
+        assert!(kept.lock().tokens <= MAX_TOKENS && sent.lock().shelf.tokens <= MAX_TOKENS);
+        assert!(sent.sending(&prompt(7, MAX_TOKENS, 1), 2_000).keep.is_none(), "longer than may be kept");
     }
 }

@@ -105,8 +105,8 @@ impl PullReply {
         Ok(())
     }
 
-    /// Resolves once nobody reads any more: the pull is cancelled, the connection is lost, or everything
-    /// has arrived.
+    /// Resolves once the stream is no longer read: the pull is cancelled, the connection is lost, or
+    /// everything has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

@@ -78,9 +78,9 @@ mod tests {
             ResetKey([key; blake3::KEY_LEN]).sign(id, &mut token);
             token
         };
-        let mut life = Ids { seed: [1; blake3::KEY_LEN], drawn: 0 };
+        let mut first = Ids { seed: [1; blake3::KEY_LEN], drawn: 0 };
         let mut next = Ids { seed: [2; blake3::KEY_LEN], drawn: 0 };
-        let (a, b, c) = (life.generate_cid(), life.generate_cid(), next.generate_cid());
+        let (a, b, c) = (first.generate_cid(), first.generate_cid(), next.generate_cid());
         assert!(a != b && a != c && b != c);
         assert_eq!(sign(7, &a), sign(7, &a));
         assert_ne!(sign(7, &a), sign(8, &a));

@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 /// later.
 const AGAIN: Duration = Duration::from_secs(5);
 /// Time limit for a peer to accept a list. After a timeout the peer gets no more lists.
-const TELLING_LIMIT: Duration = Duration::from_secs(10);
+const SEND_LIMIT: Duration = Duration::from_secs(10);
 
 /// A certificate revocation list, as nodes send it to each other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,12 +31,12 @@ pub struct Revocations {
 /// Closes a connection once its peer's certificate is revoked, and sends all lists to the peer.
 pub(super) fn watch(quic: quinn::Connection, local: Arc<Local>, peer: PeerIdentity) -> JoinHandle<()> {
     tokio::spawn(async move {
-        let told = async {
-            if let Err(error) = tell(&quic, local.identity()).await {
+        let sending = async {
+            if let Err(error) = send_lists(&quic, local.identity()).await {
                 tracing::debug!(%peer, %error, "cannot send the list of revoked certificates to a peer");
             }
         };
-        tokio::join!(end_when_revoked(&quic, &local, &peer), told);
+        tokio::join!(end_when_revoked(&quic, &local, &peer), sending);
     })
 }
 
@@ -59,15 +59,15 @@ async fn end_when_revoked(quic: &quinn::Connection, local: &Local, peer: &PeerId
     }
 }
 
-async fn tell(quic: &quinn::Connection, identity: &Identity) -> Result<(), Error> {
-    let mut known = identity.revocation_lists();
+async fn send_lists(quic: &quinn::Connection, identity: &Identity) -> Result<(), Error> {
+    let mut receiver = identity.revocation_lists();
     let mut stream = None::<FrameWriter<Revocations>>;
-    let mut told = RevocationLists::default();
+    let mut sent = RevocationLists::default();
     loop {
-        let lists = Arc::clone(&known.borrow_and_update());
-        for list in lists.iter().filter(|list| !told.iter().any(|told| Arc::ptr_eq(told, list))) {
+        let lists = Arc::clone(&receiver.borrow_and_update());
+        for list in lists.iter().filter(|list| !sent.iter().any(|sent| Arc::ptr_eq(sent, list))) {
             let list = Revocations { list: list.der().to_vec() };
-            within("sending the list of revoked certificates", TELLING_LIMIT, async {
+            within("sending the list of revoked certificates", SEND_LIMIT, async {
                 if stream.is_none() {
                     let lost = |error: quinn::ConnectionError| Error::ConnectionLost {
                         peer: "the peer".into(),
@@ -84,31 +84,31 @@ async fn tell(quic: &quinn::Connection, identity: &Identity) -> Result<(), Error
             })
             .await?;
         }
-        told = lists;
-        match tokio::time::timeout(AGAIN, known.changed()).await {
+        sent = lists;
+        match tokio::time::timeout(AGAIN, receiver.changed()).await {
             Ok(Ok(())) => {}
             Ok(Err(_)) => return Ok(()),
-            Err(_) => told = RevocationLists::default(),
+            Err(_) => sent = RevocationLists::default(),
         }
     }
 }
 
 /// Receives a peer's lists until the stream ends or a list is malformed.
-pub(super) async fn hear(stream: RecvStream, local: Arc<Local>, peer: PeerIdentity) {
+pub(super) async fn receive_lists(stream: RecvStream, local: Arc<Local>, peer: PeerIdentity) {
     let mut frames = FrameReader::<Revocations>::new(stream, Cap::Stream);
     loop {
-        let heard = match frames.next().await {
-            Ok(Some(heard)) => local.identity().learn_revoked(&heard.list),
+        let learned = match frames.next().await {
+            Ok(Some(revocations)) => local.identity().learn_revoked(&revocations.list),
             Err(Error::Codec(CodecError::UnknownVariant { .. })) => continue,
             Ok(None) | Err(_) => return,
         };
-        match heard {
+        match learned {
             Ok(false) => {}
             Ok(true) => local.identity().log_revoked(),
             // Signed by a future root or by a foreign one. The delay limits the rate of such lists.
             Err(error) if error.is_foreign_list() => {
                 tracing::debug!(%peer, %error, "a list of revoked certificates is of no root of the cluster");
-                tokio::time::sleep(TELLING_LIMIT / 10).await;
+                tokio::time::sleep(SEND_LIMIT / 10).await;
             }
             Err(error) => {
                 tracing::warn!(%peer, %error, "a peer sent an invalid list of revoked certificates; it is ignored");

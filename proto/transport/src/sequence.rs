@@ -60,8 +60,8 @@ impl SequenceBytes {
         if self.left == 0 {
             return Ok(None);
         }
-        let most = usize::try_from(self.left).unwrap_or(usize::MAX);
-        let bytes = self.frames.read_some(most).await?;
+        let max = usize::try_from(self.left).unwrap_or(usize::MAX);
+        let bytes = self.frames.read_some(max).await?;
         self.left -= bytes.len() as u64;
         Ok(Some(bytes))
     }
@@ -81,8 +81,7 @@ impl SequenceCall {
         let mut frames = FrameReader::<SequenceRequest>::new(receive, REQUEST);
         match frames.next().await {
             Ok(Some(request)) => {
-                let asked = &request;
-                let bytes = match asked.operation {
+                let bytes = match request.operation {
                     SequenceOperation::Upload { bytes, .. } => bytes,
                     _ => 0,
                 };
@@ -106,12 +105,12 @@ pub struct SequenceBody {
 }
 
 impl SequenceBody {
-    /// Reads all bytes. Fails without reading any if they are more than `most`. Memory grows with the
+    /// Reads all bytes. Fails without reading any if they are more than `max_bytes`. Memory grows with the
     /// received bytes.
-    pub async fn read(mut self, most: u64) -> Result<Vec<u8>, Error> {
+    pub async fn read(mut self, max_bytes: u64) -> Result<Vec<u8>, Error> {
         let len = usize::try_from(self.bytes).unwrap_or(usize::MAX);
-        if self.bytes > most {
-            let cap = usize::try_from(most).unwrap_or(usize::MAX);
+        if self.bytes > max_bytes {
+            let cap = usize::try_from(max_bytes).unwrap_or(usize::MAX);
             return Err(CodecError::TooLong { message: "snapshot", len, cap }.into());
         }
         let mut bytes = Vec::new();
@@ -152,7 +151,7 @@ impl SequenceReplier {
         self.send(SequenceReply::Failed(error)).await
     }
 
-    /// Resolves once nobody reads any more: the coordinator has cancelled or the connection is lost.
+    /// Resolves once the stream is no longer read: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

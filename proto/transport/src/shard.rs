@@ -33,16 +33,16 @@ impl ShardStream {
     }
 
     /// Returns the next requested item, or `None` if the peer does not hold it. See [`Self::next_into`].
-    pub async fn next(&mut self, most: usize) -> Result<Option<Vec<u8>>, Error> {
+    pub async fn next(&mut self, max_bytes: usize) -> Result<Option<Vec<u8>>, Error> {
         let mut bytes = Vec::new();
-        let here = self.next_into(most, |part| bytes.extend_from_slice(part)).await?;
+        let here = self.next_into(max_bytes, |part| bytes.extend_from_slice(part)).await?;
         Ok(here.then_some(bytes))
     }
 
     /// Passes the next requested item to `take`, in parts as they arrive. Returns `false` if the peer does
-    /// not hold it. Fails before reading any bytes if the item is longer than `most` bytes, and if nothing
+    /// not hold it. Fails before reading any bytes if the item is longer than `max_bytes`, and if nothing
     /// arrives for ten seconds.
-    pub async fn next_into(&mut self, most: usize, mut take: impl FnMut(&[u8])) -> Result<bool, Error> {
+    pub async fn next_into(&mut self, max_bytes: usize, mut take: impl FnMut(&[u8])) -> Result<bool, Error> {
         let frame = within("an answer of a holder", STALL, self.frames.next()).await?;
         let frame = frame.ok_or(Error::StreamCut { what: "an answer of a holder" })?;
         let length = match frame {
@@ -50,7 +50,7 @@ impl ShardStream {
             ShardFrame::NotHeld => return Ok(false),
             ShardFrame::Failed(refusal) => return Err(Error::ShardRefused(refusal)),
         };
-        let length = usize::try_from(length).ok().filter(|length| *length <= most);
+        let length = usize::try_from(length).ok().filter(|length| *length <= max_bytes);
         let mut left = length.ok_or(Error::Protocol("the answer has more bytes than the requested chunk"))?;
         while left > 0 {
             let part = within("more bytes of a holder", STALL, self.frames.read_some(left)).await?;
@@ -108,8 +108,8 @@ impl ShardReply {
         Ok(())
     }
 
-    /// Resolves once nobody reads any more: the request is cancelled, the connection is lost, or everything
-    /// has arrived.
+    /// Resolves once the stream is no longer read: the request is cancelled, the connection is lost, or
+    /// everything has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

@@ -387,12 +387,12 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(())
     }
 
-    /// Returns at least one and at most `most` raw bytes without a copy. `most` must not be 0.
-    pub(super) async fn read_some(&mut self, most: usize) -> Result<Bytes, Error> {
+    /// Returns at least one and at most `max` raw bytes without a copy. `max` must not be 0.
+    pub(super) async fn read_some(&mut self, max: usize) -> Result<Bytes, Error> {
         if !self.buffer.is_empty() {
-            return Ok(self.buffer.split_to(self.buffer.len().min(most)).freeze());
+            return Ok(self.buffer.split_to(self.buffer.len().min(max)).freeze());
         }
-        let chunk = self.stream.read_chunk(most, true).await.map_err(read_error)?;
+        let chunk = self.stream.read_chunk(max, true).await.map_err(read_error)?;
         chunk.map(|chunk| chunk.bytes).ok_or(Error::StreamCut { what: "raw bytes" })
     }
 

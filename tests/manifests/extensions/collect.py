@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the schemas beside it anew, from clones of the projects that define them: `collect.py CLONES`, where CLONES has a
-directory of each project's name. Only what decides whether a manifest is valid is kept; a rule in CEL is not.
+"""Writes the schemas of this directory again: `collect.py CLONES`.
 
-For each project: the oldest version that our guides name, and the newest when this was run last."""
+CLONES has a clone of each project, in a directory of the project's name. Only keywords that decide whether a
+manifest is valid are kept, except rules in CEL. There are two versions of each project: the oldest one that
+our guides name, and the newest one at the time of the last run.
+"""
 
 import json
 import pathlib
@@ -35,7 +37,7 @@ LEFT_OUT = ("description", "default", "example", "externalDocs", "title", "x-kub
 
 
 def bare(schema):
-    """Without what is said to readers, and what decides nothing."""
+    """Removes descriptions and all keywords that do not decide whether a manifest is valid."""
     if isinstance(schema, list):
         return [bare(part) for part in schema]
     if not isinstance(schema, dict):

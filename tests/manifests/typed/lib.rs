@@ -1,5 +1,5 @@
-//! Reads a rendered manifest as the type of its kind and writes it back: what is lost on the way is a field that
-//! Kubernetes does not know, what is refused has the wrong type.
+//! Reads a rendered manifest as the type of its kind and writes it back: a field that is lost is not in the
+//! Kubernetes API, and a refused manifest has a value of the wrong type.
 
 use k8s_openapi::api::apps::v1::{DaemonSet, StatefulSet};
 use k8s_openapi::api::batch::v1::Job;
@@ -41,19 +41,19 @@ fn through<T: Serialize + DeserializeOwned>(manifest: &Value) -> Result<Value, s
     serde_json::to_value(T::deserialize(manifest)?)
 }
 
-/// Paths of what `sent` says and `kept` does not.
-pub fn lost(sent: &Value, kept: &Value) -> Vec<String> {
+/// Paths of the fields of `sent` that `parsed` lacks.
+pub fn lost(sent: &Value, parsed: &Value) -> Vec<String> {
     let mut paths = Vec::new();
-    compare(sent, kept, "", &mut paths);
+    compare(sent, parsed, "", &mut paths);
     paths
 }
 
-fn compare(sent: &Value, kept: &Value, path: &str, paths: &mut Vec<String>) {
-    match (sent, kept) {
+fn compare(sent: &Value, parsed: &Value, path: &str, paths: &mut Vec<String>) {
+    match (sent, parsed) {
         (Value::Object(fields), Value::Object(_)) => {
             fields
                 .iter()
-                .for_each(|(name, value)| compare(value, &kept[name], &format!("{path}.{name}"), paths));
+                .for_each(|(name, value)| compare(value, &parsed[name], &format!("{path}.{name}"), paths));
         }
         (Value::Array(items), Value::Array(others)) if items.len() == others.len() => {
             for (at, (item, other)) in items.iter().zip(others).enumerate() {
@@ -62,7 +62,7 @@ fn compare(sent: &Value, kept: &Value, path: &str, paths: &mut Vec<String>) {
         }
         // An empty list is not written.
         (Value::Array(items), Value::Null) if items.is_empty() => {}
-        (sent, kept) if sent == kept => {}
+        (sent, parsed) if sent == parsed => {}
         _ => paths.push(path.to_owned()),
     }
 }
@@ -85,10 +85,10 @@ mod tests {
             let manifests: Vec<Value> =
                 serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
             for mut manifest in manifests {
-                on_one_line(&mut manifest);
+                join_lines(&mut manifest);
                 let name =
                     format!("{} {} {}", path.display(), manifest["kind"], manifest["metadata"]["name"]);
-                let Some(kept) = round_trip(&manifest) else {
+                let Some(parsed) = round_trip(&manifest) else {
                     let group = manifest["apiVersion"].as_str().unwrap_or_default();
                     assert!(
                         group.contains('.') || group == "builtin",
@@ -97,9 +97,9 @@ mod tests {
                     custom += 1;
                     continue;
                 };
-                let kept = kept.unwrap_or_else(|error| panic!("{name}: {error}"));
+                let parsed = parsed.unwrap_or_else(|error| panic!("{name}: {error}"));
                 assert_eq!(
-                    lost(&manifest, &kept),
+                    lost(&manifest, &parsed),
                     Vec::<String>::new(),
                     "{name}: Kubernetes does not know these"
                 );
@@ -110,7 +110,7 @@ mod tests {
     }
 
     /// Kustomize breaks the base64 of a Secret into lines. Kubernetes reads that, its types in Rust do not.
-    fn on_one_line(manifest: &mut Value) {
+    fn join_lines(manifest: &mut Value) {
         if manifest["kind"] == "Secret"
             && let Some(data) = manifest["data"].as_object_mut()
         {
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_kubernetes_does_not_know_is_found() {
+    fn fields_unknown_to_kubernetes_are_found() {
         let mut set = json!({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "s"}, "spec": {
             "selector": {}, "serviceName": "s",
             "template": {"spec": {"terminationGracePeriodSecs": 5, "containers": [{"name": "c"}]}},

@@ -115,9 +115,9 @@ impl Request {
         self.0.ifr_ifru.ifru_addr = unsafe { mem::transmute::<libc::sockaddr_in, libc::sockaddr>(address) };
     }
 
-    fn send(&mut self, to: &impl AsRawFd, what: libc::Ioctl) -> io::Result<()> {
+    fn send(&mut self, to: &impl AsRawFd, request: libc::Ioctl) -> io::Result<()> {
         // SAFETY: every request sent here reads and writes one ifreq, which this is.
-        check(unsafe { libc::ioctl(to.as_raw_fd(), what, &mut self.0) }).map(drop)
+        check(unsafe { libc::ioctl(to.as_raw_fd(), request, &mut self.0) }).map(drop)
     }
 }
 

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// Longest packet in bytes.
 const MAX_PACKET: usize = 65_536;
-/// Most packets in flight; further ones are dropped, as in a router.
+/// Maximum number of packets in flight; further ones are dropped, as in a router.
 const MAX_UNDER_WAY: usize = 65_536;
 /// Longest time until the thread notices that it must end.
 const LONGEST_WAIT: Duration = Duration::from_millis(20);

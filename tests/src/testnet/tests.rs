@@ -12,11 +12,11 @@ fn socket(net: &Net, host: usize) -> UdpSocket {
     socket
 }
 
-/// Sends packets one by one, each after the previous one arrived or `patience` passed. Returns the numbers
+/// Sends packets one by one, each after the previous one arrived or `timeout` passed. Returns the numbers
 /// received.
-fn send(from: &UdpSocket, to: &UdpSocket, count: u32, patience: Duration) -> Vec<u32> {
+fn send(from: &UdpSocket, to: &UdpSocket, count: u32, timeout: Duration) -> Vec<u32> {
     let address = to.local_addr().unwrap();
-    to.set_read_timeout(Some(patience)).unwrap();
+    to.set_read_timeout(Some(timeout)).unwrap();
     let mut received = Vec::new();
     let mut take = |timeouts: &mut u32| {
         let mut bytes = [0; 4];
@@ -41,7 +41,7 @@ fn send(from: &UdpSocket, to: &UdpSocket, count: u32, patience: Duration) -> Vec
 }
 
 #[test]
-fn hosts_reach_each_other_and_nobody_else() {
+fn hosts_reach_each_other_and_no_other_host() {
     let net = Net::new(3, 1).unwrap();
     let sockets: Vec<UdpSocket> = (0..3).map(|host| socket(&net, host)).collect();
     for (from, to) in [(0, 1), (1, 0), (2, 1), (0, 2)] {

@@ -26,8 +26,8 @@ fn start(model: &str) -> anyhow::Result<(Worker, SocketAddr)> {
     let mut worker = Worker(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?);
     let mut line = String::new();
     BufReader::new(worker.0.stdout.take().context("no stdout")?).read_line(&mut line)?;
-    let said: Value = serde_json::from_str(&line).with_context(|| line.clone())?;
-    let http = said["http"].as_str().with_context(|| format!("no http in {line}"))?.parse()?;
+    let announcement: Value = serde_json::from_str(&line).with_context(|| line.clone())?;
+    let http = announcement["http"].as_str().with_context(|| format!("no http in {line}"))?.parse()?;
     Ok((worker, http))
 }
 
@@ -42,7 +42,7 @@ fn a_worker_alone_is_an_openai_server() {
     assert_eq!(answers[0]["choices"], answers[1]["choices"]);
     assert_eq!(answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"], 32);
     signal::terminate(worker.0.id());
-    let ended = wait::until("it ends", binary::PATIENCE, || worker.0.try_wait().transpose()).unwrap();
+    let ended = wait::until("it ends", binary::NODE_TIMEOUT, || worker.0.try_wait().transpose()).unwrap();
     assert!(ended.unwrap().success());
 }
 
@@ -55,7 +55,7 @@ fn with_a_cluster_or_for_others_it_is_refused() {
     ] {
         let worker = [&["worker", "--model", &model, "--quic", "127.0.0.1:0"][..], &arguments].concat();
         let refused = binary::run(&worker).unwrap();
-        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert!(refused.status.code() == Some(64) && said.contains(named), "{said}");
+        let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(64) && stderr.contains(named), "{stderr}");
     }
 }

@@ -1,6 +1,8 @@
-"""Anthropic's messages through its official client, beside OpenAI's chats with the same messages and seeds.
+"""Anthropic's Messages API through its official client, against OpenAI chats with the same messages and
+seeds.
 
-Arguments: OpenAI's base URL, model, a key, a key for one request a minute."""
+Arguments: OpenAI's base URL, model, a key, a key with one request per minute.
+"""
 
 import sys
 from typing import Literal
@@ -88,7 +90,7 @@ for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "too
     assert len(parts) > 2, "arguments come piece by piece"
     assert (final.content[0].input, final.stop_reason) == (call.input, "tool_use")
 
-# What was called is told to the model, as it came.
+# Sends the tool's result with the call as received.
 history += [
     {"role": "assistant", "content": forced.content},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "It is 21 degrees."}]},

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const PROMPT: usize = 87;
 const TOKENS: u64 = 12;
 
-fn ask(cluster: &Cluster, start: usize, sampling: &Value) -> Value {
+fn complete(cluster: &Cluster, start: usize, sampling: &Value) -> Value {
     let prompt: Vec<usize> = (start..start + PROMPT).map(|at| 5 + at * at % 97).collect();
     let mut body =
         json!({"model": cluster.model(), "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": true});
@@ -33,11 +33,11 @@ fn choices_of_one_prompt_are_computed_once_and_forked() {
     let counters = || (count("kvasir_prefill_tokens_computed_total"), count("kvasir_forks_total"));
 
     let before = counters();
-    let greedy = ask(&cluster, 0, &json!({"n": 3, "temperature": 0}));
+    let greedy = complete(&cluster, 0, &json!({"n": 3, "temperature": 0}));
     assert_eq!(counters(), (before.0 + PROMPT as u64, before.1 + 2), "{}", greedy["usage"]);
     let outputs_of_three = outputs(&greedy);
     assert_eq!(outputs_of_three.len(), 3);
-    let alone = ask(&cluster, 0, &json!({"temperature": 0}));
+    let alone = complete(&cluster, 0, &json!({"temperature": 0}));
     assert!(outputs_of_three.iter().all(|output| *output == outputs(&alone)[0]), "{greedy}");
     assert_eq!(greedy["usage"]["prompt_tokens"], PROMPT);
     assert_eq!(greedy["usage"]["completion_tokens"], 3 * TOKENS);
@@ -47,12 +47,12 @@ fn choices_of_one_prompt_are_computed_once_and_forked() {
     let sampling = json!({"n": 3, "temperature": 1.0, "seed": 7});
     for turn in 1..20 {
         let before = counters();
-        let drawn = ask(&cluster, turn * 1_000, &sampling);
+        let drawn = complete(&cluster, turn * 1_000, &sampling);
         assert_eq!(counters(), (before.0 + PROMPT as u64, before.1 + 2), "turn {turn}: {}", drawn["usage"]);
         let mut different = outputs(&drawn);
         different.sort_unstable();
         different.dedup();
         assert_eq!(different.len(), 3, "{drawn}");
-        assert_eq!(outputs(&ask(&cluster, turn * 1_000, &sampling)), outputs(&drawn));
+        assert_eq!(outputs(&complete(&cluster, turn * 1_000, &sampling)), outputs(&drawn));
     }
 }

@@ -1,13 +1,15 @@
-"""Uses a cluster through LangChain's, LlamaIndex's and LiteLLM's OpenAI classes, as their documents say, unmodified.
+"""Uses a cluster through the OpenAI classes of LangChain, LlamaIndex and LiteLLM, unmodified and as
+documented.
 
-Arguments: the chat cluster's base URL and model, the embedding cluster's base URL and model."""
+Arguments: the chat cluster's base URL and model, the embedding cluster's base URL and model.
+"""
 
 import asyncio
 import math
 import os
 import sys
 
-# Otherwise it asks a web server for prices when it is imported.
+# Otherwise LiteLLM downloads prices when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 base, model, embed_base, embed_model = sys.argv[1:5]
@@ -43,7 +45,7 @@ def langchain():
     assert batch[0].content == whole.content and batch[1].content
     completion = OpenAI(model=model, base_url=base, api_key=KEY, temperature=0, max_tokens=8, max_retries=0)
     assert completion.invoke("Two plus two is") == "".join(completion.stream("Two plus two is")) != ""
-    # By default it cuts texts into tokens by itself, with a tokenizer that it would have to download.
+    # By default the class tokenises texts itself, with a tokenizer that it would have to download.
     embeddings = OpenAIEmbeddings(
         model=embed_model, base_url=embed_base, api_key=KEY, check_embedding_ctx_length=False, max_retries=0
     )
@@ -93,7 +95,7 @@ def lite_llm():
         model=f"text-completion-openai/{model}", prompt="Two plus two is", api_base=base, api_key=KEY, max_tokens=8
     )
     assert plain.choices[0].text
-    # Its own name for a server that speaks OpenAI's API.
+    # LiteLLM's name for a server with OpenAI's API.
     hosted = litellm.completion(model=f"hosted_vllm/{model}", messages=messages, **common)
     assert hosted.choices[0].message.content == whole
     vectors = litellm.embedding(

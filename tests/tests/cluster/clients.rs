@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 const GOLDEN: usize = 8;
-const GONE: usize = 200;
+/// Number of clients that disconnect early.
+const DISCONNECTING_CLIENTS: usize = 200;
 /// Concurrent clients besides the golden ones: more than the workers admit, so that some wait.
 const AT_ONCE: usize = 12;
 
@@ -50,8 +51,8 @@ fn leave(cluster: &Cluster, number: usize) {
     let mut rest = read;
     let mut buffer = [0; 256];
     while rest > 0 {
-        let most = rest.min(buffer.len());
-        match stream.read(&mut buffer[..most]) {
+        let len = rest.min(buffer.len());
+        match stream.read(&mut buffer[..len]) {
             Ok(0) | Err(_) => break,
             Ok(n) => rest -= n,
         }
@@ -60,7 +61,7 @@ fn leave(cluster: &Cluster, number: usize) {
 }
 
 #[test]
-fn who_goes_away_disturbs_nobody_and_leaves_nothing() {
+fn a_client_that_disconnects_disturbs_no_other_and_leaves_nothing() {
     let cluster =
         Cluster::builder("disconnects", &tiny_model()).flag("--worker-inflight", "8").start().unwrap();
     let golden = |seed: usize| {
@@ -75,7 +76,7 @@ fn who_goes_away_disturbs_nobody_and_leaves_nothing() {
             scope.spawn(|| {
                 loop {
                     let number = next.fetch_add(1, Ordering::Relaxed);
-                    if number >= GONE {
+                    if number >= DISCONNECTING_CLIENTS {
                         return;
                     }
                     leave(&cluster, number);
@@ -91,7 +92,7 @@ fn who_goes_away_disturbs_nobody_and_leaves_nothing() {
 }
 
 #[test]
-fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
+fn a_client_that_does_not_read_uses_no_memory_and_delays_no_other() {
     const READERS: usize = 50;
     /// Less than the clients requested, which is 2 MiB each. Frames of workers may wait within QUIC's
     /// windows, in a tenth of these bytes.
@@ -101,11 +102,11 @@ fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
         let nodes = cluster.nodes();
         nodes.coordinators.iter().map(|n| n.pid).chain(nodes.workers.iter().map(|n| n.pid)).collect()
     };
-    let ask = |seed: usize| {
+    let complete = |seed: usize| {
         let body = completion(cluster.model(), &prompt(seed, 40), 8);
         text(http::post(cluster.http(), "/v1/completions", &body)?)
     };
-    let expected = ask(1).unwrap();
+    let expected = complete(1).unwrap();
     let before: Vec<u64> = pids.iter().map(|pid| resident(*pid)).collect();
     let slow: Vec<TcpStream> = (0..READERS)
         .map(|seed| {
@@ -124,12 +125,12 @@ fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
         })
         .collect();
     // Some streams run, and other requests are served meanwhile.
-    wait::until("slow streams run", binary::PATIENCE, || (kv_held(&cluster)? > 0).then_some(())).unwrap();
-    let mut most = before.clone();
+    wait::until("slow streams run", binary::NODE_TIMEOUT, || (kv_held(&cluster)? > 0).then_some(())).unwrap();
+    let mut peaks = before.clone();
     for _ in 0..20 {
-        assert_eq!(ask(1).unwrap(), expected);
-        for (most, pid) in most.iter_mut().zip(&pids) {
-            *most = resident(*pid).max(*most);
+        assert_eq!(complete(1).unwrap(), expected);
+        for (peak, pid) in peaks.iter_mut().zip(&pids) {
+            *peak = resident(*pid).max(*peak);
         }
     }
     // Either the streams fit into the kernel's buffers and end, or they stall. In both cases the server
@@ -139,13 +140,13 @@ fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
         std::thread::park_timeout(Duration::from_millis(500));
         (cluster.worker_metric("kvasir_steps_total").ok()? == computed).then_some(())
     };
-    wait::until("slow streams end or stand still", binary::PATIENCE, settled).unwrap();
-    for ((most, before), pid) in most.iter_mut().zip(&before).zip(&pids) {
-        *most = resident(*pid).max(*most);
-        let grown = most.saturating_sub(*before);
+    wait::until("slow streams end or stand still", binary::NODE_TIMEOUT, settled).unwrap();
+    for ((peak, before), pid) in peaks.iter_mut().zip(&before).zip(&pids) {
+        *peak = resident(*pid).max(*peak);
+        let grown = peak.saturating_sub(*before);
         assert!(grown < GROWTH, "process {pid} has grown by {} MiB", grown >> 20);
     }
-    assert_eq!(ask(1).unwrap(), expected);
+    assert_eq!(complete(1).unwrap(), expected);
     drop(slow);
     wait_for_quiet(&cluster);
 }

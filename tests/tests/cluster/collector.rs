@@ -23,12 +23,12 @@ pub(crate) struct RecordedSpan {
 pub(crate) struct Collector {
     scheme: &'static str,
     address: SocketAddr,
-    heard: Arc<Heard>,
+    exports: Arc<Exports>,
 }
 
 #[derive(Default)]
-struct Heard {
-    told: Mutex<Vec<RecordedSpan>>,
+struct Exports {
+    spans: Mutex<Vec<RecordedSpan>>,
     /// All bodies, concatenated.
     raw: Mutex<Vec<u8>>,
     /// Whether responses are held back.
@@ -65,8 +65,8 @@ impl Collector {
     fn listen(hangs: bool, tls: Option<Arc<ServerConfig>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let heard = Arc::new(Heard { hangs: Mutex::new(hangs), ..Heard::default() });
-        let into = Arc::clone(&heard);
+        let exports = Arc::new(Exports { hangs: Mutex::new(hangs), ..Exports::default() });
+        let into = Arc::clone(&exports);
         let scheme = if tls.is_some() { "https" } else { "http" };
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -77,13 +77,13 @@ impl Collector {
                 });
             }
         });
-        Self { scheme, address, heard }
+        Self { scheme, address, exports }
     }
 
     /// Sends responses from now on.
     pub(crate) fn answer(&self) {
-        *self.heard.hangs.lock().unwrap() = false;
-        self.heard.answers.notify_all();
+        *self.exports.hangs.lock().unwrap() = false;
+        self.exports.answers.notify_all();
     }
 
     /// Value of `OTEL_EXPORTER_OTLP_ENDPOINT`.
@@ -92,28 +92,28 @@ impl Collector {
     }
 
     /// All spans so far.
-    pub(crate) fn told(&self) -> Vec<RecordedSpan> {
-        self.heard.told.lock().unwrap().clone()
+    pub(crate) fn spans(&self) -> Vec<RecordedSpan> {
+        self.exports.spans.lock().unwrap().clone()
     }
 
     /// All bytes so far.
     pub(crate) fn raw(&self) -> Vec<u8> {
-        self.heard.raw.lock().unwrap().clone()
+        self.exports.raw.lock().unwrap().clone()
     }
 
     /// The spans of a trace, once `enough` returns true.
     pub(crate) fn trace(&self, trace: &[u8], enough: impl Fn(&[RecordedSpan]) -> bool) -> Vec<RecordedSpan> {
-        wait::until("the trace has been exported", binary::PATIENCE, || {
-            let all = self.heard.told.lock().unwrap();
+        wait::until("the trace has been exported", binary::NODE_TIMEOUT, || {
+            let all = self.exports.spans.lock().unwrap();
             let of_trace: Vec<RecordedSpan> =
-                all.iter().filter(|told| told.span.trace_id == trace).cloned().collect();
+                all.iter().filter(|recorded| recorded.span.trace_id == trace).cloned().collect();
             enough(&of_trace).then_some(of_trace)
         })
         .unwrap()
     }
 }
 
-impl Heard {
+impl Exports {
     /// Reads exports until the connection ends.
     fn serve(&self, stream: impl Read + Write) {
         let mut reader = BufReader::new(stream);
@@ -140,7 +140,10 @@ impl Heard {
             for of_node in export.resource_spans {
                 let node = text(&of_node.resource.unwrap().attributes, "service.instance.id").unwrap();
                 let spans = of_node.scope_spans.into_iter().flat_map(|scope| scope.spans);
-                self.told.lock().unwrap().extend(spans.map(|span| RecordedSpan { node: node.clone(), span }));
+                self.spans
+                    .lock()
+                    .unwrap()
+                    .extend(spans.map(|span| RecordedSpan { node: node.clone(), span }));
             }
             let answer =
                 "HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n";

@@ -64,11 +64,11 @@ fn picture(name: &str) -> PathBuf {
 /// Drains a worker with the mouse, and checks the coordinator's state.
 fn drain_and_undrain(cluster: &Cluster, browser: &Browser) {
     let worker = &cluster.nodes().workers[0].id;
-    let drains = |wanted: bool| {
-        wait::until("it is as wanted", binary::PATIENCE, || {
+    let drains = |expected: bool| {
+        wait::until("it is as wanted", binary::NODE_TIMEOUT, || {
             let status = cluster.status().ok()?;
-            let known = status["workers"].as_array()?.iter().find(|known| known["id"] == **worker)?;
-            (known["draining"] == wanted).then_some(())
+            let listed = status["workers"].as_array()?.iter().find(|listed| listed["id"] == **worker)?;
+            (listed["draining"] == expected).then_some(())
         })
         .unwrap();
     };
@@ -114,8 +114,8 @@ fn workers_stand_still_for_who_is_there(cluster: &Cluster, browser: &Browser) {
     // A drained worker is sorted before an idle one.
     binary::stdout(&["drain", second, "--ops", &ops]).unwrap();
     browser.wait_for("its row says so", &format!("{}.dataset.level === 'out'", row(second))).unwrap();
-    for (what, holds) in [("the order", order([first, second])), ("the focus", at(second))] {
-        assert_eq!(browser.script(&format!("return {holds}")).unwrap(), true, "{what} has changed");
+    for (label, holds) in [("the order", order([first, second])), ("the focus", at(second))] {
+        assert_eq!(browser.script(&format!("return {holds}")).unwrap(), true, "{label} has changed");
     }
     browser.click("#prompt").unwrap();
     browser.wait_for("out before idle", &order([second, first])).unwrap();
@@ -125,16 +125,16 @@ fn workers_stand_still_for_who_is_there(cluster: &Cluster, browser: &Browser) {
 
 /// With the other one drained, a worker is overloaded. Opened as by an operator on call, the page names it
 /// within a minute, with the reason.
-fn who_is_hot(cluster: &Cluster, browser: &Browser) {
+fn names_the_hot_worker(cluster: &Cluster, browser: &Browser) {
     let [hot, other] = [0, 1].map(|at| cluster.nodes().workers[at].id.as_str());
     let ops = cluster.coordinator().ops.to_string();
     binary::stdout(&["drain", other, "--ops", &ops]).unwrap();
-    let told = AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         for client in 0..8 {
-            let told = &told;
+            let stop = &stop;
             scope.spawn(move || {
-                for round in (0..).take_while(|_| !told.load(Ordering::Relaxed)) {
+                for round in (0..).take_while(|_| !stop.load(Ordering::Relaxed)) {
                     let prompt = format!("Client {client}, round {round}. {}", document(5));
                     let body = json!({"model": cluster.model(), "prompt": prompt, "max_tokens": 8});
                     http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
@@ -155,7 +155,7 @@ fn who_is_hot(cluster: &Cluster, browser: &Browser) {
             browser.screenshot(&picture("hot")).unwrap();
             text
         }));
-        told.store(true, Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
         let text = seen.unwrap_or_else(|panic| resume_unwind(panic));
         // The current queue and its cause; the history is checked too.
         let text = text.as_str().unwrap();
@@ -220,16 +220,16 @@ fn limits(cluster: &Cluster, browser: &Browser) {
     assert_eq!(set.status, 204);
     let body = json!({"model": cluster.model(), "prompt": "A fox", "max_tokens": 8});
     let headers = [("authorization", bearer.as_str())];
-    wait::until("it is refused", binary::PATIENCE, || {
+    wait::until("it is refused", binary::NODE_TIMEOUT, || {
         let answer = http::post_with(cluster.http(), "/v1/completions", &headers, &body).unwrap();
         (answer.status == 429).then_some(())
     })
     .unwrap();
     let row = "document.querySelector(\"#tenants tr[data-tenant='team-a'] + .limits\")";
-    let told = format!(
+    let limits = format!(
         "/of 6 requests.min/.test({row}?.textContent) && /of 60.000 tokens.min/.test({row}.textContent)"
     );
-    browser.wait_for("its limits are told", &told).unwrap();
+    browser.wait_for("its limits are told", &limits).unwrap();
     browser.script("document.querySelector('#latency').scrollIntoView({behavior: 'instant'})").unwrap();
     browser.screenshot(&picture("tenants")).unwrap();
 }
@@ -289,8 +289,8 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     chat(&browser);
     let explained =
         browser.script("return document.querySelector('tr.detail:not([hidden])').textContent").unwrap();
-    for part in ["Candidate", "Queue", "Prefill", "Transfer", "chosen", "First token expected after"] {
-        assert!(explained.as_str().unwrap().contains(part), "{part} not in {explained}");
+    for text in ["Candidate", "Queue", "Prefill", "Transfer", "chosen", "First token expected after"] {
+        assert!(explained.as_str().unwrap().contains(text), "{text} not in {explained}");
     }
     browser.script("document.querySelector('#requests').scrollIntoView({behavior: 'instant'})").unwrap();
     browser.screenshot(&picture("dark")).unwrap();
@@ -300,7 +300,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     // From dark to the system's theme, then to dark again.
     browser.click("#theme").unwrap();
     assert_eq!(ground(&browser), light, "as the system has it");
-    who_is_hot(&cluster, &browser);
+    names_the_hot_worker(&cluster, &browser);
     browser.click("#theme").unwrap();
     browser.click("#theme").unwrap();
     assert_ne!(ground(&browser), light, "dark");

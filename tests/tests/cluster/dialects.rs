@@ -6,10 +6,10 @@ use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
 
 /// Creates a key.
-fn key(cluster: &Cluster, wanted: &Value) -> String {
+fn key(cluster: &Cluster, request: &Value) -> String {
     let ops = cluster.coordinator().ops;
-    let made = || http::post(ops, "/admin/v1/keys", wanted).ok().filter(|answer| answer.status == 201);
-    let made = wait::until("a key is made", binary::PATIENCE, made).unwrap().json().unwrap();
+    let made = || http::post(ops, "/admin/v1/keys", request).ok().filter(|answer| answer.status == 201);
+    let made = wait::until("a key is made", binary::NODE_TIMEOUT, made).unwrap().json().unwrap();
     made["key"].as_str().unwrap().to_owned()
 }
 

@@ -1,4 +1,4 @@
-"""Embeds texts through the official client and compares with what the model's own library gave."""
+"""Embeds texts through the official client and compares with the vectors of the model's own library."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def worst(found, expected):
     return max(abs(a - b) for a, b in zip(found, expected))
 
 
-# The client asks for base64 by itself and decodes it.
+# The client requests base64 by default and decodes it.
 answer = client.embeddings.create(model=model, input=texts)
 assert answer.model == model and answer.object == "list"
 assert [entry.index for entry in answer.data] == list(range(len(items)))
@@ -28,7 +28,7 @@ for item, entry in zip(items, answer.data):
     print(f"{item['text'][:40]!r}: {difference:.2e}")
     assert difference <= 1e-4, item["text"]
 
-# Alone or among others, by text or by tokens, in base64 or in numbers: the same vector.
+# A text's vector is the same alone or in a batch, from text or tokens, in base64 or as numbers.
 for item, entry in zip(items, answer.data):
     for given in (item["text"], item["ids"]):
         alone = client.embeddings.create(model=model, input=given, encoding_format="float")

@@ -38,17 +38,17 @@ fn a_killed_worker_costs_no_request_and_no_bit() {
     let inputs: Vec<Vec<u32>> =
         (0..200).map(|i| (0..40 + i % 60).map(|t| 5 + (i * 31 + t * 7) % 400).collect()).collect();
     let body = json!({"model": cluster.model(), "input": inputs});
-    let ask = || http::post(cluster.http(), "/v1/embeddings", &body).unwrap().ok().unwrap()["data"].clone();
-    let expected = ask();
+    let embed = || http::post(cluster.http(), "/v1/embeddings", &body).unwrap().ok().unwrap()["data"].clone();
+    let expected = embed();
     let victim = cluster.nodes().workers[0].clone();
     std::thread::scope(|scope| {
-        let asking: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+        let requests: Vec<_> = (0..8).map(|_| scope.spawn(embed)).collect();
         signal::kill_now(victim.pid);
-        for (index, asked) in asking.into_iter().enumerate() {
-            assert!(asked.join().unwrap() == expected, "request {index} answers differently than before");
+        for (index, request) in requests.into_iter().enumerate() {
+            assert!(request.join().unwrap() == expected, "request {index} answers differently than before");
         }
     });
-    assert!(ask() == expected);
+    assert!(embed() == expected);
 }
 
 /// Ten pairs with known scores: two queries, five documents each.

@@ -53,12 +53,12 @@ fn after_a_kill_every_request_is_answered_and_the_worker_comes_back() {
         assert_eq!(background.join().unwrap(), Vec::<String>::new());
     });
     // The restarted process is in up.json with a new pid, and accepts work again.
-    wait::until("the worker comes back", binary::PATIENCE, || {
+    wait::until("the worker comes back", binary::NODE_TIMEOUT, || {
         let again = cluster.up_file().ok()?.workers.into_iter().find(|worker| worker.id == victim.id)?;
         (again.pid != victim.pid && signal::is_alive(again.pid)).then_some(())
     })
     .unwrap();
-    wait::until("both workers are ready", binary::PATIENCE, || {
+    wait::until("both workers are ready", binary::NODE_TIMEOUT, || {
         let status = cluster.status().ok()?;
         let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
         (ready == 2).then_some(())
@@ -87,32 +87,33 @@ fn tokens_of(event: &Value) -> Vec<Value> {
 #[test]
 fn a_stream_with_draft_tokens_goes_on_where_its_worker_dies() {
     const TOKENS: usize = 320;
-    let asks = [json!({"temperature": 0}), json!({"temperature": 0.6, "seed": 5})];
-    let body = |model: &str, ask: &Value, stream: bool| {
+    let samplings = [json!({"temperature": 0}), json!({"temperature": 0.6, "seed": 5})];
+    let body = |model: &str, sampling: &Value, stream: bool| {
         let mut body = json!({"model": model, "prompt": quoting(), "max_tokens": TOKENS, "ignore_eos": true,
             "return_token_ids": true, "stream": stream});
-        body.as_object_mut().unwrap().extend(ask.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(sampling.as_object().unwrap().clone());
         body
     };
     let plain = Cluster::builder("failover-plain", "smollm2-135m").flag("--workers", "1").start().unwrap();
-    let expected = asks.each_ref().map(|ask| {
-        let answer = http::post(plain.http(), "/v1/completions", &body(plain.model(), ask, false)).unwrap();
+    let expected = samplings.each_ref().map(|sampling| {
+        let answer =
+            http::post(plain.http(), "/v1/completions", &body(plain.model(), sampling, false)).unwrap();
         tokens_of(&answer.ok().unwrap())
     });
     drop(plain);
 
     let cluster =
         Cluster::builder("failover-draft tokens", "smollm2-135m").flag("--spec", "ngram").start().unwrap();
-    for (ask, expected) in asks.iter().zip(&expected) {
+    for (sampling, expected) in samplings.iter().zip(&expected) {
         let both = || {
             let status = cluster.status().ok()?;
             let ready =
                 status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
             (ready == 2).then_some(cluster.up_file().ok()?)
         };
-        let up = wait::until("both workers are ready", binary::PATIENCE, both).unwrap();
+        let up = wait::until("both workers are ready", binary::NODE_TIMEOUT, both).unwrap();
         let stream =
-            http::post(cluster.http(), "/v1/completions", &body(cluster.model(), ask, true)).unwrap();
+            http::post(cluster.http(), "/v1/completions", &body(cluster.model(), sampling, true)).unwrap();
         let by = stream.header("x-kvasir-worker").unwrap().to_owned();
         let by = up.workers.iter().find(|worker| worker.id == by).unwrap();
         let mut events = stream.events().unwrap();
@@ -124,7 +125,7 @@ fn a_stream_with_draft_tokens_goes_on_where_its_worker_dies() {
         assert!(right > 0.0, "no draft token was right");
         signal::kill_now(by.pid);
         tokens.extend(events.all().unwrap().iter().flat_map(tokens_of));
-        assert_eq!(&tokens, expected, "{ask}");
+        assert_eq!(&tokens, expected, "{sampling}");
     }
     let moved = http::metric(cluster.coordinator().ops, "kvasir_retries_total").unwrap();
     assert!(moved >= 2.0, "{moved} streams have moved");

@@ -35,12 +35,12 @@ fn quantile(cluster: &Cluster, name: &str, share: f64) -> f64 {
 fn two_hundred_schemas_are_answered_validly() {
     let cluster = Cluster::builder("schemas", &tiny_model()).start().unwrap();
     let arguments = [&endpoint(&cluster)[..], &["200".into(), "8".into()]].concat();
-    let told = run(&clients(), "schemas.py", &arguments);
+    let output = run(&clients(), "schemas.py", &arguments);
     let of = |share| quantile(&cluster, "kvasir_grammar_mask_seconds", share);
     println!("masks: p50 below {} s, p99 below {} s, {} rows waited", of(0.5), of(0.99), {
         cluster.worker_metric("kvasir_grammar_rows_waited_total").unwrap()
     });
-    let schemas: Vec<Value> = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+    let schemas: Vec<Value> = serde_json::from_str(output.lines().last().unwrap()).unwrap();
     let different: HashSet<String> =
         schemas.iter().map(|schema| json_schema::prepare(schema, true).unwrap().to_string()).collect();
     // Schemas 2 and 29 have the same grammar. A worker that receives both at the same time compiles it once;
@@ -129,7 +129,7 @@ fn an_evil_schema_holds_nobody_up() {
     let others = || {
         let since = Instant::now();
         let (texts, pauses): (Vec<String>, Vec<Duration>) = std::thread::scope(|scope| {
-            let ask = |seed: usize| {
+            let complete = |seed: usize| {
                 let mut body = completion(cluster.model(), seed, 400);
                 match seed {
                     0..4 => body["ignore_eos"] = json!(true),
@@ -137,7 +137,7 @@ fn an_evil_schema_holds_nobody_up() {
                 }
                 paced(http::post(cluster.http(), "/v1/completions", &body).unwrap()).unwrap()
             };
-            let streams: Vec<_> = (0..6).map(|seed| scope.spawn(move || ask(seed))).collect();
+            let streams: Vec<_> = (0..6).map(|seed| scope.spawn(move || complete(seed))).collect();
             streams.into_iter().map(|stream| stream.join().unwrap()).unzip()
         });
         (texts, since.elapsed(), pauses.into_iter().max().unwrap())
@@ -147,7 +147,7 @@ fn an_evil_schema_holds_nobody_up() {
     let before = in_memory();
     let (stop, next, over) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     let attack = || {
-        let (mut longest, mut refused, mut late) = (Duration::ZERO, 0, 0);
+        let (mut longest, mut refused, mut timed_out) = (Duration::ZERO, 0, 0);
         while !stop.load(Ordering::Relaxed) {
             let (name, value, field) = evil(next.fetch_add(1, Ordering::Relaxed));
             let mut body = completion(cluster.model(), 1, 4);
@@ -155,18 +155,18 @@ fn an_evil_schema_holds_nobody_up() {
             let since = Instant::now();
             let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap();
             let status = answer.status;
-            let told = answer.text().unwrap();
+            let message = answer.text().unwrap();
             longest = longest.max(since.elapsed());
             // A request that finds two of these being compiled waits, and may be refused.
-            assert!(matches!(status, 200 | 400 | 429), "{told}");
+            assert!(matches!(status, 200 | 400 | 429), "{message}");
             over.fetch_add(1, Ordering::Relaxed);
             if status == 400 {
                 refused += 1;
-                late += usize::from(told.contains("takes more than 500 ms"));
-                assert!(told.contains(field), "{told}");
+                timed_out += usize::from(message.contains("takes more than 500 ms"));
+                assert!(message.contains(field), "{message}");
             }
         }
-        (longest, refused, late)
+        (longest, refused, timed_out)
     };
     std::thread::scope(|scope| {
         let attackers: Vec<_> = (0..ATTACKERS).map(|_| scope.spawn(attack)).collect();
@@ -193,10 +193,10 @@ fn an_evil_schema_holds_nobody_up() {
         );
         let ends: Vec<_> = attackers.into_iter().map(|attacker| attacker.join().unwrap()).collect();
         let longest = ends.iter().map(|end| end.0).max().unwrap();
-        let of = |part: fn(&(Duration, usize, usize)) -> usize| ends.iter().map(part).sum::<usize>();
-        let (refused, late) = (of(|end| end.1), of(|end| end.2));
-        println!("{refused} grammars were refused, {late} for their time, after {longest:?} at most");
-        assert!(refused > late && late > 0);
+        let of = |count: fn(&(Duration, usize, usize)) -> usize| ends.iter().map(count).sum::<usize>();
+        let (refused, timed_out) = (of(|end| end.1), of(|end| end.2));
+        println!("{refused} grammars were refused, {timed_out} for their time, after {longest:?} at most");
+        assert!(refused > timed_out && timed_out > 0);
         assert!(longest < Duration::from_secs(20), "{longest:?}");
     });
     // No compilation is left running: other requests, with grammars, are served.
@@ -219,24 +219,24 @@ fn an_answer_of_a_grammar_survives_its_worker() {
     });
     let mut body = completion(cluster.model(), 3, 900);
     body["response_format"] = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
-    let ask = || http::post(cluster.http(), "/v1/completions", &body).unwrap();
-    let expected = text(ask()).unwrap();
+    let complete = || http::post(cluster.http(), "/v1/completions", &body).unwrap();
+    let expected = text(complete()).unwrap();
     let values: Value = serde_json::from_str(&expected).unwrap();
     assert_eq!(values.as_array().map(Vec::len), Some(40), "{expected}");
-    let answer = ask();
+    let answer = complete();
     let worker = answer.header("x-kvasir-worker").unwrap().to_owned();
     let mut events = answer.events().unwrap();
-    let mut said = String::new();
-    let add = |event: &Value, said: &mut String| {
-        said.push_str(event["choices"][0]["text"].as_str().unwrap_or_default());
+    let mut output = String::new();
+    let add = |event: &Value, output: &mut String| {
+        output.push_str(event["choices"][0]["text"].as_str().unwrap_or_default());
     };
-    while said.len() < 40 {
-        add(&events.next_event().unwrap().unwrap(), &mut said);
+    while output.len() < 40 {
+        add(&events.next_event().unwrap().unwrap(), &mut output);
     }
     let victim = cluster.nodes().workers.iter().find(|node| node.id == worker).unwrap().pid;
     signal::kill_now(victim);
     for event in events.all().unwrap() {
-        add(&event, &mut said);
+        add(&event, &mut output);
     }
-    assert_eq!(said, expected);
+    assert_eq!(output, expected);
 }

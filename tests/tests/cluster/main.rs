@@ -49,9 +49,9 @@ fn wait_for_quiet(cluster: &Cluster) {
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
     ];
-    wait::until("everything that was held is given back", binary::PATIENCE, || {
-        let nothing_runs = all.iter().all(|name| cluster.metric(name).is_ok_and(|value| value == 0.0));
-        (nothing_runs && kv_held(cluster)? == 0).then_some(())
+    wait::until("everything that was held is given back", binary::NODE_TIMEOUT, || {
+        let idle = all.iter().all(|name| cluster.metric(name).is_ok_and(|value| value == 0.0));
+        (idle && kv_held(cluster)? == 0).then_some(())
     })
     .unwrap();
 }

@@ -38,9 +38,9 @@ fn every_metric_is_documented() {
         assert!(exported.contains(name), "{name} is not exported");
     }
     // The cluster serves before its group has a leader.
-    let becomes = |name: &str, what: fn(f64) -> bool| {
-        let probe = || http::metric(ops, name).ok().filter(|value| what(*value));
-        wait::until(name, binary::PATIENCE, probe).unwrap();
+    let becomes = |name: &str, condition: fn(f64) -> bool| {
+        let probe = || http::metric(ops, name).ok().filter(|value| condition(*value));
+        wait::until(name, binary::NODE_TIMEOUT, probe).unwrap();
     };
     becomes("kvasir_raft_quorum", |is| is == 1.0);
     becomes("kvasir_raft_voters", |is| is == 1.0);
@@ -51,8 +51,8 @@ fn every_metric_is_documented() {
 /// A module's file, and its submodules' in the directory beside it.
 fn source_of(module: &Path) -> String {
     let mut text = std::fs::read_to_string(module.with_extension("rs")).unwrap();
-    for part in std::fs::read_dir(module).into_iter().flatten() {
-        text += &std::fs::read_to_string(part.unwrap().path()).unwrap();
+    for entry in std::fs::read_dir(module).into_iter().flatten() {
+        text += &std::fs::read_to_string(entry.unwrap().path()).unwrap();
     }
     text
 }
@@ -61,8 +61,8 @@ fn source_of(module: &Path) -> String {
 #[test]
 fn the_code_and_the_document_name_the_same_metrics() {
     let code: String = [
-        "coordinator/src/metrics",
-        "coordinator/src/consensus/telemetry",
+        "coordinator/dispatch/src/metrics",
+        "coordinator/consensus/src/telemetry",
         "worker/src/telemetry",
         "worker/speech/src/metrics",
     ]
@@ -77,7 +77,7 @@ fn the_code_and_the_document_name_the_same_metrics() {
     // Two spellings of the same metric, assembled in the code.
     for prefix in ["vllm:prefix_cache", "vllm:gpu_prefix_cache"] {
         if named.remove(prefix) {
-            named.extend(["queries", "hits"].map(|what| format!("{prefix}_{what}")));
+            named.extend(["queries", "hits"].map(|kind| format!("{prefix}_{kind}")));
         }
     }
     let documented = documented();

@@ -45,11 +45,11 @@ impl Gpu {
             .unwrap();
         let mut line = String::new();
         BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let said: Value = serde_json::from_str(&line)
+        let announcement: Value = serde_json::from_str(&line)
             .unwrap_or_else(|_| panic!("it did not start: {}", std::fs::read_to_string(&log).unwrap()));
-        let gpu = Self { process, ops: said["ops"].as_str().unwrap().parse().unwrap() };
+        let gpu = Self { process, ops: announcement["ops"].as_str().unwrap().parse().unwrap() };
         let ready = || (worker(cluster, GPU)?["state"] == "ready").then_some(());
-        wait::until("the interpreted GPU is ready", binary::PATIENCE, ready).unwrap();
+        wait::until("the interpreted GPU is ready", binary::NODE_TIMEOUT, ready).unwrap();
         gpu
     }
 
@@ -90,7 +90,7 @@ fn undrain(cluster: &Cluster, name: &str) {
     let ops = cluster.coordinator().ops.to_string();
     binary::stdout(&["undrain", name, "--ops", &ops]).unwrap();
     let ready = || (worker(cluster, name)?["state"] == "ready").then_some(());
-    wait::until("it takes work again", binary::PATIENCE, ready).unwrap();
+    wait::until("it takes work again", binary::NODE_TIMEOUT, ready).unwrap();
 }
 
 fn body(cluster: &Cluster, prompt: &ReferencePrompt, stream: bool) -> Value {
@@ -101,7 +101,7 @@ fn body(cluster: &Cluster, prompt: &ReferencePrompt, stream: bool) -> Value {
 }
 
 /// The worker, its cached tokens, the output tokens and their log-probabilities.
-fn ask(cluster: &Cluster, prompt: &ReferencePrompt) -> (String, u64, Value, Value) {
+fn complete(cluster: &Cluster, prompt: &ReferencePrompt) -> (String, u64, Value, Value) {
     let answer = http::post(cluster.http(), "/v1/completions", &body(cluster, prompt, false)).unwrap();
     let by = answer.header("x-kvasir-worker").unwrap().to_owned();
     let answer = answer.ok().unwrap();
@@ -124,13 +124,13 @@ fn both_classes_answer_by_themselves_and_each_takes_over_from_the_other() {
     for (name, other) in [(CPU, GPU), (GPU, CPU)] {
         drain(&cluster, other);
         for prompt in &prompts[..2] {
-            let (by, cached, tokens, logprobs) = ask(&cluster, prompt);
+            let (by, cached, tokens, logprobs) = complete(&cluster, prompt);
             assert_eq!((by.as_str(), cached), (name, 0), "of another class nothing can be had");
             assert_eq!(tokens, json!(prompt.greedy), "{name}");
             first.push(logprobs);
         }
         // Within the class the cached blocks are used, with equal results bit for bit.
-        let (by, cached, tokens, logprobs) = ask(&cluster, &prompts[1]);
+        let (by, cached, tokens, logprobs) = complete(&cluster, &prompts[1]);
         assert_eq!((by.as_str(), cached, &tokens), (name, 32, &json!(prompts[1].greedy)));
         assert_eq!(&logprobs, first.last().unwrap(), "{name}");
         undrain(&cluster, other);
@@ -141,12 +141,12 @@ fn both_classes_answer_by_themselves_and_each_takes_over_from_the_other() {
     // With both workers present, each gives the same results as alone.
     std::thread::scope(|scope| {
         let cluster = &cluster;
-        let asked: Vec<_> = (0..8)
+        let requests: Vec<_> = (0..8)
             .map(|i| (i % 2, &prompts[i % 2]))
-            .map(|(which, prompt)| (which, scope.spawn(move || ask(cluster, prompt))))
+            .map(|(which, prompt)| (which, scope.spawn(move || complete(cluster, prompt))))
             .collect();
-        for (which, asked) in asked {
-            let (by, _, tokens, logprobs) = asked.join().unwrap();
+        for (which, request) in requests {
+            let (by, _, tokens, logprobs) = request.join().unwrap();
             assert_eq!(tokens, json!(prompts[which].greedy), "{by}");
             assert_eq!(logprobs, first[if by == CPU { which } else { 2 + which }], "{by}");
         }
@@ -167,11 +167,11 @@ fn a_stream_is_not_continued_by_another_class() {
     let answer = http::post(cluster.http(), "/v1/completions", &body(&cluster, prompt, true)).unwrap();
     assert_eq!(answer.header("x-kvasir-worker"), Some(GPU));
     let mut events = answer.events().unwrap();
-    let mut heard = vec![events.next_event().unwrap().unwrap()];
+    let mut received = vec![events.next_event().unwrap().unwrap()];
     gpu.kill();
     undrain(&cluster, CPU);
     // Requests without output move to the remaining worker.
-    let (by, _, greedy, _) = ask(&cluster, prompt);
+    let (by, _, greedy, _) = complete(&cluster, prompt);
     assert_eq!((by.as_str(), &greedy), (CPU, &json!(prompt.greedy)));
     let cpu = cluster.nodes().workers[0].ops;
     let computed = || http::metric(cpu, "kvasir_prefill_tokens_computed_total").unwrap();
@@ -179,13 +179,13 @@ fn a_stream_is_not_continued_by_another_class() {
     // This stream has begun, and no other worker has the same class: it ends with an error.
     let broken = loop {
         match events.next_event() {
-            Ok(event) => heard.push(event.expect("it had ended before its worker was killed")),
+            Ok(event) => received.push(event.expect("it had ended before its worker was killed")),
             Err(broken) => break broken,
         }
     };
     assert!(broken.to_string().contains("event: error"), "{broken:#}");
     let ids = |event: &Value| event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default();
-    let tokens: Vec<Value> = heard.iter().flat_map(ids).collect();
+    let tokens: Vec<Value> = received.iter().flat_map(ids).collect();
     assert!(tokens.len() < prompt.greedy.len(), "{tokens:?}");
     assert_eq!(json!(tokens), json!(prompt.greedy[..tokens.len()]));
     assert_eq!(computed(), own, "nothing of it was computed by another class");

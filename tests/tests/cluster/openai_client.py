@@ -1,4 +1,4 @@
-"""Uses a cluster through the official client; every assert is something that users rely on."""
+"""Uses a cluster through the official client. Every assertion is a behaviour that users rely on."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""OpenAI's responses through the official client, beside chats with the same messages and seeds.
+"""OpenAI's Responses API through the official client, against chats with the same messages and seeds.
 
-Arguments: base URL, model, a key, a key for one request a minute."""
+Arguments: base URL, model, a key, a key with one request per minute.
+"""
 
 import json
 import sys
@@ -45,7 +46,7 @@ for draw in ({"temperature": 0}, {"temperature": 0.9, "extra_body": {"seed": 7}}
     assert kinds[-1] == f"response.{whole.status}", kinds
 print(whole.output_text)
 
-# The client's own way to gather a stream.
+# The client's own function to collect a stream.
 with client.responses.stream(model=model, instructions=SYSTEM, input=QUESTION, temperature=0) as stream:
     snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
     final = stream.get_final_response()
@@ -92,7 +93,7 @@ for choice in ("required", {"type": "function", "name": "get_weather"}):
     assert [event.arguments for event in done] == [call.arguments]
     assert events[-1].response.output[0].name == "get_weather"
 
-# What was called is told to the model, as it came.
+# Sends the tool's result with the call as received.
 history += [item.to_dict() for item in forced.output]
 history.append({"type": "function_call_output", "call_id": call.call_id, "output": "It is 21 degrees."})
 after = client.responses.create(input=history, tool_choice="none", **ask)

@@ -50,10 +50,12 @@ fn a_drained_worker_ends_what_it_has_and_takes_nothing_new() {
         assert_eq!(answer.header("x-kvasir-worker"), Some(other.as_str()));
         answer.events().unwrap().all().unwrap();
     }
-    let said = binary::stdout(&["undrain", &busy, "--ops", &ops]).unwrap();
-    assert_eq!(said, format!("{busy} accepts work\n"));
-    wait::until("it is ready again", binary::PATIENCE, || state(&cluster, &busy).filter(|s| s == "ready"))
-        .unwrap();
+    let stdout = binary::stdout(&["undrain", &busy, "--ops", &ops]).unwrap();
+    assert_eq!(stdout, format!("{busy} accepts work\n"));
+    wait::until("it is ready again", binary::NODE_TIMEOUT, || {
+        state(&cluster, &busy).filter(|s| s == "ready")
+    })
+    .unwrap();
 }
 
 #[test]
@@ -63,8 +65,8 @@ fn a_refused_drain_reports_its_reason() {
     let (worker, coordinator) = (&cluster.nodes().workers[0].id, &cluster.coordinator().id);
     for (node, why) in [("nobody", worker.as_str()), (coordinator, "only workers can be drained")] {
         let output = binary::run(&["drain", node, "--ops", &ops]).unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.code() == Some(1) && said.contains(why), "{said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && stderr.contains(why), "{stderr}");
     }
 }
 
@@ -75,8 +77,8 @@ fn top_shows_every_node_and_what_it_does() {
     let shown = binary::stdout(&["top", "--data-dir", dir, "--once", "--every", "100ms"]).unwrap();
     let nodes = cluster.nodes();
     let ids = nodes.coordinators.iter().map(|n| &n.id).chain(nodes.workers.iter().map(|n| &n.id));
-    for part in ids.map(String::as_str).chain(["requests:", "WORKER", "leader", "ready"]) {
-        assert!(shown.contains(part), "{part} not in\n{shown}");
+    for text in ids.map(String::as_str).chain(["requests:", "WORKER", "leader", "ready"]) {
+        assert!(shown.contains(text), "{text} not in\n{shown}");
     }
     assert!(!shown.contains('\x1b'), "what is for a terminal");
 }
@@ -99,32 +101,32 @@ fn add(cluster: &Cluster, flags: &[&str], issued: SystemTime) -> (Node, Value) {
     let mut added = Node(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(added.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let said: Value = serde_json::from_str(&line).unwrap();
-    let name = format!("added={}", said["quic"].as_str().unwrap());
+    let announcement: Value = serde_json::from_str(&line).unwrap();
+    let name = format!("added={}", announcement["quic"].as_str().unwrap());
     let group = ["coordinators", "add", &name, "--data-dir", dir.to_str().unwrap(), "--json"];
     // A change that was not agreed in time may be sent again, as the response says.
     let agreed = || match binary::stdout(&group) {
         Err(error) if error.to_string().contains("may be sent again") => None,
         answered => Some(answered.unwrap()),
     };
-    let group = wait::until("it is added", binary::PATIENCE, agreed).unwrap();
+    let group = wait::until("it is added", binary::NODE_TIMEOUT, agreed).unwrap();
     let group: Value = serde_json::from_str(&group).unwrap();
     let votes = cluster.nodes().coordinators.len() + 1;
     assert_eq!(group["needed"], votes / 2 + 1, "{group}");
     let voters = group["coordinators"].as_array().unwrap().iter().filter(|member| member["votes"] == true);
     assert_eq!(voters.count(), votes, "{group}");
-    (added, said)
+    (added, announcement)
 }
 
 #[test]
 fn a_coordinator_is_added_to_one_that_was_alone() {
     let cluster = Cluster::builder("operate-add", &tiny_model()).flag("--workers", "1").start().unwrap();
     let first = cluster.coordinator();
-    let (added, said) = add(&cluster, &[], SystemTime::now());
+    let (added, announcement) = add(&cluster, &[], SystemTime::now());
     // It can lead like the other one.
-    let ops = said["ops"].as_str().unwrap();
+    let ops = announcement["ops"].as_str().unwrap();
     let led = || binary::stdout(&["coordinators", "transfer", "added", "--ops", ops]).ok();
-    assert_eq!(wait::until("it leads", binary::PATIENCE, led).unwrap(), "added is the leader\n");
+    assert_eq!(wait::until("it leads", binary::NODE_TIMEOUT, led).unwrap(), "added is the leader\n");
     // One of two is no majority, so the first cannot be removed while the other is away.
     drop(added);
     let alone = || {
@@ -132,7 +134,7 @@ fn a_coordinator_is_added_to_one_that_was_alone() {
         let refused = http::send(first.ops, "DELETE", &path, &[], b"").ok()?;
         (refused.status == 503).then_some(())
     };
-    wait::until("nobody can decide", binary::PATIENCE, alone).unwrap();
+    wait::until("nobody can decide", binary::NODE_TIMEOUT, alone).unwrap();
 }
 
 /// One of three coordinators has a different setting: it is not ready, reports why, and has no worker, while
@@ -141,27 +143,27 @@ fn a_coordinator_is_added_to_one_that_was_alone() {
 fn a_coordinator_with_another_setting_is_not_ready_and_says_so() {
     let cluster = Cluster::builder("operate-odd", &tiny_model()).flag("--coordinators", "2").start().unwrap();
     let first = cluster.coordinator();
-    let (_added, said) = add(&cluster, &["--raw-chats", "true"], SystemTime::now());
-    let ops: SocketAddr = said["ops"].as_str().unwrap().parse().unwrap();
+    let (_added, announcement) = add(&cluster, &["--raw-chats", "true"], SystemTime::now());
+    let ops: SocketAddr = announcement["ops"].as_str().unwrap().parse().unwrap();
     let unready = || {
         let answer = http::get(ops, "/readyz").ok()?;
         (answer.status == 503).then(|| answer.text().unwrap()).filter(|why| why.contains("raw_chats"))
     };
-    let why = wait::until("it is not ready", binary::PATIENCE, unready).unwrap();
+    let why = wait::until("it is not ready", binary::NODE_TIMEOUT, unready).unwrap();
     assert_eq!(why, "raw_chats: differs from the other coordinators\n");
     for ops in [ops, first.ops] {
-        let told = || {
+        let reported = || {
             let status = binary::stdout(&["status", "--ops", &ops.to_string()]).ok()?;
             let line = "added: raw_chats differs from the other coordinators, and is not ready until they are equal\n";
             status.contains(line).then_some(())
         };
-        wait::until("status says so at each", binary::PATIENCE, told).unwrap();
+        wait::until("status says so at each", binary::NODE_TIMEOUT, reported).unwrap();
     }
     let ready = http::get(first.ops, "/readyz").unwrap();
     assert_eq!((ready.status, ready.text().unwrap()), (200, "ok\n".to_owned()));
     let body = json!({"prompt": [5, 6, 7], "max_tokens": 2});
     assert_eq!(http::post(cluster.http(), "/v1/completions", &body).unwrap().status, 200);
-    let there: SocketAddr = said["http"].as_str().unwrap().parse().unwrap();
+    let there: SocketAddr = announcement["http"].as_str().unwrap().parse().unwrap();
     assert_eq!(http::post(there, "/v1/completions", &body).unwrap().status, 503);
 }
 
@@ -170,8 +172,8 @@ fn a_certificate_that_ends_soon_is_told_by_its_node_and_by_status() {
     let cluster = Cluster::builder("operate-ends", &tiny_model()).flag("--workers", "1").start().unwrap();
     let day = Duration::from_hours(24);
     // A certificate is valid for 320 to 365 days.
-    let (_added, said) = add(&cluster, &[], SystemTime::now() - 315 * day);
-    let ops: SocketAddr = said["ops"].as_str().unwrap().parse().unwrap();
+    let (_added, announcement) = add(&cluster, &[], SystemTime::now() - 315 * day);
+    let ops: SocketAddr = announcement["ops"].as_str().unwrap().parse().unwrap();
     let left = |ops: SocketAddr, certificate: &str| {
         let metrics = http::get(ops, "/metrics").unwrap().text().unwrap();
         let line = format!("kvasir_certificate_days_left{{certificate=\"{certificate}\"}} ");
@@ -182,12 +184,12 @@ fn a_certificate_that_ends_soon_is_told_by_its_node_and_by_status() {
     assert!((4.9..50.0).contains(&days), "{days}");
     assert!(left(cluster.coordinator().ops, "node") > 319.0);
     assert!(left(ops, "authority") > 365.0);
-    let told = || {
+    let reported = || {
         let status = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).ok()?;
         let line = status.lines().find(|line| line.starts_with("certificate of added: expires in "))?;
         Some(line.to_owned())
     };
-    let line = wait::until("status names it", binary::PATIENCE, told).unwrap();
+    let line = wait::until("status names it", binary::NODE_TIMEOUT, reported).unwrap();
     let shown: f64 = line.split(' ').nth(5).unwrap().trim_end_matches('d').parse().unwrap();
     assert!((shown - days).abs() <= 1.0, "{line}, {days} by the metric");
 }

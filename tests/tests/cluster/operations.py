@@ -1,8 +1,8 @@
-"""Sessions and calls of operations, by a client of the `websockets` package.
+"""Sessions and calls of operations, through a client of the `websockets` package.
 
-    python operations.py http://HOST:PORT same         speech, as a recording and as sessions: the same numbers
-    python operations.py http://HOST:PORT lost PID     the one worker that offers vad is killed in the middle of a session
-    python operations.py http://HOST:PORT drained PID  it is told to end instead
+    python operations.py http://HOST:PORT same         speech as a recording and as sessions: the same numbers
+    python operations.py http://HOST:PORT lost PID     kills the only worker that offers vad during a session
+    python operations.py http://HOST:PORT drained PID  drains that worker instead
     python operations.py http://HOST:PORT limits KEY OTHER_KEY
 """
 
@@ -28,7 +28,7 @@ PATIENCE = 60
 
 
 def spoken(text):
-    """By espeak-ng, brought to 16 kHz by straight lines between its samples: enough to be taken for speech."""
+    """Speech of espeak-ng, resampled to 16 kHz by linear interpolation. A detector accepts it as speech."""
     with tempfile.TemporaryDirectory() as directory:
         path = directory + "/spoken.wav"
         subprocess.run(["espeak-ng", "-w", path, text], check=True)
@@ -42,7 +42,7 @@ def spoken(text):
 
 
 def sound():
-    """Somebody speaks, pauses, and speaks again."""
+    """Speech, a pause, and speech again."""
     noise, pause = 1, []
     for _ in range(RATE):
         noise = (noise * 1103515245 + 12345) % 2**31
@@ -85,7 +85,7 @@ def until(session, kind):
 
 
 def rest(session):
-    """All that is left, and the code by which it is closed."""
+    """Returns all remaining events, and the code of the close frame."""
     events = []
     try:
         while True:
@@ -129,7 +129,7 @@ def same():
         with open_session(f"/v1/realtime/vad?probabilities=true&encoding={encoding}") as session:
             opened = event(session)
             assert opened["type"] == "opened" and opened["window"] == answer["window"], opened
-            # What was heard before a reset changes nothing.
+            # Audio before a reset does not change the results.
             stream(session, samples[:30_000], size, floats)
             session.send('{"type": "reset"}')
             until(session, "reset")
@@ -192,7 +192,7 @@ def lost():
     print("lost", opened["worker"])
     status, error = refused("/v1/realtime/vad")
     assert (status, error["code"]) == (503, "no_worker") and "operation vad" in error["message"], error
-    # What others offer goes on.
+    # Operations of other workers still work.
     assert call("/v1/audio/turn_detection", samples)["model"] == "smart-turn"
 
 
@@ -200,7 +200,8 @@ def drained():
     with open_session("/v1/realtime/vad") as session:
         until(session, "opened")
         os.kill(int(sys.argv[3]), signal.SIGTERM)
-        # What is open goes on while the worker waits, and is ended by name when it does no longer.
+        # An open session continues while the worker drains. At the end of the drain it is closed with the
+        # reason.
         samples = array.array("h", bytes(2 * RATE))
         began = time.monotonic()
         try:
@@ -221,12 +222,12 @@ def limits():
     sessions = [open_session("/v1/realtime/vad", mine) for _ in range(64)]
     status, error = refused("/v1/realtime/vad", mine)
     assert (status, error["code"]) == (429, "rate_limited") and "64 sessions" in error["message"], error
-    # Another tenant's key has room, for what it is for.
+    # Another tenant's key may open a session of the operations that it may use.
     with open_session("/v1/realtime/vad", other) as session:
         until(session, "opened")
     status, error = refused("/v1/realtime/turn_detection", other)
     assert (status, error["code"]) == (503, "no_worker"), error
-    # All of them hear.
+    # All sessions work.
     for session in sessions:
         session.send(bytes(2 * 1024))
         session.send('{"type": "segment"}')

@@ -11,9 +11,9 @@ use std::time::Duration;
 const BOTH: &str = "silero-vad,smart-turn";
 
 /// An additional worker of a cluster, killed when dropped.
-struct Beside(Child);
+struct ExtraWorker(Child);
 
-impl Drop for Beside {
+impl Drop for ExtraWorker {
     fn drop(&mut self) {
         // It may have exited already.
         let _ = self.0.kill();
@@ -22,7 +22,7 @@ impl Drop for Beside {
 }
 
 /// Starts a worker that only offers `operation`, and waits until it has joined.
-fn beside(cluster: &Cluster, name: &str, operation: &str) -> Beside {
+fn start_extra(cluster: &Cluster, name: &str, operation: &str) -> ExtraWorker {
     let data = cluster.data_dir();
     let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
     let (ca, identity) = (text(data.join("ca")), text(data.join(name)));
@@ -42,8 +42,8 @@ fn beside(cluster: &Cluster, name: &str, operation: &str) -> Beside {
         "--drain-timeout",
         "3s",
     ]);
-    let worker = Beside(command.stdout(Stdio::null()).stderr(log).spawn().unwrap());
-    wait::until("it has joined", binary::PATIENCE, || {
+    let worker = ExtraWorker(command.stdout(Stdio::null()).stderr(log).spawn().unwrap());
+    wait::until("it has joined", binary::NODE_TIMEOUT, || {
         let status = cluster.status().ok()?;
         let own = status["workers"].as_array()?.iter().find(|worker| worker["id"] == name)?.clone();
         (own["state"] == "ready" && own["operations"].as_array()?.len() == 1).then_some(())
@@ -68,7 +68,7 @@ fn sessions_and_recordings_are_told_the_same() {
         assert!(shown.contains(&format!("{} offers ", worker.id)), "{shown}");
     }
     assert!(shown.contains("vad (silero-vad by "), "{shown}");
-    wait::until("all sessions have ended", binary::PATIENCE, || {
+    wait::until("all sessions have ended", binary::NODE_TIMEOUT, || {
         (cluster.metric("kvasir_operation_client_sessions").ok()? == 0.0).then_some(())
     })
     .unwrap();
@@ -77,9 +77,9 @@ fn sessions_and_recordings_are_told_the_same() {
 #[test]
 fn the_one_worker_that_hears_is_killed_in_a_session() {
     let cluster = Cluster::builder("operations-lost", &tiny_model()).start().unwrap();
-    let ears = beside(&cluster, "ears", "silero-vad");
-    let _turns = beside(&cluster, "turns", "smart-turn");
-    script(&cluster, &["lost", &ears.0.id().to_string()]);
+    let vad = start_extra(&cluster, "ears", "silero-vad");
+    let _turns = start_extra(&cluster, "turns", "smart-turn");
+    script(&cluster, &["lost", &vad.0.id().to_string()]);
     // The generating workers are not affected.
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
     http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
@@ -88,20 +88,20 @@ fn the_one_worker_that_hears_is_killed_in_a_session() {
 #[test]
 fn a_worker_that_is_told_to_end_ends_its_sessions_by_name() {
     let cluster = Cluster::builder("operations-drain", &tiny_model()).start().unwrap();
-    let ears = beside(&cluster, "ears", "silero-vad");
-    script(&cluster, &["drained", &ears.0.id().to_string()]);
+    let vad = start_extra(&cluster, "ears", "silero-vad");
+    script(&cluster, &["drained", &vad.0.id().to_string()]);
 }
 
 #[test]
 fn sessions_are_for_who_has_a_key_and_room() {
     let cluster =
         Cluster::builder("operations-limits", &tiny_model()).flag("--operation", BOTH).start().unwrap();
-    let create = |wanted: serde_json::Value| {
+    let create = |request: serde_json::Value| {
         let made = || {
-            let made = http::post(cluster.coordinator().ops, "/admin/v1/keys", &wanted).ok()?;
+            let made = http::post(cluster.coordinator().ops, "/admin/v1/keys", &request).ok()?;
             (made.status == 201).then_some(made)
         };
-        let made = wait::until("a key is made", binary::PATIENCE, made).unwrap().json().unwrap();
+        let made = wait::until("a key is made", binary::NODE_TIMEOUT, made).unwrap().json().unwrap();
         made["key"].as_str().unwrap().to_owned()
     };
     let mine = create(json!({"tenant": "a"}));
@@ -112,7 +112,7 @@ fn sessions_are_for_who_has_a_key_and_room() {
 /// With OpenAI's client. If a client disconnects during a transcription, the worker stops it, long before it
 /// would be finished.
 #[test]
-fn what_is_said_is_told_to_openais_client() {
+fn openais_client_gets_the_transcript() {
     let flag = ("--operation", "whisper-base");
     let cluster = Cluster::builder("transcripts", &tiny_model())
         .flag("--workers", "1")
@@ -130,7 +130,7 @@ fn what_is_said_is_told_to_openais_client() {
     assert_eq!(sessions(), Some(0.0));
     std::thread::scope(|scope| {
         let leaves = scope.spawn(|| call(&["leaves", "8"]));
-        wait::until("it is heard", binary::PATIENCE, || (sessions()? == 1.0).then_some(())).unwrap();
+        wait::until("it is heard", binary::NODE_TIMEOUT, || (sessions()? == 1.0).then_some(())).unwrap();
         leaves.join().unwrap();
     });
     wait::until("it is not transcribed any more", Duration::from_secs(20), || {

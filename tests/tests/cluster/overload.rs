@@ -21,10 +21,10 @@ struct Seen {
     wrong: Vec<String>,
 }
 
-fn ask(server: SocketAddr, model: &str, seed: usize, seen: &mut Seen) -> anyhow::Result<()> {
+fn complete(server: SocketAddr, model: &str, seed: usize, seen: &mut Seen) -> anyhow::Result<()> {
     let prompt: Vec<usize> = (0..200).map(|at| 5 + (seed * 131 + at * 7) % 400).collect();
     let body = json!({"model": model, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": true});
-    let asked = Instant::now();
+    let sent = Instant::now();
     let answer = http::post(server, "/v1/completions", &body)?;
     match answer.status {
         200 => {
@@ -37,7 +37,7 @@ fn ask(server: SocketAddr, model: &str, seed: usize, seen: &mut Seen) -> anyhow:
             anyhow::ensure!(after >= 1, "come back after {after} s");
             let answer = answer.json()?;
             anyhow::ensure!(answer["error"]["code"] == "queue_full", "{answer}");
-            seen.refused.push(asked.elapsed());
+            seen.refused.push(sent.elapsed());
         }
         status => anyhow::bail!("{status}: {}", answer.text()?),
     }
@@ -56,7 +56,7 @@ fn under_a_storm_every_answer_is_whole_or_a_quick_refusal() {
         let mut seen = Seen::default();
         let mut turn = 0;
         while Instant::now() < end {
-            if let Err(error) = ask(cluster.http(), cluster.model(), number * 10_000 + turn, &mut seen) {
+            if let Err(error) = complete(cluster.http(), cluster.model(), number * 10_000 + turn, &mut seen) {
                 seen.wrong.push(format!("{error:#}"));
             }
             turn += 1;
@@ -82,6 +82,6 @@ fn under_a_storm_every_answer_is_whole_or_a_quick_refusal() {
     assert!(p99 < REFUSED_WITHIN, "p99 of {} refusals is {p99:?}", refused.len());
     wait_for_quiet(&cluster);
     let mut after = Seen::default();
-    ask(cluster.http(), cluster.model(), 7, &mut after).unwrap();
+    complete(cluster.http(), cluster.model(), 7, &mut after).unwrap();
     assert_eq!(after.finished, 1, "refused although nothing is going on");
 }

@@ -52,22 +52,22 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     // The same workers in the other order, with another cut.
     let [first, second] = [0, 1].map(|at| stages(&before)[at].clone());
     let cut = LAYERS - first.1[1];
-    let wanted = [(second.0, [0, cut]), (first.0, [cut, LAYERS])];
+    let target = [(second.0, [0, cut]), (first.0, [cut, LAYERS])];
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("workers.toml");
-    workers_file(&file, &wanted);
+    workers_file(&file, &target);
     let file = file.to_str().unwrap();
     let apply = ["plan", model, "--workers-file", file, "--apply", "--ops", &address];
     // Streams that run during the change return the same tokens as undisturbed ones.
-    let told = read_all(server, &bodies, 8, || {
+    let streamed = read_all(server, &bodies, 8, || {
         let output = binary::run(&apply).unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{stderr}");
         assert!(stderr.contains("no speed is predicted"), "the model is a name only: {stderr}");
     });
-    assert_eq!(told, undisturbed);
-    let as_wanted = || serves(&cluster).filter(|replica| stages(replica) == wanted);
-    let after = wait::until("the operator's cut serves", binary::PATIENCE, as_wanted).unwrap();
+    assert_eq!(streamed, undisturbed);
+    let target_serves = || serves(&cluster).filter(|replica| stages(replica) == target);
+    let after = wait::until("the operator's cut serves", binary::NODE_TIMEOUT, target_serves).unwrap();
     assert_eq!(after["planned_by"], "operator", "{after}");
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
     let status = binary::stdout(&["status", "--ops", &address]).unwrap();
@@ -84,20 +84,21 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     signal::kill_now(killed);
     let another =
         || cluster.up_file().ok().filter(|up| up.coordinators.first().is_some_and(|c| c.pid != killed));
-    wait::until("the coordinator is started again", binary::PATIENCE, another).unwrap();
-    let known = wait::until("it knows the plan", binary::PATIENCE, || plans(ops).filter(|p| !p.is_empty()));
-    let listed = &known.unwrap()[0];
-    assert_eq!((&listed["model"], &listed["replicas"][0][0]["worker"]), (&json!(model), &json!(wanted[0].0)));
-    let again = wait::until("it serves", binary::PATIENCE, as_wanted).unwrap();
+    wait::until("the coordinator is started again", binary::NODE_TIMEOUT, another).unwrap();
+    let listed_plans =
+        wait::until("it knows the plan", binary::NODE_TIMEOUT, || plans(ops).filter(|p| !p.is_empty()));
+    let listed = &listed_plans.unwrap()[0];
+    assert_eq!((&listed["model"], &listed["replicas"][0][0]["worker"]), (&json!(model), &json!(target[0].0)));
+    let again = wait::until("it serves", binary::NODE_TIMEOUT, target_serves).unwrap();
     assert_eq!((&again["life"], &again["planned_by"]), (&after["life"], &json!("operator")));
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
 
     // An impossible plan is reported, and the existing replicas continue.
-    let away = json!({"replicas": [[{"worker": wanted[0].0, "layers": [0, 1]}, {"worker": "nobody", "layers": [1, LAYERS]}]]});
+    let away = json!({"replicas": [[{"worker": target[0].0, "layers": [0, 1]}, {"worker": "nobody", "layers": [1, LAYERS]}]]});
     assert_eq!(put(ops, model, &away).status, 204);
     let waits =
         || plans(ops)?[0]["waits"].as_str().filter(|why| why.contains("nobody is not connected")).map(drop);
-    wait::until("the plan waits", binary::PATIENCE, waits).unwrap();
+    wait::until("the plan waits", binary::NODE_TIMEOUT, waits).unwrap();
     let status = cluster.status().unwrap();
     assert_eq!(status["unplanned"][0]["planned_by"], "operator", "{status}");
     assert_eq!(replica(&cluster).unwrap()["life"], after["life"]);
@@ -115,7 +116,7 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
 }
 
 #[test]
-fn what_is_no_plan_is_refused_by_name_and_nothing_is_agreed_on_without_a_majority() {
+fn an_invalid_plan_is_refused_by_name_and_nothing_is_agreed_on_without_a_majority() {
     let builder = Cluster::builder("plans-refused", &tiny_model()).flag("--coordinators", "3");
     let cluster = builder.flag("--shards", "2").start().unwrap();
     let nodes = cluster.nodes().coordinators.clone();
@@ -138,16 +139,17 @@ fn what_is_no_plan_is_refused_by_name_and_nothing_is_agreed_on_without_a_majorit
     let unknown = put(ops, "nothing", &two(1, 1, LAYERS));
     assert_eq!(unknown.status, 404);
     assert_eq!(unknown.json().unwrap()["error"]["code"], "model_not_found");
-    let nothing = http::send(ops, "DELETE", &format!("/admin/v1/plans/{model}"), &[], b"").unwrap();
-    assert_eq!(nothing.status, 404);
+    let answer = http::send(ops, "DELETE", &format!("/admin/v1/plans/{model}"), &[], b"").unwrap();
+    assert_eq!(answer.status, 404);
     assert_eq!(serves(&cluster).unwrap()["life"], before["life"], "nothing of it was put forward");
     // Any coordinator accepts it, and all have it.
-    let kept: Vec<(String, [u64; 2])> = stages(&before);
+    let current: Vec<(String, [u64; 2])> = stages(&before);
     let stage = |(worker, layers): &(String, [u64; 2])| json!({"worker": worker, "layers": layers});
-    let same = json!({"replicas": [kept.iter().map(stage).collect::<Vec<_>>()]});
+    let same = json!({"replicas": [current.iter().map(stage).collect::<Vec<_>>()]});
     assert_eq!(put(ops, model, &same).status, 204);
     for node in &nodes {
-        wait::until("all know it", binary::PATIENCE, || plans(node.ops).filter(|p| p.len() == 1)).unwrap();
+        wait::until("all know it", binary::NODE_TIMEOUT, || plans(node.ops).filter(|p| p.len() == 1))
+            .unwrap();
     }
     let stands = serves(&cluster).unwrap();
     assert_eq!((&stands["life"], &stands["planned_by"]), (&before["life"], &json!("operator")));

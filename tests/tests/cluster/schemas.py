@@ -1,6 +1,8 @@
-"""Asks for answers of many JSON schemas, of growing difficulty, and looks at each with an independent validator.
+"""Requests answers for many JSON schemas of increasing difficulty and checks each with an independent
+validator.
 
-Arguments: base URL, model, how many schemas, how many at a time. The last line says which schemas these were."""
+Arguments: base URL, model, number of schemas, number of parallel requests. The last line lists the schemas.
+"""
 
 import concurrent.futures
 import json
@@ -47,7 +49,7 @@ def leaf(rng):
 
 
 def schema(rng, depth):
-    """Of so many levels; each may refer to a definition of the root."""
+    """A random schema of `depth` levels. Each level may refer to a definition of the root."""
     if depth == 0:
         return {"$ref": "#/$defs/shared"} if rng.random() < 0.15 else leaf(rng)
     kind = rng.randrange(5)
@@ -66,7 +68,7 @@ def schema(rng, depth):
 
 
 def bytes_of(made):
-    """How long an answer may be: random models write the longest ones."""
+    """Maximum length of an answer in bytes. Random models write the longest answers."""
     if "$ref" in made or "pattern" in made or "format" in made:
         return 40
     if "enum" in made or "const" in made:
@@ -79,12 +81,12 @@ def bytes_of(made):
         return 2 + sum(2 + bytes_of(part) for part in made["prefixItems"])
     if "items" in made:
         return 2 + made["maxItems"] * (2 + bytes_of(made["items"]))
-    # A character may be a few bytes, or an escape.
+    # A character has several bytes or is an escape.
     return 2 + 6 * made["maxLength"] if "maxLength" in made else 6
 
 
 def whole(number):
-    """One that fits the context of a small model, of growing depth."""
+    """A schema whose answers fit the context of a small model. Its depth increases with its number."""
     for attempt in range(1000):
         rng = random.Random(number * 1000 + attempt)
         made = {"$defs": {"shared": leaf(rng)}, "title": f"schema {number}", **schema(rng, 1 + number * 4 // count)}

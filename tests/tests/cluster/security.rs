@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-fn create(ops: SocketAddr, wanted: Value) -> (String, String) {
-    let made = || http::post(ops, "/admin/v1/keys", &wanted).ok().filter(|answer| answer.status == 201);
-    let made = wait::until("a key is made", binary::PATIENCE, made).unwrap().json().unwrap();
+fn create(ops: SocketAddr, request: Value) -> (String, String) {
+    let made = || http::post(ops, "/admin/v1/keys", &request).ok().filter(|answer| answer.status == 201);
+    let made = wait::until("a key is made", binary::NODE_TIMEOUT, made).unwrap().json().unwrap();
     let text = |name: &str| made[name].as_str().unwrap().to_owned();
     (text("id"), text("key"))
 }
@@ -40,7 +40,7 @@ impl Served {
     /// Waits until every thread has begun and ended a request since the call.
     fn wait_for_each(&self) {
         let before = self.counts();
-        wait::until("requests go on", binary::PATIENCE, || {
+        wait::until("requests go on", binary::NODE_TIMEOUT, || {
             // The first one may have begun before.
             self.counts().iter().zip(&before).all(|(now, before)| *now > before + 1).then_some(())
         })
@@ -95,9 +95,9 @@ fn sec_keys_of_a_group() {
     let everywhere = |key: &str, status: u16| {
         fronts.iter().all(|front| complete(*front, key, &body).status == status).then_some(())
     };
-    wait::until("all know the key", binary::PATIENCE, || everywhere(&first, 200)).unwrap();
+    wait::until("all know the key", binary::NODE_TIMEOUT, || everywhere(&first, 200)).unwrap();
     // 503 until a majority has confirmed that the key does not exist.
-    wait::until("there is no other", binary::PATIENCE, || everywhere("another", 401)).unwrap();
+    wait::until("there is no other", binary::NODE_TIMEOUT, || everywhere("another", 401)).unwrap();
 
     // Key rotation under load: no request is refused.
     let current = std::sync::Mutex::new(first.clone());
@@ -106,7 +106,7 @@ fn sec_keys_of_a_group() {
         let mut old = None::<String>;
         for round in 0..3 {
             let (id, new) = create(ops[round], json!({"tenant": "a"}));
-            wait::until("all know the new key", binary::PATIENCE, || {
+            wait::until("all know the new key", binary::NODE_TIMEOUT, || {
                 (0..3).all(|at| opens(&new, at)).then_some(())
             })
             .unwrap();
@@ -123,26 +123,26 @@ fn sec_keys_of_a_group() {
     assert!(served > 30, "{served}");
     // A key revoked at one coordinator is refused by all within five seconds.
     let key = key();
-    let asked = Instant::now();
+    let sent = Instant::now();
     let revoked = http::send(ops[1], "DELETE", &format!("/admin/v1/keys/{last}"), &[], b"").unwrap();
     assert_eq!(revoked.status, 204);
-    wait::until("nobody takes it", binary::PATIENCE, || everywhere(&key, 401)).unwrap();
-    assert!(asked.elapsed() < 3 * Duration::from_secs(5), "{:?}", asked.elapsed());
+    wait::until("nobody takes it", binary::NODE_TIMEOUT, || everywhere(&key, 401)).unwrap();
+    assert!(sent.elapsed() < 3 * Duration::from_secs(5), "{:?}", sent.elapsed());
 
     // A limit holds for the whole cluster: requests served by one coordinator count at the others.
     let (_, few) = create(ops[2], json!({"tenant": "b", "rpm": 4}));
-    wait::until("all know the key", binary::PATIENCE, || {
-        let known = |ops: &SocketAddr| http::metric(*ops, "kvasir_api_keys").ok() == Some(2.0);
-        ops.iter().all(known).then_some(())
+    wait::until("all know the key", binary::NODE_TIMEOUT, || {
+        let has_key = |ops: &SocketAddr| http::metric(*ops, "kvasir_api_keys").ok() == Some(2.0);
+        ops.iter().all(has_key).then_some(())
     })
     .unwrap();
     (0..4).for_each(|_| assert!(opens(&few, 0)));
-    let told = || {
+    let limited = || {
         let answer = complete(fronts[1], &few, &body);
         (answer.status == 429).then_some(answer)
     };
     // Requests accepted there before the count arrives count too.
-    let refused = wait::until("the others count it", binary::PATIENCE, told).unwrap();
+    let refused = wait::until("the others count it", binary::NODE_TIMEOUT, limited).unwrap();
     assert!(refused.header("retry-after").is_some_and(|after| after.parse::<u32>().unwrap() > 0));
     assert_eq!(refused.json().unwrap()["error"]["code"], "rate_limited");
 }
@@ -167,7 +167,7 @@ fn certificates_are_replaced_under_load() {
             let log = std::fs::read_to_string(data.join("logs").join(format!("{id}.log"))).unwrap();
             log.matches("certificates were reloaded").count()
         };
-        wait::until("all nodes have read it", binary::PATIENCE, || {
+        wait::until("all nodes have read it", binary::NODE_TIMEOUT, || {
             nodes.iter().all(|(_, id)| count(id) >= times).then_some(())
         })
         .unwrap();
@@ -207,9 +207,9 @@ fn certificates_are_replaced_under_load() {
                 let ready = workers.iter().filter(|worker| worker["state"] == "ready").count();
                 (new && ready == 2).then_some(())
             };
-            wait::until("the worker joins by its new certificate", binary::PATIENCE, back).unwrap();
+            wait::until("the worker joins by its new certificate", binary::NODE_TIMEOUT, back).unwrap();
             let at = served.total();
-            wait::until("requests go on", binary::PATIENCE, || (served.total() > at + 6).then_some(()))
+            wait::until("requests go on", binary::NODE_TIMEOUT, || (served.total() > at + 6).then_some(()))
                 .unwrap();
         },
     );
@@ -238,7 +238,7 @@ fn sec_revoked_node() {
         };
         nodes.coordinators.iter().all(|node| at(node.ops) == Some(true)).then_some(())
     };
-    wait::until("all know both", binary::PATIENCE, || ready(2)).unwrap();
+    wait::until("all know both", binary::NODE_TIMEOUT, || ready(2)).unwrap();
     let ((), served) = under_load(
         &fronts,
         || "any".into(),
@@ -247,19 +247,19 @@ fn sec_revoked_node() {
                 let status = http::get(cluster.coordinator().ops, "/metrics").ok()?.text().ok()?;
                 status.lines().any(|line| line.contains(worker)).then_some(())
             };
-            wait::until("it has something to do", binary::PATIENCE, || on(&revoked.id)).unwrap();
-            let told =
+            wait::until("it has something to do", binary::NODE_TIMEOUT, || on(&revoked.id)).unwrap();
+            let output =
                 binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "worker", "--node", &revoked.id]);
-            assert!(told.unwrap().starts_with("revoked "));
-            let asked = Instant::now();
+            assert!(output.unwrap().starts_with("revoked "));
+            let sent = Instant::now();
             let given = data.join("nodes").join(&nodes.coordinators[2].id).join("identity/ca.crl");
             std::fs::copy(ca.join("ca.crl"), given).unwrap();
-            wait::until("nobody has it", binary::PATIENCE, || ready(1)).unwrap();
+            wait::until("nobody has it", binary::NODE_TIMEOUT, || ready(1)).unwrap();
             // Two seconds to poll the file, one to notify the others.
-            assert!(asked.elapsed() < Duration::from_secs(3 * 3), "{:?}", asked.elapsed());
+            assert!(sent.elapsed() < Duration::from_secs(3 * 3), "{:?}", sent.elapsed());
             // It keeps reconnecting.
             let log = data.join("logs").join(format!("{}.log", revoked.id));
-            wait::until("it is refused", binary::PATIENCE, || {
+            wait::until("it is refused", binary::NODE_TIMEOUT, || {
                 let log = std::fs::read_to_string(&log).unwrap();
                 log.contains("refuses our certificate").then_some(())
             })
@@ -268,18 +268,18 @@ fn sec_revoked_node() {
             let out = data.join("nodes").join(&revoked.id).join("identity");
             let issue = ["ca", "issue", "--dir", ca_dir, "--role", "worker", "--node", &revoked.id];
             binary::stdout(&[&issue[..], &["--out", out.to_str().unwrap(), "--replace"]].concat()).unwrap();
-            wait::until("it is back with another one", binary::PATIENCE, || ready(2)).unwrap();
+            wait::until("it is back with another one", binary::NODE_TIMEOUT, || ready(2)).unwrap();
             let at = served.total();
-            wait::until("requests go on", binary::PATIENCE, || (served.total() > at + 6).then_some(()))
+            wait::until("requests go on", binary::NODE_TIMEOUT, || (served.total() > at + 6).then_some(()))
                 .unwrap();
         },
     );
     assert!(served > 12, "{served}");
     // Each coordinator wrote the list to disk when it received it.
-    let told = |(path, text): &(PathBuf, Vec<u8>)| {
+    let records_revocation = |(path, text): &(PathBuf, Vec<u8>)| {
         path.ends_with("audit.jsonl") && String::from_utf8_lossy(text).contains(r#""what":"revoke""#)
     };
-    assert_eq!(written(&data).iter().filter(|file| told(file)).count(), 3);
+    assert_eq!(written(&data).iter().filter(|file| records_revocation(file)).count(), 3);
     let unknown = ["ca", "revoke", "--dir", ca_dir, "--role", "worker", "--node", "worker-9"];
     assert_eq!(binary::run(&unknown).unwrap().status.code(), Some(1));
     assert_eq!(binary::run(&["ca", "revoke", "--dir", ca_dir]).unwrap().status.code(), Some(2));
@@ -296,12 +296,12 @@ fn sec_revoked_coordinator() {
     let (ca_dir, revoked) = (ca.to_str().unwrap(), &nodes.coordinators[2]);
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
     let status = |front: SocketAddr| complete(front, "any", &body).status;
-    wait::until("it serves", binary::PATIENCE, || (status(revoked.http) == 200).then_some(())).unwrap();
+    wait::until("it serves", binary::NODE_TIMEOUT, || (status(revoked.http) == 200).then_some(())).unwrap();
     binary::stdout(&["ca", "revoke", "--dir", ca_dir, "--role", "coordinator", "--node", &revoked.id])
         .unwrap();
     let given = data.join("nodes").join(&nodes.coordinators[0].id).join("identity/ca.crl");
     std::fs::copy(ca.join("ca.crl"), given).unwrap();
-    let votes = |wanted: usize| {
+    let votes = |expected: usize| {
         let group = binary::stdout(&[
             "coordinators",
             "list",
@@ -312,15 +312,17 @@ fn sec_revoked_coordinator() {
         .ok()?;
         let group: Value = serde_json::from_str(&group).ok()?;
         let votes = group["coordinators"].as_array()?.iter().filter(|member| member["votes"] == true).count();
-        (votes == wanted && group["needed"] == wanted / 2 + 1).then_some(())
+        (votes == expected && group["needed"] == expected / 2 + 1).then_some(())
     };
     // No worker accepts it either.
-    wait::until("it has no worker left", binary::PATIENCE, || (status(revoked.http) == 503).then_some(()))
-        .unwrap();
+    wait::until("it has no worker left", binary::NODE_TIMEOUT, || {
+        (status(revoked.http) == 503).then_some(())
+    })
+    .unwrap();
     votes(3).unwrap();
     // The other two agree and serve.
     let (_, key) = create(nodes.coordinators[1].ops, json!({"tenant": "a"}));
-    wait::until("both know the key", binary::PATIENCE, || {
+    wait::until("both know the key", binary::NODE_TIMEOUT, || {
         let opens = |at: usize| complete(nodes.coordinators[at].http, &key, &body).status == 200;
         (opens(0) && opens(1)).then_some(())
     })
@@ -329,19 +331,19 @@ fn sec_revoked_coordinator() {
         let ops = nodes.coordinators[0].ops.to_string();
         binary::stdout(&["coordinators", "remove", &revoked.id, "--ops", &ops]).ok()
     };
-    wait::until("it is removed", binary::PATIENCE, removed).unwrap();
-    wait::until("its seat is gone", binary::PATIENCE, || votes(2)).unwrap();
+    wait::until("it is removed", binary::NODE_TIMEOUT, removed).unwrap();
+    wait::until("its seat is gone", binary::NODE_TIMEOUT, || votes(2)).unwrap();
 }
 
 /// The time from the request to the first token.
 fn first_token(server: SocketAddr, key: &str, prompt: &[u32]) -> Duration {
     let body = json!({"prompt": prompt, "max_tokens": 1, "stream": true});
-    let asked = Instant::now();
+    let sent = Instant::now();
     let answer = complete(server, key, &body);
     assert_eq!(answer.status, 200);
     let mut events = answer.events().unwrap();
     events.next_event().unwrap();
-    let took = asked.elapsed();
+    let took = sent.elapsed();
     events.all().unwrap();
     took
 }
@@ -356,19 +358,19 @@ fn sec_ttft_side_channel() {
     let [a, b] = ["a", "b"].map(|tenant| create(ops, json!({"tenant": tenant})).1);
     let prompt =
         |seed: u32| (0..400).map(|at| (seed * 7 + at * 13 + at * at * seed) % 400).collect::<Vec<u32>>();
-    let (mut known, mut cold, mut own) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut foreign, mut cold, mut own) = (Vec::new(), Vec::new(), Vec::new());
     for probe in 0..PROBES {
         let [theirs, nobodys] = [2 * probe, 2 * probe + 1].map(prompt);
         first_token(front, &a, &theirs);
         // Alternate the order.
         match probe % 2 {
             0 => {
-                known.push(first_token(front, &b, &theirs));
+                foreign.push(first_token(front, &b, &theirs));
                 cold.push(first_token(front, &b, &nobodys));
             }
             _ => {
                 cold.push(first_token(front, &b, &nobodys));
-                known.push(first_token(front, &b, &theirs));
+                foreign.push(first_token(front, &b, &theirs));
             }
         }
         own.push(first_token(front, &a, &theirs));
@@ -378,7 +380,7 @@ fn sec_ttft_side_channel() {
         let pairs = these.iter().flat_map(|this| those.iter().map(move |that| this < that));
         pairs.filter(|faster| *faster).count() as f64 / (these.len() * those.len()) as f64
     };
-    let (leak, hit) = (faster(&known, &cold), faster(&own, &cold));
+    let (leak, hit) = (faster(&foreign, &cold), faster(&own, &cold));
     eprintln!(
         "another tenant's prompt is faster than a new one in {leak:.2}, one's own in {hit:.2} of all pairs"
     );
@@ -401,16 +403,16 @@ fn written(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
 /// The first updates of a dashboard page, at most `count`.
 fn looks(ops: SocketAddr, count: usize) -> Vec<u8> {
     let mut stream = TcpStream::connect(ops).unwrap();
-    stream.set_read_timeout(Some(binary::PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(binary::NODE_TIMEOUT)).unwrap();
     let request = format!("GET /admin/v1/dashboard/events HTTP/1.1\r\nHost: {ops}\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();
-    let (mut told, mut part) = (Vec::new(), [0; 1 << 16]);
-    while String::from_utf8_lossy(&told).matches("event: look").count() < count {
-        let read = stream.read(&mut part).unwrap();
+    let (mut received, mut buffer) = (Vec::new(), [0; 1 << 16]);
+    while String::from_utf8_lossy(&received).matches("event: look").count() < count {
+        let read = stream.read(&mut buffer).unwrap();
         assert!(read > 0, "the stream has ended");
-        told.extend_from_slice(&part[..read]);
+        received.extend_from_slice(&buffer[..read]);
     }
-    told
+    received
 }
 
 /// Text of a client must not be in any data that operators store: not in a log at its finest level, any file
@@ -418,11 +420,11 @@ fn looks(ops: SocketAddr, count: usize) -> Vec<u8> {
 #[test]
 fn sec_log_canary() {
     let bert = Manifest::read().unwrap().tiny("bert").unwrap().path();
-    nothing_is_written_down("generates", &tiny_model());
-    nothing_is_written_down("encodes", bert.to_str().unwrap());
+    assert_nothing_is_written("generates", &tiny_model());
+    assert_nothing_is_written("encodes", bert.to_str().unwrap());
 }
 
-fn nothing_is_written_down(name: &str, model: &str) {
+fn assert_nothing_is_written(name: &str, model: &str) {
     const CANARIES: [&str; 8] = [
         "canary-prompt",
         "canary-key",
@@ -451,7 +453,7 @@ fn nothing_is_written_down(name: &str, model: &str) {
         ("x-kvasir-group", "group"),
     ];
     let document = json!({"id": "canary-file.pdf", "text": "canary-prompt in a document"});
-    let said = |content: &str| json!([{"role": "user", "content": content}]);
+    let messages = |content: &str| json!([{"role": "user", "content": content}]);
     let schema = json!({"type": "object", "properties": {"canary-schema": {"const": "canary-schema"}}, "required": ["canary-schema"]});
     let tool = json!({"type": "function", "function": {"name": "canary-tool", "parameters": schema}});
     let bodies = [
@@ -477,12 +479,12 @@ fn nothing_is_written_down(name: &str, model: &str) {
         ),
         (
             "/v1/chat/completions",
-            json!({"messages": said("canary-prompt"), "max_tokens": 8, "response_format":
+            json!({"messages": messages("canary-prompt"), "max_tokens": 8, "response_format":
                 {"type": "json_schema", "json_schema": {"name": "canary-schema", "schema": schema}}}),
         ),
         (
             "/v1/chat/completions",
-            json!({"messages": said("canary-prompt"), "max_tokens": 8, "tools": [tool], "tool_choice": "required"}),
+            json!({"messages": messages("canary-prompt"), "max_tokens": 8, "tools": [tool], "tool_choice": "required"}),
         ),
         (
             "/v1/chat/completions",
@@ -530,45 +532,44 @@ fn nothing_is_written_down(name: &str, model: &str) {
     assert!(listed.contains(&id) && !listed.contains(&key));
 
     let text = |ops: SocketAddr, path: &str| http::get(ops, path).unwrap().text().unwrap().into_bytes();
-    let mut places = vec![
+    let mut outputs = vec![
         ("metrics".into(), text(ops, "/metrics")),
         ("status".into(), text(ops, "/admin/v1/cluster")),
         ("prefixes".into(), text(ops, "/admin/v1/prefixes")),
     ];
     for worker in &cluster.nodes().workers {
-        places.push((PathBuf::from(&worker.id), text(worker.ops, "/metrics")));
+        outputs.push((PathBuf::from(&worker.id), text(worker.ops, "/metrics")));
     }
     // The recent decisions, then updates.
-    places.push(("dashboard".into(), looks(ops, 2)));
-    wait::until("spans of both kinds of node are exported", binary::PATIENCE, || {
-        let nodes: BTreeSet<String> = collector.told().into_iter().map(|told| told.node).collect();
+    outputs.push(("dashboard".into(), looks(ops, 2)));
+    wait::until("spans of both kinds of node are exported", binary::NODE_TIMEOUT, || {
+        let nodes: BTreeSet<String> = collector.spans().into_iter().map(|recorded| recorded.node).collect();
         let of = |kind: &str| nodes.iter().any(|node| node.starts_with(kind));
         (of("coordinator") && of("worker")).then_some(())
     })
     .unwrap();
     let log = cluster.log().to_owned();
     drop(cluster);
-    places.push(("traces".into(), collector.raw()));
-    places.push((log.clone(), std::fs::read(&log).unwrap()));
-    places.extend(written(dir.path()));
-    let has = |text: &[u8], what: &[u8]| text.windows(what.len()).any(|window| window == what);
+    outputs.push(("traces".into(), collector.raw()));
+    outputs.push((log.clone(), std::fs::read(&log).unwrap()));
+    outputs.extend(written(dir.path()));
+    let has = |text: &[u8], pattern: &[u8]| text.windows(pattern.len()).any(|window| window == pattern);
     let traced = |kind: &str| {
-        let of =
-            |place: &Path| place.file_name().is_some_and(|name| name.to_string_lossy().starts_with(kind));
-        places.iter().any(|(place, text)| of(place) && has(text, b" TRACE "))
+        let of = |path: &Path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(kind));
+        outputs.iter().any(|(path, text)| of(path) && has(text, b" TRACE "))
     };
     assert!(
         traced("coordinator-0") && traced("worker-0"),
         "nothing was logged at the level that this is about"
     );
-    assert!(places.iter().any(|(place, text)| place.ends_with("audit.jsonl") && has(text, id.as_bytes())));
+    assert!(outputs.iter().any(|(path, text)| path.ends_with("audit.jsonl") && has(text, id.as_bytes())));
     let secrets = CANARIES.iter().copied().chain([key.as_str(), &key["kvasir-".len()..]]);
     for secret in secrets {
-        for (place, text) in &places {
+        for (path, text) in &outputs {
             let at = text.windows(secret.len()).position(|window| window == secret.as_bytes());
             let around = at
                 .map(|at| String::from_utf8_lossy(&text[at.saturating_sub(200)..(at + 100).min(text.len())]));
-            assert_eq!(around, None, "{secret} in {}", place.display());
+            assert_eq!(around, None, "{secret} in {}", path.display());
         }
     }
 }

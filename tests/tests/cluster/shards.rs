@@ -18,7 +18,7 @@ fn prompt(seed: usize, tokens: usize) -> Vec<usize> {
     (0..tokens).map(|i| 5 + (seed * 31 + i * 7) % 400).collect()
 }
 
-fn ask(server: SocketAddr, body: &Value) -> Value {
+fn complete(server: SocketAddr, body: &Value) -> Value {
     http::post(server, "/v1/completions", body).unwrap().ok().unwrap()["choices"].clone()
 }
 
@@ -61,19 +61,21 @@ fn pid_of(cluster: &Cluster, stage: usize) -> u32 {
 
 #[test]
 fn stages_answer_as_one_worker_does_bit_by_bit() {
-    let one = Cluster::builder("shards-one", &tiny_model()).flag("--workers", "1").start().unwrap();
-    let want: Vec<Value> = bodies(one.model()).iter().map(|body| ask(one.http(), body)).collect();
-    let chat = json!({"model": one.model(), "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "seed": 3, "logprobs": true});
-    drop(one);
+    let single = Cluster::builder("shards-one", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let expected: Vec<Value> =
+        bodies(single.model()).iter().map(|body| complete(single.http(), body)).collect();
+    let chat = json!({"model": single.model(), "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "seed": 3, "logprobs": true});
+    drop(single);
     for shards in ["2", "3"] {
         let cluster =
             Cluster::builder("shards-several", &tiny_model()).flag("--shards", shards).start().unwrap();
-        let got: Vec<Value> = bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
-        assert_eq!(got, want, "{shards} shards");
+        let got: Vec<Value> =
+            bodies(cluster.model()).iter().map(|body| complete(cluster.http(), body)).collect();
+        assert_eq!(got, expected, "{shards} shards");
         // Prefix hits give the same results.
         let again: Vec<Value> =
-            bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
-        assert_eq!(again, want, "{shards} shards, again");
+            bodies(cluster.model()).iter().map(|body| complete(cluster.http(), body)).collect();
+        assert_eq!(again, expected, "{shards} shards, again");
         http::post(cluster.http(), "/v1/chat/completions", &chat).unwrap();
         let replica = serves(&cluster).unwrap();
         let stages = replica["stages"].as_array().unwrap();
@@ -94,18 +96,20 @@ fn a_drafter_drafts_at_the_last_stage_and_answers_are_the_same() {
     let manifest = Manifest::read().unwrap();
     let file = |name: &str| manifest.tiny(name).unwrap().path().display().to_string();
     let (model, spec) = (file("gemma4"), format!("draft-mtp:{}", file("gemma4-assistant")));
-    let one = Cluster::builder("drafts-one", &model).flag("--workers", "1").start().unwrap();
-    let want: Vec<Value> = bodies(one.model()).iter().map(|body| ask(one.http(), body)).collect();
-    drop(one);
+    let single = Cluster::builder("drafts-one", &model).flag("--workers", "1").start().unwrap();
+    let expected: Vec<Value> =
+        bodies(single.model()).iter().map(|body| complete(single.http(), body)).collect();
+    drop(single);
     let builder = Cluster::builder("drafts-several", &model).flag("--shards", "2").flag("--spec", &spec);
     let cluster = builder.start().unwrap();
-    let asked =
-        || -> Vec<Value> { bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect() };
+    let answers = || -> Vec<Value> {
+        bodies(cluster.model()).iter().map(|body| complete(cluster.http(), body)).collect()
+    };
     let counted = |name: &str| http::metric(worker_of(&cluster, 0).ops, name).unwrap();
     let drafted = || counted("vllm:spec_decode_num_draft_tokens_total");
     // A drafter that does not pay off is tried again only after some steps.
-    wait::until("the last stage draft tokens", binary::PATIENCE, || {
-        assert_eq!(asked(), want);
+    wait::until("the last stage draft tokens", binary::NODE_TIMEOUT, || {
+        assert_eq!(answers(), expected);
         (drafted() > 0.0).then_some(())
     })
     .unwrap();
@@ -134,15 +138,16 @@ fn draft_tokens_of_a_recurrent_model_are_right_over_two_stages_and_answers_are_t
             }));
             bodies
         };
-        let one = Cluster::builder("recurrent-one", &model).flag("--workers", "1").start().unwrap();
-        let want: Vec<Value> = bodies(one.model()).iter().map(|body| ask(one.http(), body)).collect();
-        drop(one);
+        let single = Cluster::builder("recurrent-one", &model).flag("--workers", "1").start().unwrap();
+        let expected: Vec<Value> =
+            bodies(single.model()).iter().map(|body| complete(single.http(), body)).collect();
+        drop(single);
         let builder = Cluster::builder("recurrent-several", &model);
         let cluster = builder.flag("--shards", "2").flag("--spec", "ngram").start().unwrap();
-        wait::until("draft tokens are right", binary::PATIENCE, || {
+        wait::until("draft tokens are right", binary::NODE_TIMEOUT, || {
             let got: Vec<Value> =
-                bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
-            assert_eq!(got, want, "{arch}");
+                bodies(cluster.model()).iter().map(|body| complete(cluster.http(), body)).collect();
+            assert_eq!(got, expected, "{arch}");
             let first = worker_of(&cluster, 0).ops;
             let right = http::metric(first, "vllm:spec_decode_num_accepted_tokens_total").unwrap();
             (right > 0.0).then_some(())
@@ -190,24 +195,24 @@ pub(crate) fn read_all(
     after: usize,
     disturb: impl FnOnce(),
 ) -> Vec<StreamedTokens> {
-    let (say, said) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let readers: Vec<_> = bodies
             .iter()
             .map(|body| {
-                let say = say.clone();
+                let sender = sender.clone();
                 scope.spawn(move || {
                     read(server, body, || {
                         // The receiver is gone once the disturbance is over.
-                        let _ = say.send(());
+                        let _ = sender.send(());
                     })
                 })
             })
             .collect();
-        drop(say);
-        assert_eq!(said.iter().take(after).count(), after, "all streams are over before the fault");
+        drop(sender);
+        assert_eq!(receiver.iter().take(after).count(), after, "all streams are over before the fault");
         disturb();
-        drop(said);
+        drop(receiver);
         readers.into_iter().map(|reader| reader.join().unwrap().unwrap()).collect()
     })
 }
@@ -221,18 +226,18 @@ pub(crate) fn greedy_streams(model: &str, count: usize, tokens: usize) -> Vec<Va
 }
 
 /// Asserts that each stream has the undisturbed tokens, or a prefix of them and an error.
-fn assert_whole_or_told(told: &[StreamedTokens], undisturbed: &[StreamedTokens]) {
-    for (number, ((tokens, error), (want, _))) in told.iter().zip(undisturbed).enumerate() {
+fn assert_whole_or_failed(streams: &[StreamedTokens], undisturbed: &[StreamedTokens]) {
+    for (number, ((tokens, error), (expected, _))) in streams.iter().zip(undisturbed).enumerate() {
         match error.as_deref() {
-            None => assert_eq!(tokens, want, "stream {number}"),
+            None => assert_eq!(tokens, expected, "stream {number}"),
             Some("worker_lost" | "no_worker") => {
-                assert!(want.starts_with(tokens), "stream {number} told something else")
+                assert!(expected.starts_with(tokens), "stream {number} told something else")
             }
             Some(other) => panic!("stream {number}: {other}"),
         }
     }
-    let whole = told.iter().filter(|(_, error)| error.is_none()).count();
-    println!("{whole} of {} streams are whole", told.len());
+    let whole = streams.iter().filter(|(_, error)| error.is_none()).count();
+    println!("{whole} of {} streams are whole", streams.len());
 }
 
 #[test]
@@ -244,11 +249,11 @@ fn a_killed_middle_stage_costs_streams_time_and_no_token() {
     let before = serves(&cluster).unwrap();
     let victim = pid_of(&cluster, 1);
     let started = Instant::now();
-    let told = read_all(server, &bodies, 60, || signal::kill_now(victim));
+    let streams = read_all(server, &bodies, 60, || signal::kill_now(victim));
     println!("all streams are over {:.1?} after their start", started.elapsed());
-    assert_whole_or_told(&told, &undisturbed);
+    assert_whole_or_failed(&streams, &undisturbed);
     let after =
-        wait::until("the replica is put together again", binary::PATIENCE, || serves(&cluster)).unwrap();
+        wait::until("the replica is put together again", binary::NODE_TIMEOUT, || serves(&cluster)).unwrap();
     assert!(after["attempts"].as_u64() > before["attempts"].as_u64(), "{before} then {after}");
     assert_eq!(after["life"], before["life"], "the same plan, since the worker has returned");
     wait_for_quiet(&cluster);
@@ -276,7 +281,7 @@ fn a_frozen_stage_is_missed_while_nothing_is_asked_and_a_spare_takes_its_place()
     wait::until("the frozen stage is missed", LOST_WITHIN, missed).unwrap();
     println!("a frozen stage is missed after {:.1?}", since.elapsed());
     let replaced = || serves(&cluster).filter(|replica| replica["life"] != before["life"]);
-    let after = wait::until("the spare takes its place", binary::PATIENCE, replaced).unwrap();
+    let after = wait::until("the spare takes its place", binary::NODE_TIMEOUT, replaced).unwrap();
     assert!(after["stages"].as_array().unwrap().iter().all(|s| s["worker"] != before["stages"][1]["worker"]));
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
     // After resuming it belongs to no replica and is a spare.
@@ -286,7 +291,7 @@ fn a_frozen_stage_is_missed_while_nothing_is_asked_and_a_spare_takes_its_place()
         let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
         (ready == 3).then_some(())
     };
-    wait::until("all three are there", binary::PATIENCE, three).unwrap();
+    wait::until("all three are there", binary::NODE_TIMEOUT, three).unwrap();
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
     assert_eq!(serves(&cluster).unwrap()["life"], after["life"], "a plan that serves stands");
     wait_for_quiet(&cluster);
@@ -301,7 +306,7 @@ fn a_plan_outlives_the_leader_that_made_it() {
         .unwrap();
     let nodes = cluster.nodes().coordinators.clone();
     let seen = |at: usize| -> Option<Value> { http::get(nodes[at].ops, "/admin/v1/cluster").ok()?.ok().ok() };
-    let leader = wait::until("one leads", binary::PATIENCE, || {
+    let leader = wait::until("one leads", binary::NODE_TIMEOUT, || {
         let status = seen(0)?;
         let leads = status["coordinators"].as_array()?.iter().find(|listed| listed["role"] == "leader")?;
         nodes.iter().position(|node| leads["id"] == node.id.as_str())
@@ -323,7 +328,7 @@ fn a_plan_outlives_the_leader_that_made_it() {
     signal::kill_now(second);
     let again =
         || serving(other).filter(|replica| replica["attempts"].as_u64() > before["attempts"].as_u64());
-    let after = wait::until("it serves again", binary::PATIENCE, again).unwrap();
+    let after = wait::until("it serves again", binary::NODE_TIMEOUT, again).unwrap();
     assert_eq!(after["life"], before["life"]);
     assert_eq!(read_all(nodes[other].http, &bodies, 1, || {}), undisturbed);
 }
@@ -363,9 +368,9 @@ fn condemned(cluster: &Cluster) -> Option<Vec<Value>> {
 
 /// Replaces the served file, and restarts all workers with it.
 fn serve_instead(cluster: &Cluster, from: &Path, served: &Path) {
-    let beside = served.with_extension("new");
-    std::fs::copy(from, &beside).unwrap();
-    std::fs::rename(beside, served).unwrap();
+    let copy = served.with_extension("new");
+    std::fs::copy(from, &copy).unwrap();
+    std::fs::rename(copy, served).unwrap();
     cluster.up_file().unwrap().workers.iter().for_each(|worker| signal::kill_now(worker.pid));
 }
 
@@ -392,7 +397,7 @@ fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
     let (server, bodies) = (cluster.http(), greedy_streams(cluster.model(), 2, 20));
     let undisturbed = read_all(server, &bodies, 1, || {});
     serve_instead(&cluster, &bad, &served);
-    let files = wait::until("the file is condemned", binary::PATIENCE, || condemned(&cluster)).unwrap();
+    let files = wait::until("the file is condemned", binary::NODE_TIMEOUT, || condemned(&cluster)).unwrap();
     assert_eq!(files.len(), 1, "{files:?}");
     // Its workers are present and free, and no placement is tried again.
     let free = || {
@@ -400,18 +405,18 @@ fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
         let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
         (ready == 2 && replica(&cluster).is_none()).then_some(())
     };
-    wait::until("its workers are free", binary::PATIENCE, free).unwrap();
+    wait::until("its workers are free", binary::NODE_TIMEOUT, free).unwrap();
     let pids = || cluster.up_file().unwrap().workers.iter().map(|worker| worker.pid).collect::<Vec<_>>();
     let before = pids();
     let ops = cluster.coordinator().ops.to_string();
     let digest = files[0]["digest"].as_str().unwrap();
     // After unblocking it is tried again, with the same result.
     assert!(binary::stdout(&["unblock", &digest[..16], "--ops", &ops]).unwrap().contains("is unblocked"));
-    wait::until("it is condemned again", binary::PATIENCE, || condemned(&cluster)).unwrap();
+    wait::until("it is condemned again", binary::NODE_TIMEOUT, || condemned(&cluster)).unwrap();
     assert_eq!(pids(), before, "a file that cannot be loaded ends no worker");
     assert!(!binary::run(&["unblock", "0000", "--ops", &ops]).unwrap().status.success());
 
     serve_instead(&cluster, Path::new(&tiny_model()), &served);
-    wait::until("the good file is served", binary::PATIENCE, || serves(&cluster)).unwrap();
+    wait::until("the good file is served", binary::NODE_TIMEOUT, || serves(&cluster)).unwrap();
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
 }

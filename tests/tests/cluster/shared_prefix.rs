@@ -20,7 +20,7 @@ pub(crate) fn text() -> Vec<u32> {
     serde_json::from_value(reference["perplexity"]["ids"].clone()).unwrap()
 }
 
-fn ask(cluster: &Cluster, prompt: &[u32], tokens: u32) -> Outcome {
+fn complete(cluster: &Cluster, prompt: &[u32], tokens: u32) -> Outcome {
     let body = json!({
         "model": cluster.model(), "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
     });
@@ -47,7 +47,7 @@ fn burst(cluster: &Cluster, prefix: &[u32], count: usize, wave: usize, tokens: u
         .collect();
     std::thread::scope(|scope| {
         let running: Vec<_> =
-            prompts.iter().map(|prompt| scope.spawn(|| ask(cluster, prompt, tokens))).collect();
+            prompts.iter().map(|prompt| scope.spawn(|| complete(cluster, prompt, tokens))).collect();
         running.into_iter().map(|request| request.join().unwrap()).collect()
     })
 }
@@ -77,8 +77,12 @@ fn a_prefix_is_computed_once_in_the_cluster_and_found_again() {
     // One worker computes it. Whether the other one also serves requests depends on its speed.
     assert_eq!(computing.len(), 1, "{computing:?}");
     let own = 30 + (PREFIX as u64 - SHARED);
-    let most = PREFIX as u64 + 30 + hits.len() as u64 * own;
-    assert!(computed(&first) <= most, "{} prompt tokens computed, at most {most} expected", computed(&first));
+    let max_computed = PREFIX as u64 + 30 + hits.len() as u64 * own;
+    assert!(
+        computed(&first) <= max_computed,
+        "{} prompt tokens computed, at most {max_computed} expected",
+        computed(&first)
+    );
     assert_eq!(counter(&cluster) - before, computed(&first), "usage and the workers' counter disagree");
     for outcome in &first {
         assert_eq!(

@@ -56,8 +56,8 @@ fn a_saved_sequence_outlives_every_process_and_goes_on_bit_by_bit() {
 
     let saved = kvasir(dir.path(), &["snapshot", "save", "talk", "--out", file]);
     assert_eq!(saved["bytes"].as_u64().unwrap(), std::fs::metadata(file).unwrap().len());
-    let kept = kvasir(dir.path(), &["snapshot", "save", "talk", "--keep", "disk"]);
-    assert_eq!((&kept["worker"], &kept["bytes"]), (&json!(first.worker), &saved["bytes"]));
+    let stored = kvasir(dir.path(), &["snapshot", "save", "talk", "--keep", "disk"]);
+    assert_eq!((&stored["worker"], &stored["bytes"]), (&json!(first.worker), &saved["bytes"]));
     drop(cluster);
 
     let cluster = start("snapshots-again");
@@ -73,7 +73,7 @@ fn a_saved_sequence_outlives_every_process_and_goes_on_bit_by_bit() {
 
     // The snapshot on disk still exists, and can move to the other worker.
     let list = kvasir(dir.path(), &["snapshot", "list"]);
-    assert_eq!(list["snapshots"][0], kept);
+    assert_eq!(list["snapshots"][0], stored);
     let mut workers = cluster.nodes().workers.iter().map(|node| node.id.clone());
     let other = workers.find(|id| *id != first.worker).unwrap();
     let moved = kvasir(dir.path(), &["snapshot", "restore", "--kept", "talk", "--worker", &other]);
@@ -138,10 +138,10 @@ fn a_sequence_of_a_replica_of_two_goes_on_at_one_worker_bit_by_bit() {
     assert_eq!(saved["bytes"].as_u64().unwrap(), std::fs::metadata(file).unwrap().len());
     drop(several);
 
-    let one = Cluster::builder("snapshots-one", &tiny_model()).flag("--workers", "1").start().unwrap();
-    let restored = kvasir(one.data_dir(), &["snapshot", "restore", file]);
+    let single = Cluster::builder("snapshots-one", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let restored = kvasir(single.data_dir(), &["snapshot", "restore", file]);
     assert_eq!((&restored["tokens"], &restored["cached"]), (&json!(112), &json!(96)));
-    let then = complete(&one, "then", &[prompt, first.tokens].concat(), 12);
+    let then = complete(&single, "then", &[prompt, first.tokens].concat(), 12);
     assert_eq!((then.cached, &then.tokens[..]), (96, &whole.tokens[12..]));
     assert_eq!(then.logprobs, whole.logprobs[12..], "the same bits");
 }
@@ -201,17 +201,17 @@ fn a_snapshot_has_windows_of_sliding_layers_only() {
     let file = cluster.data_dir().join("long.kvsnap");
     let saved = kvasir(cluster.data_dir(), &["snapshot", "save", "long", "--out", file.to_str().unwrap()]);
     let found = saved["bytes"].as_u64().unwrap() as f64;
-    let least = (3 * TOKENS * LAYER_TOKEN + 15 * 512 * LAYER_TOKEN) as f64;
+    let min_bytes = (3 * TOKENS * LAYER_TOKEN + 15 * 512 * LAYER_TOKEN) as f64;
     let uniform = (18 * TOKENS * LAYER_TOKEN) as f64;
     println!(
         "Gemma-3-270M at {TOKENS} tokens: {:.2} MiB, {:.2} % over full layers and one window per sliding layer \
          ({:.2} MiB); a uniform KV cache has {:.1} MiB",
         found / (1 << 20) as f64,
-        100.0 * (found / least - 1.0),
-        least / (1 << 20) as f64,
+        100.0 * (found / min_bytes - 1.0),
+        min_bytes / (1 << 20) as f64,
         uniform / (1 << 20) as f64,
     );
-    assert!(found <= 1.15 * least, "{found} bytes, {least} are needed");
+    assert!(found <= 1.15 * min_bytes, "{found} bytes, {min_bytes} are needed");
 }
 
 #[test]
@@ -231,9 +231,9 @@ fn a_worker_that_is_killed_finds_its_prefixes_in_its_directory() {
             .filter(|file| file.as_ref().is_ok_and(|f| f.path().extension().is_some_and(|e| e == "kvpiece")))
             .count()
     };
-    wait::until("all is written", binary::PATIENCE, || (pieces() == 13).then_some(())).unwrap();
+    wait::until("all is written", binary::NODE_TIMEOUT, || (pieces() == 13).then_some(())).unwrap();
     signal::kill_now(worker.pid);
-    wait::until("the worker comes back", binary::PATIENCE, || {
+    wait::until("the worker comes back", binary::NODE_TIMEOUT, || {
         let again = cluster.up_file().ok()?.workers.into_iter().next()?;
         (again.pid != worker.pid && signal::is_alive(again.pid)).then_some(())?;
         (cluster.status().ok()?["workers"][0]["state"] == "ready").then_some(())

@@ -1,6 +1,7 @@
-"""LangChain's `with_structured_output` and `bind_tools` against a cluster, as its documentation says, unmodified.
+"""Uses LangChain's `with_structured_output` and `bind_tools` with a cluster, unmodified and as documented.
 
-Arguments: base URL, model."""
+Arguments: base URL, model.
+"""
 
 import sys
 from typing import Literal

@@ -1,6 +1,7 @@
-"""Calls of tools through the official client: whole and streamed, required, named, and what becomes of the result.
+"""Tool calls through the official client: whole and streamed, required, named, and followed by their results.
 
-Arguments: base URL, model."""
+Arguments: base URL, model.
+"""
 
 import json
 import sys
@@ -38,7 +39,7 @@ def check(name, arguments):
 
 
 def streamed(**extra):
-    """The calls and the text of a stream, put together as clients do it, and why it ended."""
+    """Returns the calls and the text of a stream, collected as clients do it, and its finish reasons."""
     calls, text, reasons = {}, "", []
     for chunk in client.chat.completions.create(stream=True, messages=CHAT, **{**COMMON, **extra}):
         for choice in chunk.choices:
@@ -73,7 +74,7 @@ for choice in answers.choices:
     check("get_time", call.function.arguments)
 assert len({choice.message.tool_calls[0].id for choice in answers.choices}) == 3
 
-# What was called is told to the model, which answers in words; with tools or without.
+# Sends the tool's result. The model answers in words, with or without tools.
 call = answers.choices[0].message.tool_calls[0]
 chat = [*CHAT, answers.choices[0].message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "It is noon."}]
 after = client.chat.completions.create(messages=chat, tool_choice="none", temperature=0, **COMMON).choices[0]
@@ -83,7 +84,7 @@ client.chat.completions.create(messages=chat, temperature=0, **COMMON)
 for body, field in [
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "strange"}}}]}, "tools[0].function.parameters"),
-    # Found by the worker.
+    # The worker finds this one.
     ({"tools": [*COMMON["tools"], {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"x": {"pattern": "("}}}}}]},
      f"tools[{len(COMMON['tools'])}]"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "strange"}}}, "tools": []},
@@ -98,7 +99,7 @@ for body, field in [
     except openai.BadRequestError as error:
         assert error.param == field, (error.param, error.message)
 
-# Without strict, what cannot be enforced is left out and the rest holds.
+# Without strict, unsupported keywords are ignored and the others hold.
 for x in [{"type": "string", "pattern": "("}, {"type": "strange"}, {"type": "array", "uniqueItems": True}, {"$ref": "#/$defs/none"}]:
     loose = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}, "x": x}, "required": ["n"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": loose}}

@@ -14,15 +14,15 @@ use std::net::SocketAddr;
 /// Text that must not occur in a trace.
 const SECRET: &str = "Halibut";
 
-fn count(told: &RecordedSpan, key: &str) -> i64 {
-    match value(&told.span.attributes, key) {
+fn count(recorded: &RecordedSpan, key: &str) -> i64 {
+    match value(&recorded.span.attributes, key) {
         Some(Attribute::IntValue(count)) => *count,
-        other => panic!("{key} of {} is {other:?}", told.span.name),
+        other => panic!("{key} of {} is {other:?}", recorded.span.name),
     }
 }
 
 fn named<'a>(trace: &'a [RecordedSpan], name: &str) -> Vec<&'a RecordedSpan> {
-    trace.iter().filter(|told| told.span.name == name).collect()
+    trace.iter().filter(|recorded| recorded.span.name == name).collect()
 }
 
 fn only<'a>(trace: &'a [RecordedSpan], name: &str) -> &'a RecordedSpan {
@@ -31,7 +31,7 @@ fn only<'a>(trace: &'a [RecordedSpan], name: &str) -> &'a RecordedSpan {
 }
 
 /// Requests a few tokens as part of the trace `trace`.
-fn ask(cluster: &Cluster, trace: [u8; 16], flags: &str) {
+fn complete(cluster: &Cluster, trace: [u8; 16], flags: &str) {
     let body = json!({
         "model": cluster.model(), "max_tokens": 5, "ignore_eos": true, "temperature": 0,
         "prompt": SECRET,
@@ -60,42 +60,43 @@ fn spans(ops: SocketAddr, metric: &str, outcome: &str) -> f64 {
 /// time.
 fn expect_tree(trace: &[RecordedSpan]) -> &RecordedSpan {
     let spans: HashMap<&[u8], &RecordedSpan> =
-        trace.iter().map(|told| (told.span.span_id.as_slice(), told)).collect();
+        trace.iter().map(|recorded| (recorded.span.span_id.as_slice(), recorded)).collect();
     assert_eq!(spans.len(), trace.len(), "a span came twice");
     let (roots, others): (Vec<&RecordedSpan>, Vec<&RecordedSpan>) =
-        trace.iter().partition(|told| told.span.parent_span_id == [0, 0, 0, 0, 0, 0, 0, 0xaa]);
+        trace.iter().partition(|recorded| recorded.span.parent_span_id == [0, 0, 0, 0, 0, 0, 0, 0xaa]);
     let [root] = roots[..] else { panic!("{roots:#?}") };
-    for told in others {
-        let parent = spans.get(told.span.parent_span_id.as_slice());
-        let parent = parent.unwrap_or_else(|| panic!("{} is below nothing", told.span.name));
-        assert!(told.span.start_time_unix_nano <= told.span.end_time_unix_nano);
+    for recorded in others {
+        let parent = spans.get(recorded.span.parent_span_id.as_slice());
+        let parent = parent.unwrap_or_else(|| panic!("{} is below nothing", recorded.span.name));
+        assert!(recorded.span.start_time_unix_nano <= recorded.span.end_time_unix_nano);
         // The clocks of two processes may differ slightly.
         let slack = 1_000_000;
         assert!(
-            told.span.start_time_unix_nano + slack >= parent.span.start_time_unix_nano,
-            "{told:?} {parent:?}"
+            recorded.span.start_time_unix_nano + slack >= parent.span.start_time_unix_nano,
+            "{recorded:?} {parent:?}"
         );
     }
     root
 }
 
-fn parent_of<'a>(trace: &'a [RecordedSpan], told: &RecordedSpan) -> &'a RecordedSpan {
-    trace.iter().find(|other| other.span.span_id == told.span.parent_span_id).unwrap()
+fn parent_of<'a>(trace: &'a [RecordedSpan], recorded: &RecordedSpan) -> &'a RecordedSpan {
+    trace.iter().find(|other| other.span.span_id == recorded.span.parent_span_id).unwrap()
 }
 
 #[test]
 fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     let collector = Collector::start();
-    let whole =
-        |trace: &[RecordedSpan]| trace.iter().any(|told| told.span.name.starts_with("text_completion"));
+    let whole = |trace: &[RecordedSpan]| {
+        trace.iter().any(|recorded| recorded.span.name.starts_with("text_completion"))
+    };
     let cluster = Cluster::builder("traces", &tiny_model())
         .env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url())
         .env("OTEL_TRACES_SAMPLER_ARG", "0")
         .flag("--shards", "2")
         .start()
         .unwrap();
-    ask(&cluster, [1; 16], "00");
-    ask(&cluster, [2; 16], "01");
+    complete(&cluster, [1; 16], "00");
+    complete(&cluster, [2; 16], "01");
     let enough = |trace: &[RecordedSpan]| {
         let has = |name: &str| named(trace, name).len();
         whole(trace) && has("generate") == 1 && has("stages") >= 5 && has("stage") == has("stages")
@@ -110,8 +111,8 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     assert_eq!(of_root("kvasir.request_id").as_deref(), Some("traced"));
     assert_eq!(count(root, "gen_ai.usage.output_tokens"), 5);
     for part in ["receive", "tokenise", "queue", "route", "dispatch"] {
-        let told = trace.iter().find(|told| told.span.name == part && told.node == root.node);
-        assert_eq!(parent_of(&trace, told.unwrap()).span.span_id, root.span.span_id, "{part}");
+        let recorded = trace.iter().find(|recorded| recorded.span.name == part && recorded.node == root.node);
+        assert_eq!(parent_of(&trace, recorded.unwrap()).span.span_id, root.span.span_id, "{part}");
     }
     let route = only(&trace, "route");
     let worker = text(&route.span.attributes, "kvasir.route.chosen").unwrap();
@@ -135,22 +136,22 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     // The prompt, and each token but the last.
     let steps = named(&trace, "stages");
     let below = |phase: &RecordedSpan| {
-        steps.iter().filter(|told| told.span.parent_span_id == phase.span.span_id).count()
+        steps.iter().filter(|recorded| recorded.span.parent_span_id == phase.span.span_id).count()
     };
     assert_eq!((below(prefill) + below(decode), below(decode)), (steps.len(), 4));
     for stage in named(&trace, "stage") {
         assert_eq!(parent_of(&trace, stage).span.name, "stages");
         assert!(value(&stage.span.attributes, "kvasir.stalled_seconds").is_some());
     }
-    let nodes: BTreeSet<&str> = trace.iter().map(|told| told.node.as_str()).collect();
+    let nodes: BTreeSet<&str> = trace.iter().map(|recorded| recorded.node.as_str()).collect();
     assert_eq!(nodes.len(), 3, "{nodes:?}");
 
     // Traces that the client does not sample, and requests without a trace, are not recorded.
-    assert!(!collector.told().iter().any(|told| told.span.trace_id != [2; 16]));
+    assert!(!collector.spans().iter().any(|recorded| recorded.span.trace_id != [2; 16]));
     let ops = cluster.coordinator().ops;
     let (hex, sent) = ("02".repeat(16), "kvasir_trace_spans_total{outcome=\"exported\"} ");
     let metrics =
-        wait::until("the coordinator has heard that six spans were taken", binary::PATIENCE, || {
+        wait::until("the coordinator has heard that six spans were taken", binary::NODE_TIMEOUT, || {
             let text = http::get(ops, "/metrics").ok()?.text().ok()?;
             let sent: f64 = text.lines().find_map(|line| line.strip_prefix(sent))?.parse().ok()?;
             (sent >= 6.0).then_some(text)
@@ -197,24 +198,30 @@ fn texts_that_are_encoded_are_traced_as_well() {
     assert_eq!(of_root("kvasir.request_id").as_deref(), Some("traced"));
     assert_eq!((count(root, "kvasir.texts"), count(root, "gen_ai.usage.input_tokens")), (40, 120));
     for part in ["receive", "tokenise", "queue", "route", "dispatch"] {
-        let told: Vec<_> =
-            trace.iter().filter(|told| told.span.name == part && told.node == root.node).collect();
+        let recorded: Vec<_> = trace
+            .iter()
+            .filter(|recorded| recorded.span.name == part && recorded.node == root.node)
+            .collect();
         let times = if matches!(part, "receive" | "tokenise") { 1 } else { 2 };
-        assert_eq!(told.len(), times, "{part}");
-        assert!(told.iter().all(|told| parent_of(&trace, told).span.span_id == root.span.span_id), "{part}");
+        assert_eq!(recorded.len(), times, "{part}");
+        assert!(
+            recorded.iter().all(|recorded| parent_of(&trace, recorded).span.span_id == root.span.span_id),
+            "{part}"
+        );
     }
     let encodes = named(&trace, "encode");
-    assert_eq!(encodes.iter().map(|told| count(told, "kvasir.texts")).sum::<i64>(), 40);
+    assert_eq!(encodes.iter().map(|recorded| count(recorded, "kvasir.texts")).sum::<i64>(), 40);
     for encode in encodes {
         let dispatch = parent_of(&trace, encode);
         assert_eq!(dispatch.span.name, "dispatch");
         assert_eq!(text(&dispatch.span.attributes, "kvasir.worker").as_ref(), Some(&encode.node));
         for part in ["queue", "compute"] {
-            let below = |told: &&&RecordedSpan| told.span.parent_span_id == encode.span.span_id;
+            let below = |recorded: &&&RecordedSpan| recorded.span.parent_span_id == encode.span.span_id;
             assert_eq!(named(&trace, part).iter().filter(below).count(), 1, "{part}");
         }
     }
-    let refused = collector.trace(&[4; 16], |trace| trace.iter().any(|told| told.span.name == "rerank"));
+    let refused =
+        collector.trace(&[4; 16], |trace| trace.iter().any(|recorded| recorded.span.name == "rerank"));
     let root = expect_tree(&refused);
     assert_eq!(text(&root.span.attributes, "error.type").as_deref(), Some("invalid_field"));
     let hex = "03".repeat(16);
@@ -245,14 +252,14 @@ fn a_collector_that_hangs_harms_no_request() {
     // 384 spans per request at the coordinator; 256 per second are dropped.
     let many: Vec<[u32; 3]> = (0..128).map(|n| [5 + n, 6, 7]).collect();
     let many = json!({"model": cluster.model(), "prompt": many, "max_tokens": 1});
-    wait::until("the queue is full", binary::PATIENCE, || {
+    wait::until("the queue is full", binary::NODE_TIMEOUT, || {
         let answer = http::post(cluster.http(), "/v1/completions", &many).unwrap();
         let status = answer.status;
         assert_eq!(status, 200, "{}", answer.text().unwrap());
         (spans(ops, "kvasir_trace_spans", "queue_full") > 0.0).then_some(())
     })
     .unwrap();
-    wait::until("what was sent is given up", binary::PATIENCE, || {
+    wait::until("what was sent is given up", binary::NODE_TIMEOUT, || {
         let failed = spans(ops, "kvasir_trace_spans", "failed") >= 512.0;
         (failed && spans(worker, "kvasir_worker_trace_spans", "failed") > 0.0).then_some(())
     })
@@ -260,28 +267,28 @@ fn a_collector_that_hangs_harms_no_request() {
     assert_eq!(spans(ops, "kvasir_trace_spans", "exported"), 0.0);
     assert_eq!(text_of(http::post(cluster.http(), "/v1/completions", &plain).unwrap()), expected);
     collector.answer();
-    wait::until("spans are taken again", binary::PATIENCE, || {
+    wait::until("spans are taken again", binary::NODE_TIMEOUT, || {
         http::post(cluster.http(), "/v1/completions", &plain).unwrap().ok().unwrap();
         let taken = |ops, metric| spans(ops, metric, "exported") > 0.0;
         (taken(ops, "kvasir_trace_spans") && taken(worker, "kvasir_worker_trace_spans")).then_some(())
     })
     .unwrap();
-    assert!(!collector.told().is_empty());
+    assert!(!collector.spans().is_empty());
 }
 
 /// A missing collector does not affect requests either.
 #[test]
 fn a_collector_that_is_gone_harms_no_request() {
-    let nobody = {
+    let unused = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         listener.local_addr().unwrap()
     };
     let cluster = Cluster::builder("traces-gone", &tiny_model())
-        .env("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("http://{nobody}"))
+        .env("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("http://{unused}"))
         .start()
         .unwrap();
     let body = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4});
-    wait::until("spans are given up", binary::PATIENCE, || {
+    wait::until("spans are given up", binary::NODE_TIMEOUT, || {
         http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
         (spans(cluster.coordinator().ops, "kvasir_trace_spans", "failed") > 0.0).then_some(())
     })
@@ -305,7 +312,7 @@ fn a_collector_is_who_its_certificate_says() {
     // Spans with this outcome at both kinds of nodes, while requests continue.
     let both = |cluster: &Cluster, outcome: &str, count: f64| {
         let body = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4});
-        wait::until("spans of both kinds of node", binary::PATIENCE, || {
+        wait::until("spans of both kinds of node", binary::NODE_TIMEOUT, || {
             http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
             let (ops, worker) = (cluster.coordinator().ops, cluster.nodes().workers[0].ops);
             let coordinators = spans(ops, "kvasir_trace_spans", outcome);
@@ -324,16 +331,16 @@ fn a_collector_is_who_its_certificate_says() {
         both(&cluster, "failed", failed + 1.0);
         for id in [&cluster.coordinator().id, &cluster.nodes().workers[0].id] {
             let log = log(&cluster, id);
-            let told: Vec<&str> =
+            let lines: Vec<&str> =
                 log.lines().filter(|line| line.contains("the collector does not accept traces")).collect();
-            let [told] = told[..] else { panic!("{id}: {told:?}") };
-            assert!(told.contains("TLS: invalid peer certificate: UnknownIssuer"), "{told}");
+            let [line] = lines[..] else { panic!("{id}: {lines:?}") };
+            assert!(line.contains("TLS: invalid peer certificate: UnknownIssuer"), "{line}");
         }
-        assert!(collector.told().is_empty(), "it was told all the same");
+        assert!(collector.spans().is_empty(), "it was told all the same");
     }
     let cluster = start("traces-trusted", &[("OTEL_EXPORTER_OTLP_CERTIFICATE", pem.to_str().unwrap())]);
     both(&cluster, "exported", 1.0);
-    let nodes: BTreeSet<String> = collector.told().into_iter().map(|told| told.node).collect();
+    let nodes: BTreeSet<String> = collector.spans().into_iter().map(|recorded| recorded.node).collect();
     assert!(nodes.contains(&cluster.coordinator().id) && nodes.len() >= 2, "{nodes:?}");
     assert!(!log(&cluster, &cluster.coordinator().id).contains("does not accept traces"));
 }

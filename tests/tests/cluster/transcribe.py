@@ -1,7 +1,7 @@
-"""Transcripts, by OpenAI's client.
+"""Transcripts through OpenAI's client.
 
-    python transcribe.py http://HOST:PORT words   what is said, in every form, and what is refused
-    python transcribe.py http://HOST:PORT leaves  a long recording whose client goes away
+    python transcribe.py http://HOST:PORT words   the text in every format, and refusals
+    python transcribe.py http://HOST:PORT leaves  a long recording whose client disconnects
 """
 
 import io
@@ -19,7 +19,7 @@ audio = client.audio
 
 
 def spoken(text, *flags):
-    """By espeak-ng, at its own rate."""
+    """Speech of espeak-ng, at its own sample rate."""
     with tempfile.TemporaryDirectory() as directory:
         path = directory + "/spoken.wav"
         subprocess.run(["espeak-ng", *flags, "-w", path, text], check=True)
@@ -45,7 +45,7 @@ def words():
     assert captions.startswith("1\n00:00:00,000 --> 00:00:0") and plain.text in captions, captions
     town = ("town.wav", spoken("Guten Morgen. Heute ist ein schöner Tag, und wir gehen in die Stadt.", "-v", "de"))
     english = audio.translations.create(model="whisper-base", file=town)
-    # What a small model makes of this voice is nobody's to promise; that it is what it should be, another test says.
+    # The text of a small model for this voice is not fixed here. Another test compares it with the reference.
     assert english.text and english.text != audio.transcriptions.create(model="whisper-base", file=town).text, english
     print(plain.text, "|", english.text)
     for arguments, name in [
@@ -68,7 +68,7 @@ def words():
 
 
 def leaves():
-    """Twenty minutes of noise: more than a worker does in a minute."""
+    """Sends twenty minutes of noise, more than a worker transcribes in a minute, and expects a timeout."""
     file = io.BytesIO()
     samples = random.Random(1).randbytes(20 * 60 * 8000 * 2)
     with wave.open(file, "wb") as out:

@@ -23,7 +23,7 @@ fn body(cluster: &Cluster, seed: usize) -> Value {
 }
 
 /// The answer's tokens, the cached tokens, the worker and the predicted tokens.
-fn ask(cluster: &Cluster, seed: usize) -> (Value, u64, String, String) {
+fn complete(cluster: &Cluster, seed: usize) -> (Value, u64, String, String) {
     let answer = http::post(cluster.http(), "/v1/completions", &body(cluster, seed)).unwrap();
     let header = |name: &str| answer.header(name).unwrap().to_owned();
     let (worker, route) = (header("x-kvasir-worker"), header("x-kvasir-route"));
@@ -35,7 +35,7 @@ fn ask(cluster: &Cluster, seed: usize) -> (Value, u64, String, String) {
 /// Answers of a single worker with both roles.
 fn alone(seeds: usize) -> Vec<Value> {
     let cluster = Cluster::builder("transfer-alone", &tiny_model()).flag("--workers", "1").start().unwrap();
-    (0..seeds).map(|seed| ask(&cluster, seed).0).collect()
+    (0..seeds).map(|seed| complete(&cluster, seed).0).collect()
 }
 
 fn split(name: &str) -> Cluster {
@@ -48,14 +48,14 @@ fn split(name: &str) -> Cluster {
 
 #[test]
 fn a_prompt_that_is_computed_elsewhere_is_answered_the_same() {
-    let want = alone(3);
+    let expected = alone(3);
     let cluster = split("transfer");
     let status = cluster.status().unwrap();
     let roles: Vec<_> = status["workers"].as_array().unwrap().iter().map(|w| w["role"].clone()).collect();
     assert_eq!(roles, ["prefill", "decode"]);
-    for (seed, want) in want.iter().enumerate() {
-        let (tokens, cached, worker, route) = ask(&cluster, seed);
-        assert_eq!(tokens, *want, "prompt {seed}");
+    for (seed, expected) in expected.iter().enumerate() {
+        let (tokens, cached, worker, route) = complete(&cluster, seed);
+        assert_eq!(tokens, *expected, "prompt {seed}");
         assert_eq!((cached, &*worker), (PULLED, "worker-1"), "prompt {seed}: {route}");
         assert!(route.ends_with("predicted=448"), "{route}");
     }
@@ -75,15 +75,15 @@ fn a_burst_over_one_prefix_is_computed_once_and_by_the_prefill_worker() {
     let prompts: Vec<Vec<usize>> =
         (0..REQUESTS).map(|own| [&prompt(0)[..400], &[301 + own; 30][..]].concat()).collect();
     let cached: Vec<u64> = std::thread::scope(|scope| {
-        let ask = |prompt: &Vec<usize>| {
+        let complete = |prompt: &Vec<usize>| {
             let body = json!({
                 "model": cluster.model(), "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": true,
             });
             let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
             answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
         };
-        let asked: Vec<_> = prompts.iter().map(|prompt| scope.spawn(move || ask(prompt))).collect();
-        asked.into_iter().map(|request| request.join().unwrap()).collect()
+        let requests: Vec<_> = prompts.iter().map(|prompt| scope.spawn(move || complete(prompt))).collect();
+        requests.into_iter().map(|request| request.join().unwrap()).collect()
     });
     assert!(cached.iter().all(|cached| *cached >= 400), "{cached:?}");
     let [prefill, decode] = &cluster.nodes().workers[..] else { panic!("two workers") };
@@ -97,32 +97,33 @@ fn a_burst_over_one_prefix_is_computed_once_and_by_the_prefill_worker() {
 #[test]
 fn a_prefill_worker_that_is_killed_is_not_missed() {
     const REQUESTS: usize = 12;
-    let want = alone(REQUESTS);
+    let expected = alone(REQUESTS);
     let cluster = split("transfer-kill");
     let victim = cluster.nodes().workers[0].clone();
     // The first request proves that prompts are pulled.
-    assert_eq!(ask(&cluster, 0).1, PULLED);
+    assert_eq!(complete(&cluster, 0).1, PULLED);
     let sent = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").unwrap();
     std::thread::scope(|scope| {
         let cluster = &cluster;
-        let asked: Vec<_> = (1..REQUESTS).map(|seed| scope.spawn(move || ask(cluster, seed).0)).collect();
+        let requests: Vec<_> =
+            (1..REQUESTS).map(|seed| scope.spawn(move || complete(cluster, seed).0)).collect();
         // During a transfer, as soon as bytes of another prompt were sent.
-        wait::until("bytes go over", binary::PATIENCE, || {
+        wait::until("bytes go over", binary::NODE_TIMEOUT, || {
             let now = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").ok()?;
             (now > sent).then_some(())
         })
         .unwrap();
         signal::kill_now(victim.pid);
-        for (seed, request) in (1..REQUESTS).zip(asked) {
-            assert_eq!(request.join().unwrap(), want[seed], "prompt {seed}");
+        for (seed, request) in (1..REQUESTS).zip(requests) {
+            assert_eq!(request.join().unwrap(), expected[seed], "prompt {seed}");
         }
     });
     // It returns to its role.
-    wait::until("both workers are ready", binary::PATIENCE, || {
+    wait::until("both workers are ready", binary::NODE_TIMEOUT, || {
         let status = cluster.status().ok()?;
         let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
         (ready == 2).then_some(())
     })
     .unwrap();
-    assert_eq!(ask(&cluster, 0).0, want[0]);
+    assert_eq!(complete(&cluster, 0).0, expected[0]);
 }

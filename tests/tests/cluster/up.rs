@@ -69,7 +69,7 @@ fn children_die_with_a_parent_that_is_killed() {
     let nodes = cluster.nodes();
     let pids = nodes.coordinators.iter().map(|n| n.pid).chain(nodes.workers.iter().map(|n| n.pid));
     for pid in pids {
-        wait::until("a child ends", binary::PATIENCE, || (!signal::is_alive(pid)).then_some(())).unwrap();
+        wait::until("a child ends", binary::NODE_TIMEOUT, || (!signal::is_alive(pid)).then_some(())).unwrap();
     }
 }
 
@@ -126,16 +126,16 @@ fn three_coordinators_are_one_group_and_a_killed_one_comes_back_to_it() {
         let status = http::get(ops[at], "/admin/v1/cluster").ok()?.ok().ok()?;
         status["workers"][0]["draining"].as_bool()
     };
-    wait::until("they are a group", binary::PATIENCE, || whole(0)).unwrap();
+    wait::until("they are a group", binary::NODE_TIMEOUT, || whole(0)).unwrap();
     let drained = http::post(ops[1], "/admin/v1/workers/worker-0/drain", &json!({})).unwrap();
     assert_eq!(drained.status, 204);
-    wait::until("the others know", binary::PATIENCE, || draining(2).filter(|&drains| drains)).unwrap();
+    wait::until("the others know", binary::NODE_TIMEOUT, || draining(2).filter(|&drains| drains)).unwrap();
     let killed = cluster.nodes().coordinators[0].pid;
     signal::kill_now(killed);
     let another =
         || cluster.up_file().ok().filter(|up| up.coordinators.first().is_some_and(|c| c.pid != killed));
     let back = || another().filter(|up| up.coordinators.len() == 3 && up.coordinators[0].ops == ops[0]);
-    wait::until("it is started again", binary::PATIENCE, back).unwrap();
-    wait::until("they are a group again", binary::PATIENCE, || whole(0)).unwrap();
-    wait::until("and remembers", binary::PATIENCE, || draining(0).filter(|&drains| drains)).unwrap();
+    wait::until("it is started again", binary::NODE_TIMEOUT, back).unwrap();
+    wait::until("they are a group again", binary::NODE_TIMEOUT, || whole(0)).unwrap();
+    wait::until("and remembers", binary::NODE_TIMEOUT, || draining(0).filter(|&drains| drains)).unwrap();
 }

@@ -122,14 +122,14 @@ fn either(words: &mut Words<'_>, allowed: &[&str]) -> bool {
 }
 
 fn both(words: &mut Words<'_>, allowed: &[&str]) -> bool {
-    let mut found = one(words, allowed);
+    let mut found = single(words, allowed);
     while words.next_if_eq(&"AND").is_some() {
-        found &= one(words, allowed);
+        found &= single(words, allowed);
     }
     found
 }
 
-fn one(words: &mut Words<'_>, allowed: &[&str]) -> bool {
+fn single(words: &mut Words<'_>, allowed: &[&str]) -> bool {
     match words.next() {
         Some("(") => {
             let found = either(words, allowed);

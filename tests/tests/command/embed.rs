@@ -38,14 +38,14 @@ fn embed(dir: &TempDir, model: &Path, ids: &[Vec<u32>], flags: &[&str]) -> Tenso
 #[test]
 fn vectors_of_tokens_and_their_mean_are_the_references() {
     let (model, reference) = tiny("bert");
-    let name = |i: usize, part: &str| format!("p{i}.{part}");
+    let name = |i: usize, field: &str| format!("p{i}.{field}");
     let ids: Vec<Vec<u32>> = (0..).map_while(|i| reference.tokens(&name(i, "ids")).unwrap()).collect();
     assert_eq!(ids.len(), 3);
     let dir = tempfile::tempdir().unwrap();
     let found = embed(&dir, &model, &ids, &[]);
     for i in 0..ids.len() {
-        for part in ["tokens", "mean_l2"] {
-            let name = name(i, part);
+        for field in ["tokens", "mean_l2"] {
+            let name = name(i, field);
             let (ours, theirs) = (found.floats(&name).unwrap(), reference.floats(&name).unwrap());
             let difference = worst(&ours.unwrap(), &theirs.unwrap());
             println!("{name}: {difference:e}");
@@ -101,7 +101,7 @@ fn a_model_is_asked_only_for_what_it_does() {
     std::fs::write(&ids, "[[5, 6, 7, 8]]").unwrap();
     let (bert, compares, generates, ids) = (word(&bert), word(&compares), word(&generates), word(&ids));
     let out = dir.path().join("out.safetensors");
-    for (arguments, said) in [
+    for (arguments, expected) in [
         (&["run", bert, "-p", "hi"][..], "kvasir embed"),
         (&["logits", bert, "--tokens", ids, "--out", word(&out)], "kvasir embed"),
         (&["perplexity", bert, "--tokens", ids, "--ctx", "4"], "kvasir embed"),
@@ -113,7 +113,7 @@ fn a_model_is_asked_only_for_what_it_does() {
         let output = binary::run(arguments).unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {stderr}");
-        assert!(stderr.contains(said), "{arguments:?}: {stderr}");
+        assert!(stderr.contains(expected), "{arguments:?}: {stderr}");
     }
     for arguments in [
         &["embed", bert, "--text", "hi"][..],

@@ -30,13 +30,13 @@ macro_rules! tiny_models {
     )*};
 }
 
-#[path = "../../../worker/tests/engine/appended_file.rs"]
-mod appended_file;
 mod bill_of_materials;
 mod download;
 mod embed;
 mod fixture_set;
 mod golden;
+#[path = "../../../worker/tests/engine/mtp_head_file.rs"]
+mod mtp_head_file;
 mod numerics;
 mod operations;
 mod perplexity;

@@ -38,8 +38,8 @@ fn assert_batch_invariant(model: &Path, prompts: &[Vec<u32>], class: &[&str]) {
     let (_, hits) = computed.split_at(prompts.len());
     for (index, (hit, expected)) in hits.iter().zip(&expected).enumerate() {
         // Every full hash unit except that of the last token can be a prefix hit.
-        let least = (prompts[index].len() - 1) / 16 * 16;
-        assert!(hit.cached >= least, "{model:?} p{index}: {} of {least} cached", hit.cached);
+        let min_cached = (prompts[index].len() - 1) / 16 * 16;
+        assert!(hit.cached >= min_cached, "{model:?} p{index}: {} of {min_cached} cached", hit.cached);
         hit.expect_same_bits(expected).unwrap_or_else(|e| panic!("{model:?} p{index} prefix hit: {e}"));
     }
 }
@@ -95,7 +95,7 @@ fn the_second_sighting_of_a_prefix_hits() {
 
 /// Prompts that together exceed the cache while they grow: some are preempted, and the answers do not change.
 fn assert_preemption_invisible(model: &Path, text: &[u32], kv_bytes: &str) {
-    let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|part| part[..40].to_vec()).collect();
+    let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|slice| slice[..40].to_vec()).collect();
     let run = |flags: &[&str]| logits::run(model, &prompts, &[flags, &["--greedy", "64"]].concat()).unwrap();
     let expected = run(&["--chunk", "0", "--threads", "1"]);
     let preempted = run(&["--together", "--no-prefix-cache", "--kv-bytes", kv_bytes]);

@@ -17,13 +17,13 @@ const MAX_VECTOR_DIFFERENCE: f64 = 1e-4;
 
 #[derive(Deserialize)]
 struct Reference {
-    vad: Vec<Heard>,
-    turn: Vec<Turn>,
+    vad: Vec<VadCase>,
+    turn: Vec<TurnCase>,
     embed: Vec<Vec<f64>>,
 }
 
 #[derive(Deserialize)]
-struct Heard {
+struct VadCase {
     file: String,
     rate: u32,
     windows: Vec<f64>,
@@ -31,7 +31,7 @@ struct Heard {
 }
 
 #[derive(Deserialize)]
-struct Turn {
+struct TurnCase {
     file: String,
     published: f64,
     published_least: f64,
@@ -197,24 +197,24 @@ fn minilm_gives_the_same_vectors_through_both_backends() {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_and_says_why() {
+fn impossible_operations_are_refused_with_a_reason() {
     let (dir, reference) = made();
     let speech = dir.join(&reference.vad[0].file);
     let speech = word(&speech);
     let missing: PathBuf = dir.join("minilm");
-    let nothing = fixtures::root();
-    let refused = |arguments: &[&str], variables: &[(&str, &str)], code: i32, said: &str| {
+    let root = fixtures::root();
+    let refused = |arguments: &[&str], variables: &[(&str, &str)], code: i32, expected: &str| {
         let mut command = binary::command(arguments).unwrap();
         let output = command.envs(variables.iter().copied()).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(
-            output.status.code() == Some(code) && stderr.contains(said),
+            output.status.code() == Some(code) && stderr.contains(expected),
             "{arguments:?}: {code}: {stderr}"
         );
     };
     refused(&["operation", "tts", "--audio", speech], &[], 64, "no backend serves tts");
-    let said = "no backend serves asr; kernels: there is no model.bin";
-    refused(&["operation", "asr", "--audio", speech, "--bundle", word(&missing)], &[], 64, said);
+    let expected = "no backend serves asr; kernels: there is no model.bin";
+    refused(&["operation", "asr", "--audio", speech, "--bundle", word(&missing)], &[], 64, expected);
     refused(&["operation", "vad", "--audio", speech, "--language", "de"], &[], 2, "--language");
     refused(&["operation", "embed", "--audio", speech], &[], 64, "embed is for texts");
     refused(&["operation", "smell", "--audio", speech], &[], 2, "turn_detection");
@@ -235,7 +235,7 @@ fn what_cannot_be_done_is_refused_and_says_why() {
         64,
         "KVASIR_VAD_BACKEND selects backend \"kernels\"",
     );
-    let model = nothing.join("tiny/bert/bert-f32.gguf");
+    let model = root.join("tiny/bert/bert-f32.gguf");
     let demand = [("KVASIR_EMBED_BACKEND", "onnx")];
     refused(&["embed", word(&model), "--text", "hi", "--json"], &demand, 64, "there is no *.onnx");
     refused(&["run", "silero-vad", "-p", "hi"], &[], 64, "--operation silero-vad");

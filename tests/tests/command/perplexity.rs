@@ -18,11 +18,11 @@ fn perplexity(model: &str, reference: &Value, flags: &[&str]) -> f64 {
     answer["perplexity"].as_f64().unwrap()
 }
 
-fn assert_within_half_a_percent(what: &str, found: f64, accepted: &[&Value]) {
+fn assert_within_half_a_percent(name: &str, found: f64, accepted: &[&Value]) {
     let distance = |accepted: &Value| (found / accepted.as_f64().unwrap() - 1.0).abs();
     let nearest = accepted.iter().map(|value| distance(value)).fold(f64::INFINITY, f64::min);
-    println!("{what}: {found:.4}, {:.3} % from {accepted:?}", nearest * 100.0);
-    assert!(nearest <= 0.005, "{what}: {found} is {:.2} % from {accepted:?}", nearest * 100.0);
+    println!("{name}: {found:.4}, {:.3} % from {accepted:?}", nearest * 100.0);
+    assert!(nearest <= 0.005, "{name}: {found} is {:.2} % from {accepted:?}", nearest * 100.0);
 }
 
 fn model_matches(model: &str, reference: &str) {

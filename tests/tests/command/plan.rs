@@ -41,8 +41,8 @@ fn ranges(replica: &Value) -> Vec<(u64, u64)> {
 /// refused.
 fn check(arch: &str) {
     let model = Manifest::read().unwrap().tiny(arch).unwrap().path();
-    let most = json(&model, THREE, &[])["max_shards"].as_u64().unwrap();
-    for shards in 1..=most.min(3) {
+    let max_shards = json(&model, THREE, &[])["max_shards"].as_u64().unwrap();
+    for shards in 1..=max_shards.min(3) {
         let report = json(&model, THREE, &["--shards", &shards.to_string()]);
         let replica = &report["replicas"][0];
         let ranges = ranges(replica);
@@ -62,9 +62,9 @@ fn check(arch: &str) {
             assert!(replica[rate].as_f64().unwrap() > 0.0, "{replica}");
         }
     }
-    let (code, stderr) = refused(&model, THREE, &["--shards", &(most + 1).to_string()]);
+    let (code, stderr) = refused(&model, THREE, &["--shards", &(max_shards + 1).to_string()]);
     assert_eq!(code, Some(2), "{stderr}");
-    assert!(stderr.contains(&format!("at most {most}")), "{stderr}");
+    assert!(stderr.contains(&format!("at most {max_shards}")), "{stderr}");
 }
 
 tiny_models!(check);
@@ -73,13 +73,13 @@ tiny_models!(check);
 fn layers_that_share_keys_stay_with_their_source_and_the_refusal_says_so() {
     let model = Manifest::read().unwrap().tiny("gemma4").unwrap().path();
     let report = json(&model, THREE, &[]);
-    let (most, layers) = (report["max_shards"].as_u64().unwrap(), report["layers"].as_u64().unwrap());
-    assert!(most < layers, "{report}");
+    let (max_shards, layers) = (report["max_shards"].as_u64().unwrap(), report["layers"].as_u64().unwrap());
+    assert!(max_shards < layers, "{report}");
     // Without a workers file: refused before this machine is measured.
     let output = binary::run(&["plan", model.to_str().unwrap(), "--shards", &layers.to_string()]).unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{stderr}");
-    assert!(stderr.contains(&format!("at most {most}")) && stderr.contains("keys"), "{stderr}");
+    assert!(stderr.contains(&format!("at most {max_shards}")) && stderr.contains("keys"), "{stderr}");
 }
 
 #[test]
@@ -186,8 +186,8 @@ fn a_plan_of_the_operators_own_is_kept_or_refused() {
 #[test]
 fn a_plan_is_applied_only_where_there_is_one() {
     let model = Manifest::read().unwrap().tiny("llama").unwrap().path();
-    let nobody = ["--apply", "--ops", "127.0.0.1:1"];
-    let (code, stderr) = refused(&model, THREE, &nobody);
+    let apply = ["--apply", "--ops", "127.0.0.1:1"];
+    let (code, stderr) = refused(&model, THREE, &apply);
     assert_eq!(code, Some(64), "{stderr}");
     assert!(stderr.contains("workers.json") && stderr.contains("`layers`"), "{stderr}");
     let end = |arguments: &[&str]| binary::run(arguments).unwrap().status.code();
@@ -195,13 +195,13 @@ fn a_plan_is_applied_only_where_there_is_one() {
     assert_eq!(end(&["plan", "m", "--withdraw", "--apply", "--workers-file", "w.toml"]), Some(2));
     assert_eq!(end(&["plan", "m", "--withdraw", "--ops", "127.0.0.1:1"]), Some(1), "nobody is there");
     let whole = THREE.replacen("1e11", "1e11,\"layers\":[0,3]", 1);
-    let (code, stderr) = refused(Path::new("some-model"), &whole, &nobody);
+    let (code, stderr) = refused(Path::new("some-model"), &whole, &apply);
     assert_eq!(code, Some(1), "{stderr}");
     assert!(stderr.contains("127.0.0.1:1"), "a name of the cluster's is not looked for here: {stderr}");
-    let (code, stderr) = refused(Path::new("no/such.gguf"), &whole, &nobody);
+    let (code, stderr) = refused(Path::new("no/such.gguf"), &whole, &apply);
     assert_eq!(code, Some(64), "{stderr}");
     // A plan that the model's layers exclude is not sent.
-    let (code, stderr) = refused(&model, &whole.replace("[0,3]", "[0,2]"), &nobody);
+    let (code, stderr) = refused(&model, &whole.replace("[0,3]", "[0,2]"), &apply);
     assert!(code == Some(1) && stderr.contains("3 layers"), "{stderr}");
     // Several replicas, each starting at layer 0.
     let twice = THREE.replace("1e11", "1e11,\"layers\":[0,3]");

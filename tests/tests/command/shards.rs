@@ -5,14 +5,14 @@ use kvasir_cluster_tests::{binary, logits, signal};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// The most shards possible, from the error for too many.
-fn most_shards(model: &Path) -> usize {
+/// The maximum number of shards, from the error for too many.
+fn max_shards(model: &Path) -> usize {
     let model = model.to_str().unwrap();
     let arguments = ["logits", model, "--tokens", "/dev/null", "--out", "/dev/null", "--shards", "1024"];
     let output = binary::run(&arguments).unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    let (_, rest) = said.split_once("can be cut into at most ").unwrap_or_else(|| panic!("{said}"));
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    let (_, rest) = stderr.split_once("can be cut into at most ").unwrap_or_else(|| panic!("{stderr}"));
     rest.split(' ').next().unwrap().parse().unwrap()
 }
 
@@ -23,8 +23,8 @@ fn assert_shards_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&str
         logits::run(model, &twice, &[class, &["--greedy", "8", "--states"], flags].concat()).unwrap()
     };
     let expected = run(&[]);
-    let most = most_shards(model);
-    for shards in 2..=most.min(3) {
+    let max = max_shards(model);
+    for shards in 2..=max.min(3) {
         let shards = shards.to_string();
         for flags in [&["--chunk", "0"][..], &["--chunk", "7"], &["--chunk", "64", "--together"]] {
             let computed = run(&[&["--shards", shards.as_str()], flags].concat());
@@ -36,7 +36,7 @@ fn assert_shards_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&str
             assert!(hits.count() > 0, "{model:?}, {shards} shards, {flags:?}: no prefix hit");
         }
     }
-    let (model, over) = (model.to_str().unwrap(), (most + 1).to_string());
+    let (model, over) = (model.to_str().unwrap(), (max + 1).to_string());
     let arguments = ["logits", model, "--tokens", "/dev/null", "--out", "/dev/null", "--shards", &over];
     assert_eq!(binary::run(&arguments).unwrap().status.code(), Some(2), "{model}: {over} shards");
 }
@@ -60,7 +60,7 @@ fn quantised_models_over_shards() {
 }
 
 #[test]
-fn what_does_not_go_with_shards_is_refused() {
+fn options_that_shards_exclude_are_refused() {
     let manifest = Manifest::read().unwrap();
     let model = manifest.tiny("llama").unwrap().path();
     let dir = tempfile::tempdir().unwrap();
@@ -111,7 +111,7 @@ fn fails_soon_after(harm: impl Fn(u32)) {
     arguments.extend(["--greedy", "100", "--chunk", "1", "--no-prefix-cache", "--threads", "1"]);
     let mut command = binary::command(&arguments).unwrap();
     let mut running = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + binary::PATIENCE;
+    let deadline = Instant::now() + binary::NODE_TIMEOUT;
     let stages = loop {
         let stages = children(running.id());
         if stages.len() == 2 && stages.iter().all(|pid| is_ready(*pid)) {
@@ -126,10 +126,10 @@ fn fails_soon_after(harm: impl Fn(u32)) {
     harm(stages[0]);
     let killed = Instant::now();
     let output = running.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    println!("failed {:?} after the kill: {said}", killed.elapsed());
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("stage 1 is lost"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    println!("failed {:?} after the kill: {stderr}", killed.elapsed());
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("stage 1 is lost"), "{stderr}");
     // Three seconds for the detection, and some for processes to exit; times three.
     assert!(killed.elapsed() < 3 * Duration::from_secs(5), "{:?}", killed.elapsed());
     assert!(!out.exists(), "no file is half written");

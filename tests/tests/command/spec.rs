@@ -1,6 +1,6 @@
 //! `--spec`: with any drafter, every token and every logit equals those without.
 
-use crate::appended_file::{self, Block};
+use crate::mtp_head_file::{self, Block};
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::{self, Manifest};
 use kvasir_cluster_tests::logits::{self, PromptLogits};
@@ -9,9 +9,9 @@ use std::path::Path;
 
 const EXACT: [&str; 4] = ["--activations", "f32", "--kv-type", "f32"];
 
-fn assert_same(what: &str, want: &[PromptLogits], got: &[PromptLogits]) {
-    for (index, (got, want)) in got.iter().zip(want).enumerate() {
-        got.expect_same_bits(want).unwrap_or_else(|error| panic!("{what}, p{index}: {error}"));
+fn assert_same(label: &str, expected: &[PromptLogits], got: &[PromptLogits]) {
+    for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
+        got.expect_same_bits(expected).unwrap_or_else(|error| panic!("{label}, p{index}: {error}"));
     }
 }
 
@@ -22,7 +22,7 @@ fn assert_draft_tokens_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: 
     let prompts: Vec<Vec<u32>> = prompts.iter().cycle().take(8).cloned().collect();
     let run =
         |flags: &[&str]| logits::run(model, &prompts, &[class, &["--greedy", "48"], flags].concat()).unwrap();
-    let want = run(&[]);
+    let expected = run(&[]);
     for spec in specs {
         let ways: [&[&str]; 4] = [
             &[],
@@ -32,13 +32,13 @@ fn assert_draft_tokens_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: 
         ];
         for way in ways {
             let got = run(&[&["--spec", spec], way].concat());
-            let what = format!("{}, {spec}, {way:?}", model.display());
-            assert_same(&what, &want, &got);
+            let label = format!("{}, {spec}, {way:?}", model.display());
+            assert_same(&label, &expected, &got);
             let sum = |count: fn(&PromptLogits) -> usize| got.iter().map(count).sum::<usize>();
             let (drafted, accepted) = (sum(|prompt| prompt.drafted), sum(|prompt| prompt.accepted));
-            assert!(accepted <= drafted, "{what}: {accepted} of {drafted}");
+            assert!(accepted <= drafted, "{label}: {accepted} of {drafted}");
             // A drafter that does not pay off is still tried now and then.
-            assert!(drafted > 0 || !spec.starts_with("draft-mtp"), "{what}: nothing is drafted");
+            assert!(drafted > 0 || !spec.starts_with("draft-mtp"), "{label}: nothing is drafted");
         }
     }
 }
@@ -64,7 +64,7 @@ tiny_models!(tiny_model_with_draft_tokens);
 /// Models whose MTP head drafts.
 fn own_block(arch: &str, block: Block) {
     let folder = tempfile::tempdir().unwrap();
-    let model = appended_file::write(arch, block, folder.path());
+    let model = mtp_head_file::write(arch, block, folder.path());
     let manifest = Manifest::read().unwrap();
     let item = manifest.tiny(arch).unwrap();
     assert_draft_tokens_change_no_bit(&model, &item.reference().unwrap().ids(), &EXACT, &["draft-mtp"]);
@@ -90,15 +90,15 @@ fn real_model_with_draft_tokens(name: &str, reference: &str) {
     let model = binary::catalog_model(name).unwrap();
     let reference: Value = fixtures::json(&fixtures::root().join("real").join(reference)).unwrap();
     let text: Vec<u32> = serde_json::from_value(reference["perplexity"]["ids"].clone()).unwrap();
-    let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|part| part[..24].to_vec()).collect();
+    let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|slice| slice[..24].to_vec()).collect();
     assert_draft_tokens_change_no_bit(&model, &prompts, &[], &["ngram"]);
     let twice: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.repeat(2)).collect();
     let run = |flags: &[&str]| logits::run(&model, &twice, &[flags, &["--greedy", "56"]].concat()).unwrap();
-    let want = run(&[]);
+    let expected = run(&[]);
     let cramped = ["--together", "--no-prefix-cache", "--kv-bytes", "6000000", "--spec", "ngram"];
     let got = run(&cramped);
     assert!(got.iter().any(|prompt| prompt.preemptions > 0), "{name}: nobody was preempted");
-    assert_same(&format!("{name}, preempted"), &want, &got);
+    assert_same(&format!("{name}, preempted"), &expected, &got);
 }
 
 #[test]

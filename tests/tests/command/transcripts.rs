@@ -41,7 +41,7 @@ fn floats(path: &Path) -> Vec<f32> {
 }
 
 #[test]
-fn what_is_said_is_what_the_published_model_says() {
+fn transcripts_equal_those_of_the_published_model() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path();
     // Pulled already, or pulled here.
@@ -72,12 +72,12 @@ fn what_is_said_is_what_the_published_model_says() {
         assert_eq!((&answer["backend"], &answer["model"]), (&"kernels".into(), &"whisper-base".into()));
         let events = answer["events"].as_array().unwrap();
         if !case.flags.iter().any(|flag| flag == "--language") {
-            let heard = events.iter().find(|event| event["type"] == "language").unwrap();
-            assert_eq!(heard["code"], case.language.as_str(), "{}", case.file);
+            let language = events.iter().find(|event| event["type"] == "language").unwrap();
+            assert_eq!(language["code"], case.language.as_str(), "{}", case.file);
         }
         let texts: Vec<&Value> = events.iter().filter(|event| event["type"] == "text").collect();
-        let said = |texts: &[&Value]| texts.iter().map(|text| text["text"].to_string()).collect::<String>();
-        assert_eq!(texts.len(), case.segments.len(), "{}: {}", case.file, said(&texts));
+        let joined = |texts: &[&Value]| texts.iter().map(|text| text["text"].to_string()).collect::<String>();
+        assert_eq!(texts.len(), case.segments.len(), "{}: {}", case.file, joined(&texts));
         for (text, segment) in texts.iter().zip(&case.segments) {
             let tokens: Vec<u32> = serde_json::from_value(text["tokens"].clone()).unwrap();
             assert_eq!(tokens, segment.tokens, "{}: {} instead of {segment:?}", case.file, text["text"]);
@@ -93,7 +93,7 @@ fn what_is_said_is_what_the_published_model_says() {
                 share = share.max(difference);
             }
         }
-        println!("{}: {}", case.file, said(&texts));
+        println!("{}: {}", case.file, joined(&texts));
     }
     println!("logarithms and probabilities differ by {share:e} at most");
     assert!(cases[1].segments.len() >= 4 && cases[4].segments.is_empty(), "as it is meant to be");

@@ -64,7 +64,7 @@ fn a_bad_setting_is_named_with_its_value_and_limit() {
         std::fs::write(&file, text).unwrap();
         let (code, stderr) = end(&["worker", "--config", file.to_str().unwrap(), "--check-config"]);
         assert_eq!(code, BAD_CONFIG, "{stderr}");
-        expected.iter().for_each(|part| assert!(stderr.contains(part), "{part} not in {stderr}"));
+        expected.iter().for_each(|text| assert!(stderr.contains(text), "{text} not in {stderr}"));
     }
 }
 
@@ -101,7 +101,7 @@ fn kernels_that_cannot_be_had_are_bad_configuration() {
 
 /// With a GPU it is checked; without one, every command reports only what is missing.
 #[test]
-fn without_a_gpu_it_is_said_what_is_missing() {
+fn the_error_names_the_missing_gpu_library() {
     let output = binary::run(&["gpu-check", "--json"]).unwrap();
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["coverage"]["matmul"], "gpu");

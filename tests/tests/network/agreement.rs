@@ -97,9 +97,9 @@ fn a_frozen_leader_that_goes_on_claims_nothing() {
 }
 
 /// Cuts the links from one coordinator to the two others, or from them to it.
-fn cut(fleet: &Fleet, one: usize, from_it: bool, link: Link) {
-    for other in others(one) {
-        let (from, to) = if from_it { (one, other) } else { (other, one) };
+fn cut(fleet: &Fleet, coordinator: usize, from_it: bool, link: Link) {
+    for other in others(coordinator) {
+        let (from, to) = if from_it { (coordinator, other) } else { (other, coordinator) };
         let [from, to] = [from, to].map(|c| fleet.host(Node::Coordinator(c)));
         fleet.net().link(from, to, link);
     }
@@ -155,9 +155,9 @@ fn without_a_majority_only_changes_wait() {
         fleet.kill(Node::Coordinator(lost)).unwrap();
     }
     for worker in [0, 1] {
-        let asked = Instant::now();
+        let sent = Instant::now();
         let answer = drain(&fleet, 0, worker, worker == 1).unwrap();
-        let took = asked.elapsed();
+        let took = sent.elapsed();
         println!("refused after {took:?}");
         assert_eq!(answer.status, 503);
         assert_eq!(answer.json().unwrap()["error"]["code"], "no_quorum");

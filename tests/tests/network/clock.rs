@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 
 /// Library of Debian's package `faketime`.
 fn library() -> PathBuf {
-    let places = ["x86_64-linux-gnu", "aarch64-linux-gnu"];
-    let mut places =
-        places.iter().map(|place| Path::new("/usr/lib").join(place).join("faketime/libfaketimeMT.so.1"));
-    places.find(|library| library.exists()).expect("Debian's package `faketime` is needed")
+    let candidates = ["x86_64-linux-gnu", "aarch64-linux-gnu"];
+    let mut candidates = candidates
+        .iter()
+        .map(|directory| Path::new("/usr/lib").join(directory).join("faketime/libfaketimeMT.so.1"));
+    candidates.find(|library| library.exists()).expect("Debian's package `faketime` is needed")
 }
 
 #[test]
@@ -31,7 +32,7 @@ fn clocks_that_jump_by_an_hour_change_nothing() {
     let (before, lost) = (term(&fleet, &[0, 1, 2]), fleet.metric(0, "kvasir_retries_total").unwrap());
     let bodies: Vec<_> = (0..4).map(|n| request(&model, &prompt(n, 60), 64)).collect();
     let undisturbed = read_all(&fleet, &bodies, drop).unwrap();
-    let told = read_all(&fleet, &bodies, |events| {
+    let streamed = read_all(&fleet, &bodies, |events| {
         for (turn, jump) in ["+1h", "-1h", "+10m", "-30m"].into_iter().enumerate() {
             for _ in 0..8 {
                 events.recv().unwrap();
@@ -41,8 +42,8 @@ fn clocks_that_jump_by_an_hour_change_nothing() {
         }
     })
     .unwrap();
-    for (told, undisturbed) in told.iter().zip(&undisturbed) {
-        assert_eq!(told.tokens, undisturbed.tokens);
+    for (streamed, undisturbed) in streamed.iter().zip(&undisturbed) {
+        assert_eq!(streamed.tokens, undisturbed.tokens);
     }
     assert_eq!(
         (leader(&fleet, &[0, 1, 2]), term(&fleet, &[0, 1, 2])),

@@ -18,8 +18,8 @@ struct SmallDisk(PathBuf);
 impl SmallDisk {
     /// Mounted at `dir`, with its previous contents.
     fn under(dir: &Path) -> Self {
-        let kept = tempfile::tempdir().unwrap();
-        let (dir_name, kept_name) = (dir.to_str().unwrap(), kept.path().to_str().unwrap());
+        let saved = tempfile::tempdir().unwrap();
+        let (dir_name, saved_name) = (dir.to_str().unwrap(), saved.path().to_str().unwrap());
         // The database's unused parts are sparse here, and writing them needs space that does not exist.
         let copy = |from: &str, to: &str| {
             run(
@@ -27,10 +27,10 @@ impl SmallDisk {
                 &["--sparse=always", &format!("{from}/consensus.redb"), &format!("{to}/consensus.redb")],
             );
         };
-        copy(dir_name, kept_name);
+        copy(dir_name, saved_name);
         run("mount", &["-t", "tmpfs", "-o", "size=8m", "none", dir_name]);
         let disk = Self(dir.to_owned());
-        copy(kept_name, dir_name);
+        copy(saved_name, dir_name);
         disk
     }
 
@@ -59,7 +59,7 @@ fn run(program: &str, arguments: &[&str]) {
 
 fn drain(fleet: &Fleet, coordinator: usize, draining: bool) -> http::HttpAnswer {
     let path = format!("/admin/v1/workers/w0/{}", if draining { "drain" } else { "undrain" });
-    fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null)).unwrap().unwrap()
+    fleet.on_host(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null)).unwrap().unwrap()
 }
 
 fn role(fleet: &Fleet, coordinator: usize) -> Option<String> {
@@ -85,7 +85,7 @@ fn a_leader_without_room_leads_no_more_and_answers_all_the_same() {
     fleet.wait_for_workers(0, 2).unwrap();
     let transfer = || {
         let at = ops().to_string();
-        let led = fleet.beside(full, || binary::run(&["coordinators", "transfer", "c0", "--ops", &at]));
+        let led = fleet.on_host(full, || binary::run(&["coordinators", "transfer", "c0", "--ops", &at]));
         led.unwrap().unwrap().status.success().then_some(())
     };
     wait::until("c0 leads", RECOVERY, transfer).unwrap();

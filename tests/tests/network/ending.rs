@@ -33,12 +33,12 @@ fn leadership_goes_before_streams_end_and_the_second_word_ends_them() {
     let cut_off = read_all_by(&fleet, leads, &long, |events| {
         events.recv().unwrap();
         signal::terminate(fleet.pid(Node::Coordinator(leads)).unwrap());
-        let told = Instant::now();
+        let signalled = Instant::now();
         let next = wait::until("another leads", AT_ONCE, || {
             others(leads).into_iter().find(|&c| own(&fleet, c).is_some_and(|(role, ..)| role == "leader"))
         })
         .unwrap();
-        println!("told to end under a stream: c{next} leads after {:.2?}", told.elapsed());
+        println!("told to end under a stream: c{next} leads after {:.2?}", signalled.elapsed());
         events.recv().expect("the stream has ended with the leadership");
         signal::terminate(fleet.pid(Node::Coordinator(leads)).unwrap());
         let again = Instant::now();

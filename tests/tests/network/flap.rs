@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const FOR: Duration = Duration::from_secs(60);
 const HALF: Duration = Duration::from_millis(500);
 const LEADERS: u64 = 3;
-/// Most new connections of the flapping node, to five others, in a minute.
+/// Maximum number of new connections of the flapping node, to five others, in a minute.
 const RECONNECTIONS: usize = 60;
 
 /// Log lines of a node about connections made or tried.
@@ -23,7 +23,7 @@ fn connections(fleet: &Fleet, node: Node) -> usize {
 
 #[test]
 fn a_flapping_link_moves_leadership_seldom_and_stops_nobody_else() {
-    let fleet = Fleet::builder("flap", &crate::tiny_model(), 3, 2).beside_others().start(36).unwrap();
+    let fleet = Fleet::builder("flap", &crate::tiny_model(), 3, 2).in_parallel().start(36).unwrap();
     let model = fleet.model().unwrap();
     let flapping = leader(&fleet, &[0, 1, 2]);
     let (node, began, before) = (Node::Coordinator(flapping), Instant::now(), term(&fleet, &[0, 1, 2]));
@@ -41,8 +41,8 @@ fn a_flapping_link_moves_leadership_seldom_and_stops_nobody_else() {
                 break;
             }
             // Other nodes are not affected.
-            let asked = (flapping + 1 + turn as usize % 2) % 3;
-            assert!(completes(&fleet, asked, &model), "c{asked} has failed a request");
+            let target = (flapping + 1 + turn as usize % 2) % 3;
+            assert!(completes(&fleet, target, &model), "c{target} has failed a request");
             wait::until("half a second", FOR, || (began.elapsed() >= due).then_some(())).unwrap();
         }
         fleet.net().everywhere(Link::default());

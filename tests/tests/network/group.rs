@@ -15,9 +15,9 @@ pub(crate) fn drain(
     worker: usize,
     draining: bool,
 ) -> anyhow::Result<http::HttpAnswer> {
-    let what = if draining { "drain" } else { "undrain" };
-    let path = format!("/admin/v1/workers/w{worker}/{what}");
-    fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null))?
+    let action = if draining { "drain" } else { "undrain" };
+    let path = format!("/admin/v1/workers/w{worker}/{action}");
+    fleet.on_host(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null))?
 }
 
 /// Retries at all coordinators until one acknowledges the change, as an operator does.
@@ -60,8 +60,8 @@ pub(crate) fn leader(fleet: &Fleet, among: &[usize]) -> usize {
 }
 
 /// The two others of three.
-pub(crate) fn others(one: usize) -> [usize; 2] {
-    [(one + 1) % 3, (one + 2) % 3]
+pub(crate) fn others(coordinator: usize) -> [usize; 2] {
+    [(coordinator + 1) % 3, (coordinator + 2) % 3]
 }
 
 /// Waits until all three have applied the same entries and report each other correctly.
@@ -95,6 +95,6 @@ pub(crate) fn completes(fleet: &Fleet, coordinator: usize, model: &str) -> bool 
 
 /// Whether a coordinator reports itself ready.
 pub(crate) fn is_ready(fleet: &Fleet, coordinator: usize) -> bool {
-    let answer = fleet.beside(Node::Coordinator(coordinator), || http::get(ops(), "/readyz"));
+    let answer = fleet.on_host(Node::Coordinator(coordinator), || http::get(ops(), "/readyz"));
     answer.is_ok_and(|answer| answer.is_ok_and(|answer| answer.status == 200))
 }

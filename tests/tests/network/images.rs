@@ -38,7 +38,7 @@ fn podman() -> Command {
 fn image(kind: &str, arch: &str) -> String {
     let name = format!("localhost/kvasir-{kind}:{arch}");
     static LOADING: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    let _one = LOADING.lock().unwrap();
+    let _lock = LOADING.lock().unwrap();
     let from = format!("oci:{}:{arch}", images().join(format!("kvasir-{kind}")).display());
     let pulled = podman().args(["pull", "--quiet", &from]).output().unwrap();
     let id = text(&pulled);
@@ -75,14 +75,14 @@ fn restricted(name: &str, mounts: &[(&Path, &str, bool)]) -> Command {
     command
 }
 
-fn fresh_name() -> String {
+fn unique_name() -> String {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     format!("kvasir-test-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
 }
 
 /// Runs a container until it exits.
 fn run(image: &str, mounts: &[(&Path, &str, bool)], more: &[&str], arguments: &[&str]) -> Output {
-    restricted(&fresh_name(), mounts).args(more).arg(image).args(arguments).output().unwrap()
+    restricted(&unique_name(), mounts).args(more).arg(image).args(arguments).output().unwrap()
 }
 
 /// A container that runs until this is dropped.
@@ -96,7 +96,7 @@ struct Container {
 impl Container {
     /// Starts a node and waits for its announcement.
     fn start(image: &str, mounts: &[(&Path, &str, bool)], more: &[&str], arguments: &[&str]) -> Self {
-        let name = fresh_name();
+        let name = unique_name();
         let mut command = restricted(&name, mounts);
         command.args(more).arg(image).args(arguments).stdout(Stdio::piped());
         let mut process = command.spawn().unwrap();
@@ -121,7 +121,7 @@ impl Container {
     fn until_ready(&self) {
         let ops = self.address("ops");
         let ready = || http::get(ops, "/readyz").is_ok_and(|answer| answer.status == 200).then_some(());
-        wait::until("the node is ready", binary::PATIENCE, ready).unwrap();
+        wait::until("the node is ready", binary::NODE_TIMEOUT, ready).unwrap();
     }
 
     fn expect_an_answer(&self) {
@@ -175,7 +175,7 @@ fn stub_driver(arch: &str) -> TempDir {
 }
 
 /// Directory where NVIDIA's runtime mounts the driver in a Debian-based image.
-fn place_of_driver(arch: &str) -> &'static str {
+fn driver_path(arch: &str) -> &'static str {
     match arch {
         "arm64" => "/usr/lib/aarch64-linux-gnu/libcuda.so.1",
         _ => "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
@@ -255,7 +255,7 @@ fn the_cpu_image_computes_on_the_cpu_also_where_a_driver_is_mounted() {
     let library = driver.path().join("libcuda.so.1");
     let mounts = [
         (home.path(), HOME, true),
-        (library.as_path(), place_of_driver("amd64"), false),
+        (library.as_path(), driver_path("amd64"), false),
         (model.path(), "/models", false),
     ];
     let report = report_of(&run(&image, &mounts, &[], &["gpu-check", "--json"]));
@@ -288,7 +288,7 @@ fn gpu_check(arch: &str, driver: Option<(&TempDir, &str)>) -> (Value, String) {
     let (image, home) = (image("cuda", arch), volume());
     let library = driver.map(|(driver, _)| driver.path().join("libcuda.so.1"));
     let mut mounts = vec![(home.path(), HOME, true)];
-    mounts.extend(library.iter().map(|library| (library.as_path(), place_of_driver(arch), false)));
+    mounts.extend(library.iter().map(|library| (library.as_path(), driver_path(arch), false)));
     let gpu = driver.map(|(_, gpu)| format!("STUB_ARCH={gpu}"));
     let mut more = Vec::new();
     more.extend(gpu.iter().flat_map(|gpu| ["--env", gpu.as_str()]));
@@ -378,12 +378,12 @@ fn a_pod_with_an_empty_volume_becomes_ready_by_a_fetch() {
     let fetched = run(&image, &borrowed(&mounts(&job, true)), &more, &["models", "pull", &address]);
     assert!(fetched.status.success(), "{}", String::from_utf8_lossy(&fetched.stderr));
     assert!(text(&fetched).starts_with("/var/lib/kvasir/downloads/"), "{}", text(&fetched));
-    let asked = server.requests().len();
+    let requests = server.requests().len();
     let arguments = [&ALONE[..], &["--model", &address]].concat();
     let node = Container::start(&image, &borrowed(&mounts(&worker, false)), &[], &arguments);
     node.until_ready();
     node.expect_an_answer();
-    assert_eq!(server.requests().len(), asked, "what the fetch has left is served");
+    assert_eq!(server.requests().len(), requests, "what the fetch has left is served");
 }
 
 fn borrowed<'a>(mounts: &'a [(PathBuf, &'a str, bool)]) -> Vec<(&'a Path, &'a str, bool)> {
@@ -413,9 +413,9 @@ fn a_pod_with_an_empty_volume_becomes_ready_from_a_peer_alone() {
         }
         Container::start(&image, &mounts, &[], &[arguments, &["--ops", "127.0.0.1:0"]].concat())
     };
-    let places = ["--identity", "/identities/c0", "--quic", &quic, "--http", "127.0.0.1:0"];
+    let addresses = ["--identity", "/identities/c0", "--quic", &quic, "--http", "127.0.0.1:0"];
     let coordinator =
-        start(&homes[0], true, &[&["coordinator", "--models", "/models/tiny.gguf"][..], &places].concat());
+        start(&homes[0], true, &[&["coordinator", "--models", "/models/tiny.gguf"][..], &addresses].concat());
     let worker = |identity: &'static str| {
         let joined =
             ["--identity", identity, "--coordinators", &quic, "--quic", "127.0.0.1:0", "--threads", "1"];
@@ -442,5 +442,5 @@ fn a_pod_with_an_empty_volume_becomes_ready_from_a_peer_alone() {
         let answer = http::post(coordinator.address("http"), "/v1/completions", &body).ok()?;
         (answer.header("x-kvasir-worker") == Some("w1") && answer.status == 200).then_some(())
     };
-    wait::until("w1 answers", binary::PATIENCE, answered).unwrap();
+    wait::until("w1 answers", binary::NODE_TIMEOUT, answered).unwrap();
 }

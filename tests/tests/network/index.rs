@@ -19,7 +19,7 @@ fn prompt(number: u32) -> Vec<u32> {
 }
 
 /// Predicted and actual cached tokens.
-fn ask(fleet: &Fleet, coordinator: usize, model: &str, number: u32) -> Option<(u64, u64)> {
+fn complete(fleet: &Fleet, coordinator: usize, model: &str, number: u32) -> Option<(u64, u64)> {
     let body = json!({"model": model, "prompt": prompt(number), "max_tokens": 2, "temperature": 0});
     let answer = fleet.post(coordinator, "/v1/completions", &body).ok()?;
     let route = answer.header("x-kvasir-route")?.to_owned();
@@ -42,11 +42,12 @@ fn a_restarted_coordinator_has_its_index_from_a_peer() {
     let fleet = Fleet::builder("index-from-peer", &crate::tiny_model(), 3, 2).start(31).unwrap();
     let model = fleet.model().unwrap();
     for number in 0..PROMPTS {
-        ask(&fleet, 0, &model, number).unwrap();
+        complete(&fleet, 0, &model, number).unwrap();
     }
-    let knows_all =
-        |coordinator| (0..PROMPTS).all(|n| ask(&fleet, coordinator, &model, n) == Some((CACHED, CACHED)));
-    wait::until("c1 knows what c0 has sent", RECOVERY, || knows_all(1).then_some(())).unwrap();
+    let predicts_all = |coordinator| {
+        (0..PROMPTS).all(|n| complete(&fleet, coordinator, &model, n) == Some((CACHED, CACHED)))
+    };
+    wait::until("c1 knows what c0 has sent", RECOVERY, || predicts_all(1).then_some(())).unwrap();
 
     let (stop, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {
@@ -56,7 +57,7 @@ fn a_restarted_coordinator_has_its_index_from_a_peer() {
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }
-                assert!(ask(&fleet, 0, &model, number).is_some(), "c0 does not answer");
+                assert!(complete(&fleet, 0, &model, number).is_some(), "c0 does not answer");
                 answered.fetch_add(1, Ordering::Relaxed);
             }
         });
@@ -64,7 +65,7 @@ fn a_restarted_coordinator_has_its_index_from_a_peer() {
         fleet.start(Node::Coordinator(1)).unwrap();
         let restarted = Instant::now();
         fleet.wait_for_workers(1, 2).unwrap();
-        wait::until("c1 knows all again", RECOVERY, || knows_all(1).then_some(())).unwrap();
+        wait::until("c1 knows all again", RECOVERY, || predicts_all(1).then_some(())).unwrap();
         println!("c1 knows all again {:?} after it listens", restarted.elapsed());
     });
     assert!(answered.load(Ordering::Relaxed) > 0);
@@ -74,14 +75,14 @@ fn a_restarted_coordinator_has_its_index_from_a_peer() {
 }
 
 #[test]
-fn what_is_held_is_known_again_after_events_were_late_doubled_and_lost() {
+fn the_index_is_complete_again_after_late_doubled_and_lost_events() {
     let fleet = Fleet::builder("events-lost", &crate::tiny_model(), 2, 1).start(38).unwrap();
     let model = fleet.model().unwrap();
     let [c0, w0] = [Node::Coordinator(0), Node::Worker(0)].map(|node| fleet.host(node));
     // The other coordinator sends these requests, so this one receives only their KV events.
     let computes = |prompts: Range<u32>| {
         for number in prompts {
-            ask(&fleet, 1, &model, number).unwrap();
+            complete(&fleet, 1, &model, number).unwrap();
         }
     };
     let learns = |prompts: u32| {
@@ -103,7 +104,7 @@ fn what_is_held_is_known_again_after_events_were_late_doubled_and_lost() {
     fleet.net().link(w0, c0, Link::default());
     fleet.wait_for_workers(0, 1).unwrap();
     learns(PROMPTS);
-    let right = |number| ask(&fleet, 0, &model, number) == Some((CACHED, CACHED));
+    let right = |number| complete(&fleet, 0, &model, number) == Some((CACHED, CACHED));
     assert!((0..PROMPTS).all(right));
     assert_eq!(fleet.metric(0, "kvasir_cached_tokens_mispredicted_total").unwrap(), 0.0);
 }

@@ -26,15 +26,15 @@ const WARM: f64 = 0.95;
 /// Sends each prompt to the coordinators in turn. Returns the cached share of the prompts' tokens; `None` if
 /// a request failed.
 fn hit_rate(fleet: &Fleet, model: &str, coordinators: &[usize]) -> Option<f64> {
-    let (mut cached, mut asked) = (0, 0);
+    let (mut cached, mut total) = (0, 0);
     for (number, &coordinator) in (0..PROMPTS).zip(coordinators.iter().cycle()) {
         let prompt: Vec<u32> = prompt(number, 160).into_iter().map(|token| token % 400).collect();
         let body = json!({"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0});
         let answer = fleet.post(coordinator, "/v1/completions", &body).ok()?.ok().ok()?;
-        asked += answer["usage"]["prompt_tokens"].as_u64()?;
+        total += answer["usage"]["prompt_tokens"].as_u64()?;
         cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64()?;
     }
-    Some(cached as f64 / asked as f64)
+    Some(cached as f64 / total as f64)
 }
 
 /// Kills these coordinators at once and restarts them. They must serve requests soon, and soon have their
@@ -138,8 +138,8 @@ fn a_coordinator_with_a_lost_or_damaged_disk_has_no_vote() {
     fleet.kill(Node::Coordinator(wiped)).unwrap();
     std::fs::remove_dir_all(fleet.data_dir(Node::Coordinator(wiped)).join("data")).unwrap();
     fleet.start(Node::Coordinator(wiped)).unwrap();
-    let nobody = || own(&fleet, wiped).filter(|(role, ..)| role == "outsider");
-    wait::until("it finds that there is a group without it", RECOVERY, nobody).unwrap();
+    let outsider = || own(&fleet, wiped).filter(|(role, ..)| role == "outsider");
+    wait::until("it finds that there is a group without it", RECOVERY, outsider).unwrap();
     assert_eq!(drain(&fleet, other, 0, true).unwrap().status, 204);
     // If its vote counted, there would be a majority.
     fleet.kill(Node::Coordinator(leads)).unwrap();
@@ -147,7 +147,7 @@ fn a_coordinator_with_a_lost_or_damaged_disk_has_no_vote() {
         assert_eq!(drain(&fleet, other, 0, false).unwrap().status, 503);
     }
     assert_ne!(own(&fleet, other).unwrap().0, "leader");
-    assert_eq!(nobody().unwrap().0, "outsider");
+    assert_eq!(outsider().unwrap().0, "outsider");
     assert!(completes(&fleet, wiped, &model) || completes(&fleet, other, &model));
 
     let file = fleet.data_dir(Node::Coordinator(leads)).join("data/consensus.redb");
@@ -184,7 +184,7 @@ fn damage(fleet: &Fleet, coordinator: usize) -> (PathBuf, Vec<u8>) {
 }
 
 #[test]
-fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
+fn a_coordinator_with_a_damaged_disk_rejoins_by_itself() {
     let fleet = Fleet::builder("disk-damaged", &crate::tiny_model(), 3, 1).start(36).unwrap();
     let leads = leader(&fleet, &[0, 1, 2]);
     let [damaged, other] = others(leads);
@@ -198,7 +198,7 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
     wait::until("it knows of the drain", RECOVERY, || is_draining(&fleet, damaged, 0).filter(|&d| d))
         .unwrap();
     let votes = || {
-        let group = fleet.beside(Node::Coordinator(other), || http::get(ops(), "/admin/v1/coordinators"));
+        let group = fleet.on_host(Node::Coordinator(other), || http::get(ops(), "/admin/v1/coordinators"));
         let group = group.ok()?.ok()?.ok().ok()?;
         let members = group["coordinators"].as_array()?;
         (members.iter().filter(|member| member["votes"] == true).count() == 3).then_some(())
@@ -214,7 +214,7 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
 /// The leader fails after the old incarnation was removed and before the new one votes. The next leader
 /// completes the replacement.
 #[test]
-fn who_finds_its_disk_damaged_becomes_a_member_again_though_the_leader_is_lost_in_the_middle() {
+fn a_coordinator_with_a_damaged_disk_rejoins_though_the_leader_is_lost_meanwhile() {
     let fleet = Fleet::builder("half-back", &crate::tiny_model(), 3, 1).start(38).unwrap();
     let leads = leader(&fleet, &[0, 1, 2]);
     let [damaged, other] = others(leads);
@@ -226,7 +226,7 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_though_the_leader_is_lost_i
     fleet.start(Node::Coordinator(damaged)).unwrap();
     let votes = |coordinator: usize| {
         let group =
-            fleet.beside(Node::Coordinator(coordinator), || http::get(ops(), "/admin/v1/coordinators"));
+            fleet.on_host(Node::Coordinator(coordinator), || http::get(ops(), "/admin/v1/coordinators"));
         let group = group.ok()?.ok()?.ok().ok()?;
         let members = group["coordinators"].as_array()?;
         Some(members.iter().filter(|member| member["votes"] == true).count())

@@ -20,11 +20,11 @@ fn body(model: &str, number: u32) -> Value {
 
 /// Sends a request like a service in front of several coordinators: to one that is ready; if the connection
 /// is refused, to the next.
-fn ask(fleet: &Fleet, first: usize, body: &Value) -> anyhow::Result<Value> {
+fn complete(fleet: &Fleet, first: usize, body: &Value) -> anyhow::Result<Value> {
     let mut tried = Vec::new();
     for coordinator in (first..first + 3).map(|n| n % 3) {
-        let beside = Node::Coordinator(coordinator);
-        let ready = fleet.beside(beside, || http::get(ops(), "/readyz"))?;
+        let node = Node::Coordinator(coordinator);
+        let ready = fleet.on_host(node, || http::get(ops(), "/readyz"))?;
         if !ready.is_ok_and(|answer| answer.status == 200) {
             tried.push(format!("{coordinator} is not ready"));
             continue;
@@ -46,7 +46,7 @@ fn is_refused(error: &anyhow::Error) -> bool {
 fn restart_all(fleet: &Fleet, prepare: impl Fn(Node)) {
     let model = fleet.model().unwrap();
     let expected: Vec<Value> =
-        (0..PROMPTS).map(|number| ask(fleet, 0, &body(&model, number)).unwrap()).collect();
+        (0..PROMPTS).map(|number| complete(fleet, 0, &body(&model, number)).unwrap()).collect();
     let (stop, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
     let failures: Vec<String> = std::thread::scope(|scope| {
         let clients: Vec<_> = (0..CLIENTS)
@@ -59,7 +59,7 @@ fn restart_all(fleet: &Fleet, prepare: impl Fn(Node)) {
                             break;
                         }
                         let number = turn % PROMPTS as usize;
-                        match ask(fleet, turn % 3, &body(model, number as u32)) {
+                        match complete(fleet, turn % 3, &body(model, number as u32)) {
                             Ok(choices) if choices == expected[number] => {
                                 answered.fetch_add(1, Ordering::Relaxed);
                             }
@@ -80,7 +80,7 @@ fn restart_all(fleet: &Fleet, prepare: impl Fn(Node)) {
             for coordinator in 0..3 {
                 fleet.wait_for_workers(coordinator, 3).unwrap();
             }
-            wait::until("requests are answered", binary::PATIENCE, || {
+            wait::until("requests are answered", binary::NODE_TIMEOUT, || {
                 (answered.load(Ordering::Relaxed) > before + 2 * CLIENTS).then_some(())
             })
             .unwrap();
@@ -118,13 +118,13 @@ fn a_stream_on_a_worker_that_is_told_to_end_goes_on() {
     let model = fleet.model().unwrap();
     let bodies: Vec<Value> = (0..4).map(|n| crate::stream::request(&model, &prompt(n, 60), 96)).collect();
     let undisturbed = crate::stream::read_all(&fleet, &bodies, drop).unwrap();
-    let told = crate::stream::read_all(&fleet, &bodies, |events| {
+    let streamed = crate::stream::read_all(&fleet, &bodies, |events| {
         let worker = events.recv().unwrap().worker;
         assert_eq!(fleet.stop(worker).unwrap(), Some(0));
     })
     .unwrap();
-    for (told, undisturbed) in told.iter().zip(&undisturbed) {
-        assert_eq!(told.tokens, undisturbed.tokens);
-        assert!(told.longest_pause < Duration::from_secs(15));
+    for (streamed, undisturbed) in streamed.iter().zip(&undisturbed) {
+        assert_eq!(streamed.tokens, undisturbed.tokens);
+        assert!(streamed.longest_pause < Duration::from_secs(15));
     }
 }

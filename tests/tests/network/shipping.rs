@@ -21,14 +21,14 @@ use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 use transport::{Endpoint, EndpointConfig, Incoming, ShardCall};
 
-/// Most bytes in flight of a worker with one lane (`worker::weight_distribution::schedule::Limits`).
+/// Maximum bytes in flight of a worker with one lane (`worker::weight_distribution::schedule::Limits`).
 const WINDOW: u64 = 32 << 20;
-/// Most bytes in flight of a worker with four lanes.
+/// Maximum bytes in flight of a worker with four lanes.
 const WINDOW_OF_FOUR: u64 = 64 << 20;
 /// First starts measured. Two runs of the same build differ by 10% and more.
 const STARTS: usize = 5;
 const QUIC: u16 = 7001;
-const PATIENCE: Duration = Duration::from_secs(180);
+const TRANSFER_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Hosts, a worker identity on each, and a model.
 struct Site {
@@ -62,8 +62,8 @@ impl Site {
         let digest = model::shard::ChunkId(manifest.digest()).to_string();
         // Chunks shared by several tensors are sent once.
         let mut seen = HashSet::new();
-        let places = manifest.header().tensors().flat_map(|info| manifest.chunks(info.name()).unwrap());
-        let bytes = places.filter(|place| seen.insert(place.id)).map(|place| place.bytes as u64).sum();
+        let chunks = manifest.header().tensors().flat_map(|info| manifest.chunks(info.name()).unwrap());
+        let bytes = chunks.filter(|chunk| seen.insert(chunk.id)).map(|chunk| chunk.bytes as u64).sum();
         let text = |path: PathBuf| path.to_str().unwrap().to_owned();
         let ca = text(dir.path().join("ca"));
         binary::stdout(&["ca", "init", "--dir", &ca, "--cluster", "site"]).unwrap();
@@ -115,12 +115,18 @@ impl Site {
     fn spawn(&self, host: usize, model: &str, more: &[&str]) -> Worker {
         let (quic, identity) = (self.address(host), self.identity(host));
         // An unused address: weight distribution needs no coordinator.
-        let nobody = SocketAddr::from((Ipv4Addr::LOCALHOST, 1)).to_string();
+        let coordinators = SocketAddr::from((Ipv4Addr::LOCALHOST, 1)).to_string();
         let fixed =
             ["worker", "--model", model, "--quic", &quic, "--ops", "127.0.0.1:9090", "--threads", "1"];
-        let places =
-            ["--coordinators", &nobody, "--identity", identity.to_str().unwrap(), "--kv-bytes", "64MiB"];
-        let arguments: Vec<&str> = fixed.iter().chain(&places).chain(more).copied().collect();
+        let options = [
+            "--coordinators",
+            &coordinators,
+            "--identity",
+            identity.to_str().unwrap(),
+            "--kv-bytes",
+            "64MiB",
+        ];
+        let arguments: Vec<&str> = fixed.iter().chain(&options).chain(more).copied().collect();
         let log = File::create(self.dir.path().join(format!("{host}.log"))).unwrap();
         let spawned = self.net.on(host, || {
             let mut command = binary::command(&arguments).unwrap();
@@ -143,7 +149,8 @@ impl Site {
             let serving = http::metric(ops, "kvasir_shard_serving").ok();
             serving.is_some_and(|serving| serving == 0.0).then_some(())
         };
-        wait::until("nothing more is sent", PATIENCE, || self.net.on(holder.host, rests).unwrap()).unwrap();
+        wait::until("nothing more is sent", TRANSFER_TIMEOUT, || self.net.on(holder.host, rests).unwrap())
+            .unwrap();
         self.metric(holder, "kvasir_shard_served_bytes_total")
     }
 
@@ -151,11 +158,11 @@ impl Site {
     fn until(&self, worker: &Worker, share: f64) {
         let enough = (self.bytes as f64 * share) as u64;
         let has = || (self.metric(worker, "kvasir_shard_present_bytes") >= enough.max(1)).then_some(());
-        wait::until("enough has come", PATIENCE, has).unwrap();
+        wait::until("enough has come", TRANSFER_TIMEOUT, has).unwrap();
     }
 
     /// Bytes of the complete chunks on a host.
-    fn kept(&self, host: usize) -> u64 {
+    fn stored_bytes(&self, host: usize) -> u64 {
         let inside = |dir: &Path| -> Vec<PathBuf> {
             std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect()
         };
@@ -266,20 +273,20 @@ fn kill_a_receiver(lanes: &str, window: u64) {
         let receiver = site.receiver_over(lanes, 1, &[0]);
         site.until(&receiver, share);
         receiver.kill();
-        let (served, kept) = (site.served(&holder), site.kept(1));
-        let lost = served.saturating_sub(kept + resent);
-        println!("killed at {:.0} %: {kept} of {} bytes kept, {lost} lost", share * 100.0, site.bytes);
+        let (served, stored) = (site.served(&holder), site.stored_bytes(1));
+        let lost = served.saturating_sub(stored + resent);
+        println!("killed at {:.0} %: {stored} of {} bytes kept, {lost} lost", share * 100.0, site.bytes);
         assert!(lost <= window, "{lost} bytes have to be sent again");
-        assert!(kept as f64 >= site.bytes as f64 * share - 1.0, "what it said to have is gone");
+        assert!(stored as f64 >= site.bytes as f64 * share - 1.0, "what it said to have is gone");
         resent += lost;
-        if kept < site.bytes {
+        if stored < site.bytes {
             let manifest = site.manifest(1);
             let out = binary::run(&["run", manifest.to_str().unwrap(), "-p", "a", "-n", "1"]).unwrap();
             let error = String::from_utf8_lossy(&out.stderr);
             assert!(!out.status.success() && error.contains("not in the shard store"), "{error}");
         }
     }
-    let before = site.kept(1);
+    let before = site.stored_bytes(1);
     let mut receiver = site.receiver_over(lanes, 1, &[0]);
     receiver.listens();
     let fetched = site.metric(&receiver, "kvasir_shard_fetched_bytes_total");
@@ -304,7 +311,7 @@ fn a_killed_sender_is_made_up_for_by_another_and_by_itself_when_it_is_back() {
         let fetched = site.metric(&receiver, "kvasir_shard_fetched_bytes_total");
         println!("a sender killed at {:.0} %: {fetched} of {} bytes came", share * 100.0, site.bytes);
         assert!(fetched <= site.bytes + WINDOW, "{fetched}");
-        assert_eq!(site.kept(2), site.bytes);
+        assert_eq!(site.stored_bytes(2), site.bytes);
         drop((second, back));
         receiver.kill();
         site.expect_same_bits(2);
@@ -313,7 +320,7 @@ fn a_killed_sender_is_made_up_for_by_another_and_by_itself_when_it_is_back() {
 }
 
 /// Bytes per second of chunks sent from memory between two hosts, over the same number of streams and with as
-/// many threads as workers with one lane (`runtime_beside_arithmetic`), without hashing or writing.
+/// many threads as workers with one lane (`io_runtime`), without hashing or writing.
 fn bare_rate(site: &Site, bytes: u64) -> f64 {
     let endpoint = |host: usize| {
         let identity = pki::ca::load_identity(&site.identity(host)).unwrap();
@@ -325,13 +332,13 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
         let mut builder = tokio::runtime::Builder::new_multi_thread();
         builder.worker_threads(cpus.min(2)).enable_all().build().unwrap()
     };
-    let (told, address) = std::sync::mpsc::channel();
+    let (sender, address) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let send = || {
                 runtime().block_on(async {
                     let endpoint = endpoint(0);
-                    told.send(endpoint.address()).unwrap();
+                    sender.send(endpoint.address()).unwrap();
                     let connection = endpoint.accept().await.unwrap();
                     let chunk = Bytes::from(vec![7; CHUNK_BYTES]);
                     while let Ok(Incoming::Shard(ShardCall { request, mut reply })) =
@@ -357,7 +364,7 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
                 let expected = Expected::any(Role::Worker);
                 let connection = endpoint.connect(holder, &expected).await.unwrap();
                 let (started, requests) = (Instant::now(), bytes / (2 * CHUNK_BYTES as u64));
-                let one = |share: u64| {
+                let fetch = |share: u64| {
                     let connection = connection.clone();
                     async move {
                         let mut bytes = Vec::new();
@@ -366,15 +373,15 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
                             let mut stream = connection.open_shard(&request).await.unwrap();
                             for _ in 0..2 {
                                 bytes.clear();
-                                let take = |part: &[u8]| bytes.extend_from_slice(part);
+                                let take = |data: &[u8]| bytes.extend_from_slice(data);
                                 assert!(stream.next_into(CHUNK_BYTES, take).await.unwrap());
                             }
                         }
                     }
                 };
-                let each = [0, 1, 2].map(|part| tokio::spawn(one((requests + part) / 3)));
-                for part in each {
-                    part.await.unwrap();
+                let each = [0, 1, 2].map(|index| tokio::spawn(fetch((requests + index) / 3)));
+                for task in each {
+                    task.await.unwrap();
                 }
                 let rate = (requests * 2 * CHUNK_BYTES as u64) as f64 / started.elapsed().as_secs_f64();
                 endpoint.close().await;
@@ -447,7 +454,7 @@ fn a_receiver_of_a_gigabyte_killed_at_any_point_loses_a_window() {
         site.until(&receiver, share);
         receiver.kill();
         let served = site.served(&holder) - served;
-        lost.push(served.saturating_sub(site.kept(1)));
+        lost.push(served.saturating_sub(site.stored_bytes(1)));
         std::fs::remove_dir_all(site.home(1)).unwrap();
     }
     println!(

@@ -47,7 +47,7 @@ fn a_stage_cut_off_in_either_direction_ends_its_replica_and_the_other_one_goes_o
         .start(28)
         .unwrap();
     let both = || serving(&fleet).filter(|serving| serving.len() == 2);
-    wait::until("two replicas serve", binary::PATIENCE, both).unwrap();
+    wait::until("two replicas serve", binary::NODE_TIMEOUT, both).unwrap();
     let model = fleet.model().unwrap();
     let bodies: Vec<_> = (0..8).map(|n| small(request(&model, &prompt(n, 40), 200))).collect();
     let undisturbed = read_all(&fleet, &bodies, drop).unwrap();
@@ -56,18 +56,18 @@ fn a_stage_cut_off_in_either_direction_ends_its_replica_and_the_other_one_goes_o
         let victim = whole[0].clone();
         let [first, second] = [0, 1].map(|at| fleet.host(stage(&victim, at)));
         let (from, to) = if towards_first { (second, first) } else { (first, second) };
-        let told = read_all(&fleet, &bodies, |events| {
+        let streamed = read_all(&fleet, &bodies, |events| {
             events.recv().unwrap();
             fleet.net().link(from, to, Link::CUT);
             let since = Instant::now();
-            let gone =
+            let ended =
                 || serving(&fleet)?.iter().all(|replica| replica["life"] != victim["life"]).then_some(());
-            wait::until("the replica has ended as one", LOST_WITHIN, gone).unwrap();
+            wait::until("the replica has ended as one", LOST_WITHIN, ended).unwrap();
             println!("cut towards the first stage {towards_first}: missed after {:.1?}", since.elapsed());
         })
         .unwrap();
-        for (told, undisturbed) in told.iter().zip(&undisturbed) {
-            assert_eq!(told.tokens, undisturbed.tokens);
+        for (streamed, undisturbed) in streamed.iter().zip(&undisturbed) {
+            assert_eq!(streamed.tokens, undisturbed.tokens);
         }
         // No worker holds resources for the lost one.
         let quiet = || {
@@ -96,11 +96,11 @@ fn a_worker_without_the_file_is_placed_and_gets_its_layers_from_another() {
             .worker_flag("--bandwidth", "20GB")
             .start(29)
             .unwrap();
-        let one = || serving(&fleet).filter(|serving| serving.len() == 1);
-        let replica = wait::until("a replica serves", binary::PATIENCE, one).unwrap().remove(0);
+        let single = || serving(&fleet).filter(|serving| serving.len() == 1);
+        let replica = wait::until("a replica serves", binary::NODE_TIMEOUT, single).unwrap().remove(0);
         let model = fleet.model().unwrap();
         let bodies: Vec<_> = (0..4).map(|n| small(request(&model, &prompt(n, 40), 30))).collect();
-        let answers = || read_all(&fleet, &bodies, drop).unwrap().into_iter().map(|told| told.tokens);
+        let answers = || read_all(&fleet, &bodies, drop).unwrap().into_iter().map(|streamed| streamed.tokens);
         assert!(answers().all(|tokens| tokens.len() == 30), "{how:?}");
         assert!(answers().eq(answers()), "{how:?}");
         let without = name(Node::Worker(1));
@@ -112,16 +112,16 @@ fn a_worker_without_the_file_is_placed_and_gets_its_layers_from_another() {
             let status = fleet.status(0).ok()?;
             let shipped =
                 status["shipping"].as_array()?.iter().find(|of| of["worker"] == without.as_str())?;
-            let (wanted, present) = (shipped["wanted_bytes"].as_u64()?, shipped["present_bytes"].as_u64()?);
-            (wanted > 0 && wanted == present).then_some(())
+            let (total, present) = (shipped["wanted_bytes"].as_u64()?, shipped["present_bytes"].as_u64()?);
+            (total > 0 && total == present).then_some(())
         };
-        wait::until("status shows what has come", binary::PATIENCE, all_of_it).unwrap();
+        wait::until("status shows what has come", binary::NODE_TIMEOUT, all_of_it).unwrap();
     }
 }
 
 /// Sum over all series of a worker's metric.
 fn worker_metric(fleet: &Fleet, worker: usize, name: &str) -> f64 {
-    let metric = fleet.beside(Node::Worker(worker), || http::metric(ops(), name)).unwrap();
+    let metric = fleet.on_host(Node::Worker(worker), || http::metric(ops(), name)).unwrap();
     metric.unwrap_or(0.0)
 }
 
@@ -159,14 +159,14 @@ fn a_worker_without_files_gets_a_model_that_drafts_and_answers_are_those_of_one_
 }
 
 /// Only the first worker has the files of the model and the drafter.
-fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
+fn drafts_for_a_worker_without_files(drafter: &str, spec: &str, turns: &[Turn]) {
     let model = tiny("gemma4");
-    let one = Fleet::builder(&format!("{what}-alone"), &model, 1, 1).start(30).unwrap();
-    let id = one.model().unwrap();
-    let want = greedy(&one, &id);
-    drop(one);
+    let single = Fleet::builder(&format!("{drafter}-alone"), &model, 1, 1).start(30).unwrap();
+    let id = single.model().unwrap();
+    let expected = greedy(&single, &id);
+    drop(single);
     let home = tempfile::tempdir().unwrap();
-    let fleet = Fleet::builder(&format!("{what}-shipped"), &model, 1, 2)
+    let fleet = Fleet::builder(&format!("{drafter}-shipped"), &model, 1, 2)
         .fileless(Fileless::Placed)
         .holder_flag("--spec", spec)
         .environment("KVASIR_HOME", home.path().to_str().unwrap())
@@ -181,7 +181,7 @@ fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
         let plan = json!({"replicas": [stages.iter().map(stage).collect::<Vec<_>>()]}).to_string();
         let path = format!("/admin/v1/plans/{id}");
         let put = || http::send(ops(), "PUT", &path, &[], plan.as_bytes()).unwrap().status;
-        assert_eq!(fleet.beside(Node::Coordinator(0), put).unwrap(), 204);
+        assert_eq!(fleet.on_host(Node::Coordinator(0), put).unwrap(), 204);
         let as_planned = || {
             let serving = serving(&fleet)?;
             let as_planned = |replica: &Value| {
@@ -190,11 +190,11 @@ fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
             };
             (serving.len() == 1 && as_planned(&serving[0])).then_some(())
         };
-        wait::until("the plan serves", binary::PATIENCE, as_planned).unwrap();
+        wait::until("the plan serves", binary::NODE_TIMEOUT, as_planned).unwrap();
         // A drafter that does not pay off is tried again only after some steps.
         let right = || worker_metric(&fleet, first, "vllm:spec_decode_num_accepted_tokens_total");
-        wait::until("draft tokens are right", binary::PATIENCE, || {
-            assert_eq!(greedy(&fleet, &id), want, "turn {turn}");
+        wait::until("draft tokens are right", binary::NODE_TIMEOUT, || {
+            assert_eq!(greedy(&fleet, &id), expected, "turn {turn}");
             (right() > 0.0).then_some(())
         })
         .unwrap();
@@ -204,12 +204,12 @@ fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
         // After a restart everything is in the store.
         fleet.kill(Node::Worker(1)).unwrap();
         fleet.start(Node::Worker(1)).unwrap();
-        wait::until("the plan serves again", binary::PATIENCE, || {
+        wait::until("the plan serves again", binary::NODE_TIMEOUT, || {
             let served = read_all(&fleet, &[small(request(&id, &prompt(9, 40), 8))], drop).ok()?;
             (served[0].tokens.len() == 8 && as_planned().is_some()).then_some(())
         })
         .unwrap();
         assert_eq!(fetched(), 0.0, "turn {turn}");
-        assert_eq!(greedy(&fleet, &id), want, "turn {turn}, again");
+        assert_eq!(greedy(&fleet, &id), expected, "turn {turn}, again");
     }
 }

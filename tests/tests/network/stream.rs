@@ -38,11 +38,11 @@ fn read(
     let answer = fleet.post(coordinator, "/v1/completions", body)?;
     let worker = answer.header("x-kvasir-worker").and_then(worker_named).context("no worker is named")?;
     let mut events = answer.events()?;
-    let mut told = Streamed::default();
+    let mut streamed = Streamed::default();
     let mut last: Option<Instant> = None;
     let mut usage = None;
     while let Some(event) = events.next_event()? {
-        ensure!(event.get("error").is_none(), "after {} tokens: {event}", told.tokens.len());
+        ensure!(event.get("error").is_none(), "after {} tokens: {event}", streamed.tokens.len());
         if let Some(count) = event["usage"]["completion_tokens"].as_u64() {
             usage = Some(count);
         }
@@ -51,20 +51,20 @@ fn read(
             continue;
         }
         let now = Instant::now();
-        told.longest_pause = told.longest_pause.max(last.map_or(Duration::ZERO, |last| now - last));
+        streamed.longest_pause = streamed.longest_pause.max(last.map_or(Duration::ZERO, |last| now - last));
         last = Some(now);
-        told.tokens.extend(ids.iter().filter_map(|id| id.as_u64()));
+        streamed.tokens.extend(ids.iter().filter_map(|id| id.as_u64()));
         seen(worker);
     }
-    let wanted = body["max_tokens"].as_u64().context("no max_tokens")?;
-    ensure!(told.tokens.len() as u64 == wanted, "{} of {wanted} tokens came", told.tokens.len());
-    ensure!(usage == Some(wanted), "usage tells {usage:?} tokens of {wanted}");
-    Ok(told)
+    let expected = body["max_tokens"].as_u64().context("no max_tokens")?;
+    ensure!(streamed.tokens.len() as u64 == expected, "{} of {expected} tokens came", streamed.tokens.len());
+    ensure!(usage == Some(expected), "usage tells {usage:?} tokens of {expected}");
+    Ok(streamed)
 }
 
 /// Tokens arrived.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Heard {
+pub(crate) struct Arrival {
     pub(crate) stream: usize,
     /// Worker that began this stream.
     pub(crate) worker: Node,
@@ -75,7 +75,7 @@ pub(crate) struct Heard {
 pub(crate) fn read_all(
     fleet: &Fleet,
     bodies: &[serde_json::Value],
-    disturb: impl FnOnce(Receiver<Heard>),
+    disturb: impl FnOnce(Receiver<Arrival>),
 ) -> anyhow::Result<Vec<Streamed>> {
     read_all_by(fleet, 0, bodies, disturb)
 }
@@ -86,7 +86,7 @@ pub(crate) fn read_all_by(
     fleet: &Fleet,
     coordinator: usize,
     bodies: &[serde_json::Value],
-    disturb: impl FnOnce(Receiver<Heard>),
+    disturb: impl FnOnce(Receiver<Arrival>),
 ) -> anyhow::Result<Vec<Streamed>> {
     let (sender, receiver) = channel();
     std::thread::scope(|scope| {
@@ -98,7 +98,7 @@ pub(crate) fn read_all_by(
                 scope.spawn(move || {
                     read(fleet, coordinator, body, |worker| {
                         // The receiver is gone once the disturbance is over.
-                        let _ = sender.send(Heard { stream: number, worker });
+                        let _ = sender.send(Arrival { stream: number, worker });
                     })
                 })
             })

@@ -67,8 +67,8 @@ fn a_leader_whose_disk_keeps_nothing_ends_and_the_others_decide() {
 
     fleet.start(Node::Coordinator(failing)).unwrap();
     converge(&fleet);
-    let known = || (!is_draining(&fleet, failing, 0)?).then_some(());
-    wait::until("it knows what was decided", RECOVERY, known).unwrap();
+    let undrained = || (!is_draining(&fleet, failing, 0)?).then_some(());
+    wait::until("it knows what was decided", RECOVERY, undrained).unwrap();
     fleet.wait_for_workers(failing, 1).unwrap();
     assert!(completes(&fleet, failing, &model));
 }

@@ -19,12 +19,12 @@ fn a_wedged_engine_is_noticed_and_its_streams_go_on() {
     let model = fleet.model().unwrap();
     let bodies: Vec<_> = (0..4).map(|n| request(&model, &prompt(n, 60), 96)).collect();
     let undisturbed = read_all(&fleet, &bodies, drop).unwrap();
-    let told = read_all(&fleet, &bodies, |events| {
+    let streamed = read_all(&fleet, &bodies, |events| {
         let victim = events.recv().unwrap().worker;
         let pid = fleet.pid(victim).unwrap();
         let held = signal::hold_thread(pid, "kvasir-engine").unwrap();
         let wedged = Instant::now();
-        let probe = || fleet.beside(victim, || http::get(ops(), "/livez")).ok()?.ok();
+        let probe = || fleet.on_host(victim, || http::get(ops(), "/livez")).ok()?.ok();
         wait::until("it says that it is not well", RECOVERY, || (probe()?.status == 503).then_some(()))
             .unwrap();
         println!("not live after {:.2?}", wedged.elapsed());
@@ -38,8 +38,8 @@ fn a_wedged_engine_is_noticed_and_its_streams_go_on() {
         fleet.wait_for_workers(0, 2).unwrap();
     })
     .unwrap();
-    for (told, undisturbed) in told.iter().zip(&undisturbed) {
-        assert_eq!(told.tokens, undisturbed.tokens);
+    for (streamed, undisturbed) in streamed.iter().zip(&undisturbed) {
+        assert_eq!(streamed.tokens, undisturbed.tokens);
     }
     assert!(fleet.metric(0, "kvasir_retries_total").unwrap() > 0.0, "no stream was on the wedged worker");
     assert!(completes(&fleet, 0, &model));

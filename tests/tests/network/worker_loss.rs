@@ -1,6 +1,6 @@
 //! A worker dies or freezes in the middle of its streams; their readers get every token once.
 
-use crate::stream::{Heard, Streamed, prompt, read_all, request};
+use crate::stream::{Arrival, Streamed, prompt, read_all, request};
 use kvasir_cluster_tests::fleet::{Fleet, Node, name, worker_named};
 use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::{binary, signal, wait};
@@ -18,24 +18,29 @@ fn bodies(model: &str, round: u32) -> Vec<Value> {
 }
 
 /// Waits until a stream has had `count` arrivals of tokens, and returns its worker.
-fn until_token(events: &Receiver<Heard>, count: usize) -> Node {
-    let mut told = [0; STREAMS as usize];
+fn until_token(events: &Receiver<Arrival>, count: usize) -> Node {
+    let mut counts = [0; STREAMS as usize];
     loop {
-        let heard = events.recv().expect("all streams are over before the fault");
-        told[heard.stream] += 1;
-        if told[heard.stream] >= count {
-            return heard.worker;
+        let arrival = events.recv().expect("all streams are over before the fault");
+        counts[arrival.stream] += 1;
+        if counts[arrival.stream] >= count {
+            return arrival.worker;
         }
     }
 }
 
 /// Streams with a fault in the middle return the same tokens as without. Returns the pauses.
-fn assert_undisturbed(fleet: &Fleet, bodies: &[Value], fault: impl FnOnce(Receiver<Heard>)) -> Vec<Duration> {
+fn assert_undisturbed(
+    fleet: &Fleet,
+    bodies: &[Value],
+    fault: impl FnOnce(Receiver<Arrival>),
+) -> Vec<Duration> {
     let undisturbed = read_all(fleet, bodies, drop).unwrap();
-    let told = read_all(fleet, bodies, fault).unwrap();
-    let tokens = |told: &[Streamed]| told.iter().map(|told| told.tokens.clone()).collect::<Vec<_>>();
-    assert_eq!(tokens(&told), tokens(&undisturbed));
-    told.iter().map(|told| told.longest_pause).collect()
+    let streamed = read_all(fleet, bodies, fault).unwrap();
+    let tokens =
+        |streamed: &[Streamed]| streamed.iter().map(|streamed| streamed.tokens.clone()).collect::<Vec<_>>();
+    assert_eq!(tokens(&streamed), tokens(&undisturbed));
+    streamed.iter().map(|streamed| streamed.longest_pause).collect()
 }
 
 /// Attempts lost with their worker.
@@ -43,10 +48,10 @@ fn lost(fleet: &Fleet) -> f64 {
     fleet.metric(0, "kvasir_retries_total").unwrap()
 }
 
-fn print(what: &str, mut pauses: Vec<Duration>) -> Duration {
+fn print(label: &str, mut pauses: Vec<Duration>) -> Duration {
     pauses.sort_unstable();
     let (median, longest) = (pauses[pauses.len() / 2], pauses[pauses.len() - 1]);
-    println!("{what}: longest pause of {} streams: median {median:.1?}, p99 {longest:.1?}", pauses.len());
+    println!("{label}: longest pause of {} streams: median {median:.1?}, p99 {longest:.1?}", pauses.len());
     longest
 }
 
@@ -72,15 +77,15 @@ fn a_worker_killed_in_prefill_costs_time_and_nothing_else() {
         fleet.start(worker).unwrap();
     }
     fleet.wait_for_workers(0, 2).unwrap();
-    let told = read_all(&fleet, &long(1), |events| {
-        let victim = wait::until("it is computed", binary::PATIENCE, || in_prefill(&fleet)).unwrap();
+    let streamed = read_all(&fleet, &long(1), |events| {
+        let victim = wait::until("it is computed", binary::NODE_TIMEOUT, || in_prefill(&fleet)).unwrap();
         fleet.kill(victim).unwrap();
         fleet.start(victim).unwrap();
-        let heard = events.recv().unwrap();
-        assert_ne!(heard.worker, victim, "its prompt was computed before the kill");
+        let arrival = events.recv().unwrap();
+        assert_ne!(arrival.worker, victim, "its prompt was computed before the kill");
     })
     .unwrap();
-    assert_eq!(told[0].tokens, undisturbed[0].tokens);
+    assert_eq!(streamed[0].tokens, undisturbed[0].tokens);
     // The request may have been sent earlier to an ended run of the worker whose loss was not detected yet.
     assert!((1.0..=3.0).contains(&lost(&fleet)), "{} attempts were lost", lost(&fleet));
     fleet.wait_for_workers(0, 2).unwrap();
@@ -93,14 +98,14 @@ fn streams_of_a_killed_worker_go_on_token_by_token() {
     let mut pauses = Vec::new();
     for (round, at) in [1, 7, 31].into_iter().enumerate() {
         let before = lost(&fleet);
-        let (say, said) = channel();
+        let (sender, receiver) = channel();
         pauses.extend(assert_undisturbed(&fleet, &bodies(&model, round as u32), |events| {
             let victim = until_token(&events, at);
             signal::kill_now(fleet.pid(victim).unwrap());
-            say.send(victim).unwrap();
+            sender.send(victim).unwrap();
         }));
         assert!(lost(&fleet) > before, "no stream was on the worker that was killed at token {at}");
-        let victim = said.recv().unwrap();
+        let victim = receiver.recv().unwrap();
         fleet.kill(victim).unwrap();
         fleet.start(victim).unwrap();
         fleet.wait_for_workers(0, 2).unwrap();
@@ -118,17 +123,17 @@ fn is_followed(fleet: &Fleet, worker: Node) -> bool {
 
 #[test]
 fn a_worker_frozen_for_a_minute_repeats_nothing_when_it_goes_on() {
-    let fleet = Fleet::builder("frozen-worker", &crate::real_model(), 1, 2).beside_others().start(2).unwrap();
+    let fleet = Fleet::builder("frozen-worker", &crate::real_model(), 1, 2).in_parallel().start(2).unwrap();
     let model = fleet.model().unwrap();
-    let (say, said) = channel();
+    let (sender, receiver) = channel();
     let pauses = assert_undisturbed(&fleet, &bodies(&model, 0), |events| {
         let victim = until_token(&events, 7);
         fleet.freeze(victim, true).unwrap();
-        say.send((victim, Instant::now())).unwrap();
+        sender.send((victim, Instant::now())).unwrap();
     });
     assert!(print("frozen", pauses) < Duration::from_secs(15));
     assert!(lost(&fleet) > 0.0, "no stream was on the worker that was frozen");
-    let (frozen, since) = said.recv().unwrap();
+    let (frozen, since) = receiver.recv().unwrap();
     fleet.wait_for_workers(0, 1).unwrap();
     wait::until("a minute", A_MINUTE * 2, || (since.elapsed() >= A_MINUTE).then_some(())).unwrap();
     // It resumes during other streams, with its own abandoned ones.
@@ -138,7 +143,7 @@ fn a_worker_frozen_for_a_minute_repeats_nothing_when_it_goes_on() {
         fleet.freeze(frozen, false).unwrap();
     });
     fleet.wait_for_workers(0, 2).unwrap();
-    wait::until("its cache is known", binary::PATIENCE, || is_followed(&fleet, frozen).then_some(()))
+    wait::until("its cache is known", binary::NODE_TIMEOUT, || is_followed(&fleet, frozen).then_some(()))
         .unwrap();
     assert_undisturbed(&fleet, &bodies, drop);
 }

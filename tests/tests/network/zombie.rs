@@ -28,20 +28,20 @@ fn a_second_process_waits_for_the_first_and_then_fences_it_everywhere() {
     let bodies: Vec<_> = (0..4).map(|n| small(request(&model, &prompt(n, 60), 64))).collect();
     let undisturbed = read_all(&fleet, &bodies, drop).unwrap();
     // While the first process responds, the second one takes nothing from it.
-    let told = read_all(&fleet, &bodies, |events| {
+    let streamed = read_all(&fleet, &bodies, |events| {
         events.recv().unwrap();
         fleet.start_twin(Node::Worker(0), 0).unwrap();
         wait::until("the second one is refused", RECOVERY, || (refusals(&fleet, COPY) > 0).then_some(()))
             .unwrap();
     })
     .unwrap();
-    for (told, undisturbed) in told.iter().zip(&undisturbed) {
-        assert_eq!(told.tokens, undisturbed.tokens);
+    for (streamed, undisturbed) in streamed.iter().zip(&undisturbed) {
+        assert_eq!(streamed.tokens, undisturbed.tokens);
     }
     for coordinator in 0..3 {
         assert_eq!(epoch(&fleet, coordinator, 0), Some(first));
     }
-    assert_eq!(refusals(&fleet, LATER_LIFE), 0);
+    assert_eq!(refusals(&fleet, LATER_EPOCH), 0);
     // Two of the three lose contact with the first process.
     for coordinator in [1, 2] {
         let (worker, coordinator) = (fleet.host(Node::Worker(0)), fleet.host(Node::Coordinator(coordinator)));
@@ -50,21 +50,23 @@ fn a_second_process_waits_for_the_first_and_then_fences_it_everywhere() {
         }
     }
     for coordinator in [1, 2] {
-        let later = || epoch(&fleet, coordinator, 0).filter(|&epoch| epoch > first);
-        wait::until("the later life is the member", RECOVERY, later).unwrap();
+        let replaced = || epoch(&fleet, coordinator, 0).filter(|&epoch| epoch > first);
+        wait::until("the later epoch is the member", RECOVERY, replaced).unwrap();
     }
     // The first process keeps reconnecting and is refused everywhere.
-    let gone = || epoch(&fleet, 0, 0).is_none().then_some(());
-    wait::until("c0 has fenced the earlier life", RECOVERY, gone).unwrap();
-    wait::until("the earlier life is refused", RECOVERY, || (refusals(&fleet, LATER_LIFE) > 0).then_some(()))
-        .unwrap();
+    let fenced = || epoch(&fleet, 0, 0).is_none().then_some(());
+    wait::until("c0 has fenced the earlier epoch", RECOVERY, fenced).unwrap();
+    wait::until("the earlier epoch is refused", RECOVERY, || {
+        (refusals(&fleet, LATER_EPOCH) > 0).then_some(())
+    })
+    .unwrap();
     for coordinator in 0..3 {
         assert_ne!(epoch(&fleet, coordinator, 0), Some(first), "c{coordinator} has let a zombie in");
         assert!(completes(&fleet, coordinator, &model));
     }
     fleet.net().everywhere(Link::default());
     let whole = || epoch(&fleet, 0, 0).filter(|&epoch| epoch > first);
-    wait::until("c0 knows the later life", RECOVERY, whole).unwrap();
+    wait::until("c0 knows the later epoch", RECOVERY, whole).unwrap();
 }
 
 /// Restricts tokens to those of the tiny models.
@@ -78,7 +80,7 @@ fn small(mut body: serde_json::Value) -> serde_json::Value {
 /// Log text about a second process.
 const COPY: &str = "another process with this worker's identity is alive";
 /// Log text about a process that was replaced by a later one.
-const LATER_LIFE: &str = "the group knows a later epoch of this worker";
+const LATER_EPOCH: &str = "the group knows a later epoch of this worker";
 
 /// Occurrences of `of` in the logs of all coordinators.
 fn refusals(fleet: &Fleet, of: &str) -> usize {

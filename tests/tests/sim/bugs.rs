@@ -1,9 +1,9 @@
 //! Bugs that are planted in the simulated world, to test that the checks find them.
 
 use crate::invariants::apply;
-use coordinator::consensus::message::{Body, EntryBody, Frame, LogEntry};
-use coordinator::consensus::storage::Loaded;
-use coordinator::consensus::table::{Change, Entry, SessionChange, Table, encode_entry};
+use consensus::message::{Body, EntryBody, Frame, LogEntry};
+use consensus::storage::Loaded;
+use consensus::table::{Change, Entry, SessionChange, Table, encode_entry};
 use proto::codec::{Cap, decode};
 use proto::ids::Epoch;
 

@@ -1,8 +1,8 @@
 //! Clients of the table. Each does one operation at a time, retries until it has a result or gives up, and
 //! records the times and results.
 
-use coordinator::consensus::core::ProposalResult;
-use coordinator::consensus::table::{
+use consensus::core::ProposalResult;
+use consensus::table::{
     Change, ClientId, Entry, OpenSession, Outcome, PolicyAdvanced, Quota, Refusal, Request, SessionChange,
     Table, TenantRecord,
 };
@@ -29,7 +29,7 @@ pub(crate) enum Cell {
 
 /// A client's request to a coordinator.
 #[derive(Debug, Clone)]
-pub(crate) enum Want {
+pub(crate) enum ClientRequest {
     Propose(Entry),
     /// A read with this token.
     Read(u64),
@@ -37,9 +37,9 @@ pub(crate) enum Want {
 
 #[derive(Debug, Clone)]
 enum Doing {
-    Nothing,
+    Idle,
     Opening,
-    Changing { what: Option<(Cell, Op)>, change: Change },
+    Changing { operation: Option<(Cell, Op)>, change: Change },
     Reading { register: Cell, tokens: Vec<u64> },
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct History {
 impl Client {
     pub(crate) fn new(number: u64) -> Self {
         let nonce = number << 32;
-        let doing = Doing::Nothing;
+        let doing = Doing::Idle;
         Self { number, session: None, seq: 0, nonce, doing, called: 0, tried: 0, written: 0 }
     }
 
@@ -77,11 +77,11 @@ impl Client {
         random: &mut Random,
         table: &Table,
         history: &mut History,
-    ) -> Option<Want> {
-        if !matches!(self.doing, Doing::Nothing) && now > self.called + GIVE_UP {
+    ) -> Option<ClientRequest> {
+        if !matches!(self.doing, Doing::Idle) && now > self.called + GIVE_UP {
             self.give_up(history);
         }
-        if matches!(self.doing, Doing::Nothing) {
+        if matches!(self.doing, Doing::Idle) {
             if !random.chance(600) {
                 return None;
             }
@@ -91,16 +91,18 @@ impl Client {
         }
         self.tried = now;
         match &mut self.doing {
-            Doing::Nothing => None,
-            Doing::Opening => Some(Want::Propose(Entry::OpenSession(OpenSession { nonce: self.nonce }))),
+            Doing::Idle => None,
+            Doing::Opening => {
+                Some(ClientRequest::Propose(Entry::OpenSession(OpenSession { nonce: self.nonce })))
+            }
             Doing::Changing { change, .. } => {
                 let (client, seq, change) = (self.session?, self.seq, change.clone());
-                Some(Want::Propose(Entry::Change(SessionChange { client, seq, change })))
+                Some(ClientRequest::Propose(Entry::Change(SessionChange { client, seq, change })))
             }
             Doing::Reading { tokens, .. } => {
                 self.nonce += 1;
                 tokens.push(self.nonce);
-                Some(Want::Read(self.nonce))
+                Some(ClientRequest::Read(self.nonce))
             }
         }
     }
@@ -109,9 +111,9 @@ impl Client {
     pub(crate) fn answered(&mut self, now: u64, answer: &ProposalResult, history: &mut History) {
         match (&self.doing, answer.request, &answer.outcome) {
             (Doing::Opening, Request::Open(nonce), Outcome::Opened(client)) if nonce == self.nonce => {
-                (self.session, self.seq, self.doing) = (Some(*client), 0, Doing::Nothing);
+                (self.session, self.seq, self.doing) = (Some(*client), 0, Doing::Idle);
             }
-            (Doing::Changing { what, .. }, Request::Change(client, seq), outcome)
+            (Doing::Changing { operation, .. }, Request::Change(client, seq), outcome)
                 if Some(client) == self.session && seq == self.seq =>
             {
                 if *outcome == Outcome::Refused(Refusal::SessionExpired) {
@@ -119,8 +121,9 @@ impl Client {
                     self.session = None;
                     return;
                 }
-                let told = what.and_then(|(register, op)| Some((register, told(op, outcome)?)));
-                self.finish(now, told, history);
+                let completed =
+                    operation.and_then(|(register, op)| Some((register, completed_op(op, outcome)?)));
+                self.finish(now, completed, history);
             }
             _ => {}
         }
@@ -131,8 +134,8 @@ impl Client {
         if let Doing::Reading { register, tokens } = &self.doing
             && tokens.contains(&token)
         {
-            let told = (*register, Op::Read(value(table, *register)));
-            self.finish(now, Some(told), history);
+            let completed = (*register, Op::Read(value(table, *register)));
+            self.finish(now, Some(completed), history);
         }
     }
 
@@ -147,15 +150,15 @@ impl Client {
         self.written += 1;
         let new = self.number << 32 | self.written;
         self.doing = match (random.below(10), register) {
-            (0, _) => Doing::Changing { what: None, change: worker(random) },
+            (0, _) => Doing::Changing { operation: None, change: worker(random) },
             (1..6, register) => Doing::Reading { register, tokens: Vec::new() },
             (_, Cell::Tenant(number)) => {
-                Doing::Changing { what: Some((register, Op::Write(new))), change: write(number, new) }
+                Doing::Changing { operation: Some((register, Op::Write(new))), change: write(number, new) }
             }
             (_, Cell::Policy) => {
                 let from = if random.chance(800) { table.policy() } else { 0 };
                 let change = Change::PolicyAdvanced(PolicyAdvanced { from, to: new });
-                Doing::Changing { what: Some((register, Op::Swap { from, to: new })), change }
+                Doing::Changing { operation: Some((register, Op::Swap { from, to: new })), change }
             }
         };
         if matches!(self.doing, Doing::Changing { .. }) {
@@ -163,27 +166,27 @@ impl Client {
         }
     }
 
-    fn finish(&mut self, now: u64, told: Option<(Cell, Op)>, history: &mut History) {
-        if let Some((register, op)) = told {
+    fn finish(&mut self, now: u64, completed: Option<(Cell, Op)>, history: &mut History) {
+        if let Some((register, op)) = completed {
             let call = Call { op, called: self.called, returned: Some(now) };
             history.calls.entry(register).or_default().push(call);
         }
         history.done += 1;
-        self.doing = Doing::Nothing;
+        self.doing = Doing::Idle;
     }
 
     /// Ends a call whose effect is unknown.
     pub(crate) fn give_up(&mut self, history: &mut History) {
-        if let Doing::Changing { what: Some((register, op)), .. } = self.doing {
+        if let Doing::Changing { operation: Some((register, op)), .. } = self.doing {
             let call = Call { op, called: self.called, returned: None };
             history.calls.entry(register).or_default().push(call);
         }
-        self.doing = Doing::Nothing;
+        self.doing = Doing::Idle;
     }
 }
 
 /// The completed operation for an outcome.
-fn told(op: Op, outcome: &Outcome) -> Option<Op> {
+fn completed_op(op: Op, outcome: &Outcome) -> Option<Op> {
     match (op, outcome) {
         (op, Outcome::Done) => Some(op),
         (Op::Swap { from, .. }, Outcome::Refused(Refusal::PolicyMoved(found))) => {

@@ -1,6 +1,6 @@
 //! A simulated disk. A crash keeps all synced writes and possibly some unsynced ones.
 
-use coordinator::consensus::storage::{Loaded, Write};
+use consensus::storage::{Loaded, Write};
 use kvasir_cluster_tests::random::Random;
 
 /// One member's disk. Writes are atomic, as the real disk's transactions are (its own tests cut the power
@@ -28,8 +28,8 @@ impl Disk {
 
     /// Contents after a crash: some prefix of the unsynced writes survives.
     pub(crate) fn crash(&mut self, random: &mut Random) {
-        let kept = random.below(self.unsynced.len() as u64 + 1) as usize;
-        self.unsynced.truncate(kept);
+        let survivor_count = random.below(self.unsynced.len() as u64 + 1) as usize;
+        self.unsynced.truncate(survivor_count);
         self.sync();
     }
 

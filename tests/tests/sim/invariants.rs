@@ -1,10 +1,10 @@
 //! Invariants checked at every step.
 
-use coordinator::consensus::MemberId;
-use coordinator::consensus::core::{Core, ProposalResult, RaftRole};
-use coordinator::consensus::message::{EntryBody, LogEntry};
-use coordinator::consensus::storage::Write;
-use coordinator::consensus::table::{GroupMember, Outcome, Refusal, Request, Table};
+use consensus::MemberId;
+use consensus::core::{Core, ProposalResult, RaftRole};
+use consensus::message::{EntryBody, LogEntry};
+use consensus::storage::Write;
+use consensus::table::{GroupMember, Outcome, Refusal, Request, Table};
 use proto::ids::{Epoch, NodeId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, HashMap};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Violation(pub(crate) String);
 
-fn holds(right: bool, what: impl FnOnce() -> String) -> Result<(), Violation> {
-    if right { Ok(()) } else { Err(Violation(what())) }
+fn holds(right: bool, violation: impl FnOnce() -> String) -> Result<(), Violation> {
+    if right { Ok(()) } else { Err(Violation(violation())) }
 }
 
 /// Everything observed so far, for comparison with each step.
@@ -63,11 +63,12 @@ impl Invariants {
     }
 
     /// Checks a write before it happens.
-    pub(crate) fn writes(&mut self, who: &NodeId, write: &Write) -> Result<(), Violation> {
+    pub(crate) fn writes(&mut self, node: &NodeId, write: &Write) -> Result<(), Violation> {
         for entry in &write.entries {
-            let known = self.written.entry((entry.index, entry.term)).or_insert_with(|| entry.body.clone());
-            holds(*known == entry.body, || {
-                format!("log matching: {who} writes another entry {} of term {}", entry.index, entry.term)
+            let first_written =
+                self.written.entry((entry.index, entry.term)).or_insert_with(|| entry.body.clone());
+            holds(*first_written == entry.body, || {
+                format!("log matching: {node} writes another entry {} of term {}", entry.index, entry.term)
             })?;
         }
         Ok(())
@@ -81,9 +82,9 @@ impl Invariants {
 
     /// Checks a member after a step.
     pub(crate) fn stepped(&mut self, core: &Core, answers: &[ProposalResult]) -> Result<(), Violation> {
-        let (who, status) = (core.identity(), core.status());
-        let member = who.member();
-        let name = &who.node;
+        let (identity, status) = (core.identity(), core.status());
+        let member = identity.member();
+        let name = &identity.node;
         if status.role == RaftRole::Leader {
             let new = !self.leaders.contains_key(&status.term);
             let leader = *self.leaders.entry(status.term).or_insert(member);
@@ -99,35 +100,35 @@ impl Invariants {
                 format!("{name} has another table than follows from the log at {}", status.applied)
             })?;
         }
-        for (worker, life) in core.table().workers().workers() {
-            let seen = self.epochs.entry((member, worker.clone())).or_insert(life.epoch);
-            holds(*seen <= life.epoch, || format!("{name} forgets epoch {seen:?} of {worker}"))?;
-            *seen = life.epoch;
+        for (worker, info) in core.table().workers().workers() {
+            let seen = self.epochs.entry((member, worker.clone())).or_insert(info.epoch);
+            holds(*seen <= info.epoch, || format!("{name} forgets epoch {seen:?} of {worker}"))?;
+            *seen = info.epoch;
         }
         answers.iter().try_for_each(|answer| self.answered(answer))
     }
 
     /// A change has the same outcome at every member and at every repetition.
     fn answered(&mut self, answer: &ProposalResult) -> Result<(), Violation> {
-        let gone = |outcome: &Outcome| {
+        let session_ended = |outcome: &Outcome| {
             matches!(outcome, Outcome::Refused(Refusal::SessionExpired | Refusal::Superseded { .. }))
         };
         // A session may be opened twice; one of them stays idle.
-        if gone(&answer.outcome) || matches!(answer.request, Request::Open(_)) {
+        if session_ended(&answer.outcome) || matches!(answer.request, Request::Open(_)) {
             return Ok(());
         }
-        let known = self.outcomes.entry(answer.request).or_insert_with(|| answer.outcome.clone());
-        holds(*known == answer.outcome, || {
-            format!("{:?} came out as {known:?} and as {:?}", answer.request, answer.outcome)
+        let first_outcome = self.outcomes.entry(answer.request).or_insert_with(|| answer.outcome.clone());
+        holds(*first_outcome == answer.outcome, || {
+            format!("{:?} came out as {first_outcome:?} and as {:?}", answer.request, answer.outcome)
         })
     }
 
     /// A new leader must have all agreed entries.
     fn leads(&self, core: &Core) -> Result<(), Violation> {
         let mut log = core.entries().peekable();
-        let floor = log.peek().map_or(core.status().applied, |first| first.index - 1);
+        let compacted = log.peek().map_or(core.status().applied, |first| first.index - 1);
         let log: HashMap<u64, LogEntry> = log.map(|entry| (entry.index, entry)).collect();
-        for entry in self.agreed.iter().filter(|entry| entry.index > floor) {
+        for entry in self.agreed.iter().filter(|entry| entry.index > compacted) {
             holds(log.get(&entry.index) == Some(entry), || {
                 format!("{} leads without entry {}, which was agreed on", core.identity().node, entry.index)
             })?;

@@ -10,7 +10,7 @@ pub(crate) struct Network {
     cuts: BTreeSet<(NodeId, NodeId)>,
     loss: u64,
     doubled: u64,
-    late: u64,
+    delayed: u64,
 }
 
 impl Network {
@@ -21,8 +21,8 @@ impl Network {
         }
         let copies = if random.chance(self.doubled) { 2 } else { 1 };
         let delay = |random: &mut Random| {
-            let most = if random.chance(self.late) { 1_500_000 } else { 8_000 };
-            random.within(200, most)
+            let max = if random.chance(self.delayed) { 1_500_000 } else { 8_000 };
+            random.within(200, max)
         };
         (0..copies).map(|_| delay(random)).collect()
     }
@@ -31,7 +31,7 @@ impl Network {
     pub(crate) fn change(&mut self, random: &mut Random) {
         self.loss = *random.pick(&[0, 0, 20, 100, 300]).unwrap_or(&0);
         self.doubled = *random.pick(&[0, 50, 200]).unwrap_or(&0);
-        self.late = *random.pick(&[0, 10, 100]).unwrap_or(&0);
+        self.delayed = *random.pick(&[0, 10, 100]).unwrap_or(&0);
     }
 
     /// Isolates some of `nodes`: one way, both ways, or as two partitions.

@@ -1,10 +1,8 @@
 //! An operator that adds, removes and replaces coordinators.
 
 use crate::world::{Machine, World, seat};
-use coordinator::consensus::core::{ProposalResult, RaftRole};
-use coordinator::consensus::table::{
-    Change, ClientId, Entry, OpenSession, Outcome, Request, SessionChange, Standing,
-};
+use consensus::core::{ProposalResult, RaftRole};
+use consensus::table::{Change, ClientId, Entry, OpenSession, Outcome, Request, SessionChange, Standing};
 use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
 
@@ -68,12 +66,12 @@ impl Operator {
     fn choose(&self, world: &mut World, leader: &NodeId) -> Option<Change> {
         let table = world.invariants.table().clone();
         for (name, standing) in table.coordinators() {
-            let Some(known) = standing.seat().map(|seat| seat.incarnation) else { continue };
-            if known != world.machines.get(name)?.incarnation {
+            let Some(incarnation) = standing.seat().map(|seat| seat.incarnation) else { continue };
+            if incarnation != world.machines.get(name)?.incarnation {
                 // Chosen by the operator, or requested by the coordinator itself.
-                let gone =
-                    if known.0 % 2 == 0 { Change::CoordinatorRemoved } else { Change::CoordinatorLost };
-                return Some(gone(name.clone()));
+                let removal =
+                    if incarnation.0 % 2 == 0 { Change::CoordinatorRemoved } else { Change::CoordinatorLost };
+                return Some(removal(name.clone()));
             }
             if matches!(standing, Standing::Learner(_)) && world.random.chance(700) {
                 return Some(Change::LearnerPromoted(name.clone()));
@@ -92,7 +90,9 @@ impl Operator {
                 let name = world.random.pick(&names)?;
                 let seated = table.coordinators().get(name).is_some_and(|s| s.seat().is_some());
                 let removed = match table.coordinators().get(name) {
-                    Some(Standing::Removed(life)) => *life == world.machines.get(name)?.incarnation,
+                    Some(Standing::Removed(incarnation)) => {
+                        *incarnation == world.machines.get(name)?.incarnation
+                    }
                     _ => false,
                 };
                 if removed {

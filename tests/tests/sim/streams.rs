@@ -5,12 +5,11 @@
 //! A reader accepts only tokens of its current attempt, as the front does, where each attempt has its own
 //! stream. Here only the attempt's number separates late tokens from current ones.
 
-mod life;
+mod worker_run;
 
 use crate::client::node;
 use crate::invariants::Violation;
 use kvasir_cluster_tests::random::Random;
-use life::{Call, Life, WorkerMessage, chain, token};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
@@ -21,6 +20,7 @@ use router::table::TableChange;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use worker_run::{Call, WorkerMessage, WorkerRun, chain, token};
 
 const NAMES: [&str; 3] = ["w0", "w1", "w2"];
 /// Number of groups; requests of a group have a common prefix.
@@ -66,8 +66,8 @@ enum Event {
     Called(Epoch, u64, Call),
     Closed(Epoch, u64),
     /// The coordinator receives a worker's message.
-    Heard(u64, NodeId, WorkerMessage),
-    Gone(u64, NodeId),
+    Received(u64, NodeId, WorkerMessage),
+    Disconnected(u64, NodeId),
     Fetched(u64, NodeId, Epoch, GapRepair),
 }
 
@@ -76,8 +76,8 @@ enum Event {
 struct Reader {
     number: u64,
     group: u64,
-    wanted: usize,
-    told: Vec<u32>,
+    max_tokens: usize,
+    tokens: Vec<u32>,
     /// Connection of its current attempt, and the attempt's number.
     placed: Option<(u64, Attempt)>,
     over: bool,
@@ -92,7 +92,7 @@ struct World {
     events: BTreeMap<(u64, u64), Event>,
     balancer: Balancer,
     /// Every run of every worker by epoch, including ended ones.
-    lives: BTreeMap<Epoch, Life>,
+    runs: BTreeMap<Epoch, WorkerRun>,
     /// The current connection of each worker, and the epoch at its other end.
     sessions: BTreeMap<NodeId, (u64, Epoch)>,
     readers: BTreeMap<Ticket, Reader>,
@@ -124,7 +124,7 @@ impl World {
             count: 0,
             events: BTreeMap::new(),
             balancer: Balancer::new(Policy { max_inflight: 6, ..Policy::default() }),
-            lives: BTreeMap::new(),
+            runs: BTreeMap::new(),
             sessions: BTreeMap::new(),
             readers: BTreeMap::new(),
             arrivals: BTreeMap::new(),
@@ -149,8 +149,8 @@ impl World {
     }
 
     fn way(&mut self) -> u64 {
-        let most = if !self.calm && self.random.chance(30) { 1_500_000 } else { 4_000 };
-        self.random.within(200, most)
+        let max = if !self.calm && self.random.chance(30) { 1_500_000 } else { 4_000 };
+        self.random.within(200, max)
     }
 
     fn until(&mut self, end: u64) -> Result<(), Violation> {
@@ -173,7 +173,7 @@ impl World {
             Event::Trouble => self.trouble(),
             Event::Born(name) => {
                 let epoch = Epoch(self.count);
-                self.lives.insert(epoch, Life::new(name, epoch));
+                self.runs.insert(epoch, WorkerRun::new(name, epoch));
                 self.after(1_000, Event::Dial(epoch));
                 self.after(2_000, Event::Step(epoch));
             }
@@ -182,23 +182,23 @@ impl World {
             Event::Called(epoch, session, call) => {
                 let (ticket, attempt) = (call.ticket, call.attempt);
                 let declines = !self.calm && self.random.chance(30);
-                let Some(life) = self.lives.get_mut(&epoch).filter(|life| life.alive) else { return Ok(()) };
+                let Some(run) = self.runs.get_mut(&epoch).filter(|run| run.alive) else { return Ok(()) };
                 if declines {
-                    let name = life.node.clone();
-                    self.say(session, name, WorkerMessage::Declined(ticket, attempt));
+                    let name = run.node.clone();
+                    self.send_message(session, name, WorkerMessage::Declined(ticket, attempt));
                 } else {
-                    life.called(session, call);
+                    run.called(session, call);
                 }
             }
             Event::Closed(epoch, session) => {
-                let life = self.lives.get_mut(&epoch).filter(|life| life.alive);
-                if life.is_some_and(|life| life.closed(session)) {
+                let run = self.runs.get_mut(&epoch).filter(|run| run.alive);
+                if run.is_some_and(|run| run.closed(session)) {
                     let wait = self.random.within(20_000, 400_000);
                     self.after(wait, Event::Dial(epoch));
                 }
             }
-            Event::Heard(session, name, said) => self.hears(session, &name, said)?,
-            Event::Gone(session, name) => self.gone(session, &name),
+            Event::Received(session, name, message) => self.on_message(session, &name, message)?,
+            Event::Disconnected(session, name) => self.disconnected(session, &name),
             Event::Fetched(session, name, epoch, need) => self.fetched(session, &name, epoch, need),
         }
         Ok(())
@@ -214,19 +214,19 @@ impl World {
             self.leave();
         }
         let (group, number) = (self.random.below(GROUPS), self.count);
-        let wanted = self.random.within(1, 60) as usize;
-        let ask = self.ask(group, number);
-        let submitted = self.balancer.submit(self.instant(), &[Arc::new(ask)], self.random.next());
+        let max_tokens = self.random.within(1, 60) as usize;
+        let request = self.route_request(group, number);
+        let submitted = self.balancer.submit(self.instant(), &[Arc::new(request)], self.random.next());
         // Refused if there is no worker.
         let Ok((tickets, actions)) = submitted else { return };
         for ticket in tickets {
-            let reader = Reader { number, group, wanted, told: Vec::new(), placed: None, over: false };
+            let reader = Reader { number, group, max_tokens, tokens: Vec::new(), placed: None, over: false };
             self.readers.insert(ticket, reader);
         }
         self.perform(actions);
     }
 
-    fn ask(&self, group: u64, number: u64) -> RouteRequest {
+    fn route_request(&self, group: u64, number: u64) -> RouteRequest {
         let units = chain(group, number);
         RouteRequest {
             request_id: RequestId::new(format!("{group}-{number}")).expect("digits and a dash"),
@@ -271,9 +271,9 @@ impl World {
                     };
                     self.report.moved += usize::from(assignment.attempt > Attempt(0));
                     reader.placed = Some((session, attempt));
-                    let Reader { number, group, wanted, .. } = *reader;
-                    let told = reader.told.len();
-                    let call = Call { ticket, attempt, number, group, next: told, wanted };
+                    let Reader { number, group, max_tokens, .. } = *reader;
+                    let next = reader.tokens.len();
+                    let call = Call { ticket, attempt, number, group, next, max_tokens };
                     let way = self.way();
                     self.after(way, Event::Called(epoch, session, call));
                 }
@@ -310,27 +310,27 @@ impl World {
     fn retries(&mut self, ticket: Ticket, setback: AttemptError) {
         let Some(reader) = self.readers.get_mut(&ticket).filter(|reader| !reader.over) else { return };
         reader.placed = None;
-        let class = (!reader.told.is_empty()).then(|| life::CLASS.to_owned());
+        let class = (!reader.tokens.is_empty()).then(|| worker_run::CLASS.to_owned());
         let actions = self.balancer.retry(self.instant(), ticket, setback, class, self.random.next());
         self.perform(actions);
     }
 
     fn dials(&mut self, epoch: Epoch) -> Result<(), Violation> {
         let session = self.count;
-        let Some(life) = self.lives.get_mut(&epoch).filter(|life| life.alive) else { return Ok(()) };
-        if life.frozen > self.now {
-            let wait = life.frozen - self.now;
+        let Some(run) = self.runs.get_mut(&epoch).filter(|run| run.alive) else { return Ok(()) };
+        if run.frozen > self.now {
+            let wait = run.frozen - self.now;
             self.after(wait, Event::Dial(epoch));
             return Ok(());
         }
-        let (name, join) = (life.node.clone(), TableChange::Join(life.register()));
-        let later =
-            self.lives.values().any(|other| other.node == name && other.epoch > epoch && other.joined);
+        let (name, join) = (run.node.clone(), TableChange::Join(run.register()));
+        let has_later =
+            self.runs.values().any(|other| other.node == name && other.epoch > epoch && other.joined);
         match self.balancer.change(self.instant(), join, self.random.next()) {
-            Ok(_) if later => return Err(Violation(format!("{name} has joined with an older life"))),
+            Ok(_) if has_later => return Err(Violation(format!("{name} has joined with an older epoch"))),
             Ok(actions) => {
-                if let Some(life) = self.lives.get_mut(&epoch) {
-                    life.joins(session);
+                if let Some(run) = self.runs.get_mut(&epoch) {
+                    run.joins(session);
                 }
                 let before = self.sessions.insert(name, (session, epoch));
                 self.perform(actions);
@@ -340,27 +340,27 @@ impl World {
             }
             // A superseded worker has nothing left to do.
             Err(_) => {
-                self.lives.values_mut().filter(|life| life.epoch == epoch).for_each(|l| l.alive = false)
+                self.runs.values_mut().filter(|run| run.epoch == epoch).for_each(|run| run.alive = false)
             }
         }
         Ok(())
     }
 
     fn steps(&mut self, epoch: Epoch) {
-        let Some(life) = self.lives.get_mut(&epoch).filter(|life| life.alive) else { return };
-        let wait = if life.frozen > self.now { life.frozen - self.now } else { 10_000 };
-        let said = if life.frozen > self.now { Vec::new() } else { life.step(&mut self.random) };
-        let name = life.node.clone();
+        let Some(run) = self.runs.get_mut(&epoch).filter(|run| run.alive) else { return };
+        let wait = if run.frozen > self.now { run.frozen - self.now } else { 10_000 };
+        let messages = if run.frozen > self.now { Vec::new() } else { run.step(&mut self.random) };
+        let name = run.node.clone();
         self.after(wait, Event::Step(epoch));
-        for (session, said) in said {
-            self.say(session, name.clone(), said);
+        for (session, message) in messages {
+            self.send_message(session, name.clone(), message);
         }
     }
 
     /// Sends a worker's message. Its KV events may be lost, duplicated and late.
-    fn say(&mut self, session: u64, name: NodeId, said: WorkerMessage) {
+    fn send_message(&mut self, session: u64, name: NodeId, message: WorkerMessage) {
         let mut due = self.now + self.way();
-        match &said {
+        match &message {
             WorkerMessage::Started(ticket, attempt)
             | WorkerMessage::Token(ticket, attempt, _)
             | WorkerMessage::Finished(ticket, attempt)
@@ -377,19 +377,19 @@ impl World {
                     let again = self.way();
                     self.after(
                         again,
-                        Event::Heard(session, name.clone(), WorkerMessage::Events(batch.clone())),
+                        Event::Received(session, name.clone(), WorkerMessage::Events(batch.clone())),
                     );
                 }
             }
             WorkerMessage::Report(_) => {}
         }
-        self.after(due - self.now, Event::Heard(session, name, said));
+        self.after(due - self.now, Event::Received(session, name, message));
     }
 
-    fn hears(&mut self, session: u64, name: &NodeId, said: WorkerMessage) -> Result<(), Violation> {
-        match said {
+    fn on_message(&mut self, session: u64, name: &NodeId, message: WorkerMessage) -> Result<(), Violation> {
+        match message {
             WorkerMessage::Report(report) => self.reported(session, name, report),
-            WorkerMessage::Events(batch) => self.told_events(session, name, batch),
+            WorkerMessage::Events(batch) => self.on_events(session, name, batch),
             WorkerMessage::Started(ticket, attempt) if self.waits(ticket, attempt) => {
                 let (now, random) = (self.instant(), self.random.next());
                 let actions = self.balancer.started(now, ticket, random);
@@ -399,11 +399,13 @@ impl World {
                 return self.takes(ticket, token);
             }
             WorkerMessage::Finished(ticket, attempt) if self.waits(ticket, attempt) => {
-                if let Some(Reader { number, wanted, told, .. }) = self.readers.get(&ticket)
-                    && told.len() != *wanted
+                if let Some(Reader { number, max_tokens, tokens, .. }) = self.readers.get(&ticket)
+                    && tokens.len() != *max_tokens
                 {
-                    let told = told.len();
-                    return Err(Violation(format!("request {number} ends with {told} tokens of {wanted}")));
+                    let tokens = tokens.len();
+                    return Err(Violation(format!(
+                        "request {number} ends with {tokens} tokens of {max_tokens}"
+                    )));
                 }
                 self.report.finished += 1;
                 self.ends(ticket);
@@ -423,12 +425,12 @@ impl World {
     }
 
     fn takes(&mut self, ticket: Ticket, got: u32) -> Result<(), Violation> {
-        let Some(Reader { number, told, .. }) = self.readers.get_mut(&ticket) else { return Ok(()) };
-        if got != token(*number, told.len()) {
-            let at = told.len();
+        let Some(Reader { number, tokens, .. }) = self.readers.get_mut(&ticket) else { return Ok(()) };
+        if got != token(*number, tokens.len()) {
+            let at = tokens.len();
             return Err(Violation(format!("request {number} is told another token {at} than undisturbed")));
         }
-        told.push(got);
+        tokens.push(got);
         Ok(())
     }
 
@@ -443,7 +445,7 @@ impl World {
         }
     }
 
-    fn told_events(&mut self, session: u64, name: &NodeId, batch: KvEventBatch) {
+    fn on_events(&mut self, session: u64, name: &NodeId, batch: KvEventBatch) {
         if self.is_session(session, name)
             && let Ok(Some(action)) = self.balancer.events(name, batch)
         {
@@ -452,7 +454,7 @@ impl World {
     }
 
     /// The coordinator detects that a connection is gone.
-    fn gone(&mut self, session: u64, name: &NodeId) {
+    fn disconnected(&mut self, session: u64, name: &NodeId) {
         let Some((_, epoch)) = self.sessions.get(name).copied().filter(|(now, _)| *now == session) else {
             return;
         };
@@ -471,19 +473,19 @@ impl World {
         }
         let fails = !self.calm && self.random.chance(100);
         let forgotten = !self.calm && self.random.chance(200);
-        let life = self.lives.get(&epoch).filter(|life| life.alive && life.frozen <= self.now && !fails);
-        let Some(life) = life else {
+        let run = self.runs.get(&epoch).filter(|run| run.alive && run.frozen <= self.now && !fails);
+        let Some(run) = run else {
             self.balancer.fetch_failed(name);
             return;
         };
         let action = match need {
             GapRepair::Replay { from } => {
-                let missed = (!forgotten).then(|| life.replay(from));
+                let missed = (!forgotten).then(|| run.replay(from));
                 self.balancer.replayed(name, epoch, missed)
             }
             GapRepair::Snapshot => {
-                let parts: Vec<KvSnapshotFrame> = life.snapshot().into_parts().collect();
-                parts.into_iter().try_fold(None, |_, part| self.balancer.snapshot(name, part))
+                let frames: Vec<KvSnapshotFrame> = run.snapshot().into_parts().collect();
+                frames.into_iter().try_fold(None, |_, frame| self.balancer.snapshot(name, frame))
             }
         };
         self.perform(action.ok().flatten().into_iter().collect());
@@ -495,34 +497,33 @@ impl World {
         }
         let next = self.random.within(100_000, 900_000);
         self.after(next, Event::Trouble);
-        let alive: Vec<Epoch> =
-            self.lives.values().filter(|life| life.alive).map(|life| life.epoch).collect();
+        let alive: Vec<Epoch> = self.runs.values().filter(|run| run.alive).map(|run| run.epoch).collect();
         let Some(&epoch) = self.random.pick(&alive) else { return };
         let (kind, moment) = (self.random.below(10), self.random.within(50_000, 2_000_000));
-        let Some(life) = self.lives.get_mut(&epoch) else { return };
-        let (name, session) = (life.node.clone(), life.session);
+        let Some(run) = self.runs.get_mut(&epoch) else { return };
+        let (name, session) = (run.node.clone(), run.session);
         match kind {
             // The worker dies; the connection closes soon, late or never.
             0..3 => {
-                life.alive = false;
+                run.alive = false;
                 self.report.deaths += 1;
                 self.after(moment, Event::Born(name.clone()));
                 if let Some(session) = session
                     && self.random.chance(700)
                 {
                     let way = self.way();
-                    self.after(way, Event::Gone(session, name));
+                    self.after(way, Event::Disconnected(session, name));
                 }
             }
-            3..6 => life.frozen = self.now + moment * 3,
+            3..6 => run.frozen = self.now + moment * 3,
             // A second instance starts while the first one is only frozen.
             6 => {
-                life.frozen = self.now + moment * 3;
+                run.frozen = self.now + moment * 3;
                 self.after(moment, Event::Born(name));
             }
             7 => {
                 if let Some(session) = session {
-                    self.after(0, Event::Gone(session, name));
+                    self.after(0, Event::Disconnected(session, name));
                 }
             }
             _ => self.lost = *self.random.pick(&[0, 50, 200]).unwrap_or(&0),
@@ -531,20 +532,20 @@ impl World {
 
     fn heal(&mut self) {
         (self.calm, self.lost) = (true, 0);
-        self.lives.values_mut().for_each(|life| life.frozen = 0);
+        self.runs.values_mut().for_each(|run| run.frozen = 0);
     }
 
     /// After the faults: no request waits, nothing is reserved, and the index matches the workers' caches.
     fn at_rest(&mut self) -> Result<(), Violation> {
         // A lost last event is detected with the next one.
-        let epochs: Vec<Epoch> = self.lives.keys().copied().collect();
+        let epochs: Vec<Epoch> = self.runs.keys().copied().collect();
         for epoch in epochs {
-            self.lives.get_mut(&epoch).into_iter().for_each(Life::stores_one_more);
+            self.runs.get_mut(&epoch).into_iter().for_each(WorkerRun::stores_one_more);
         }
         self.until(self.now + REST)?;
-        let rest = |holds: bool, what: &str| match holds {
+        let rest = |holds: bool, problem: &str| match holds {
             true => Ok(()),
-            false => Err(Violation(format!("after everything has healed {what}"))),
+            false => Err(Violation(format!("after everything has healed {problem}"))),
         };
         rest(self.readers.values().all(|reader| reader.over), "somebody waits for ever")?;
         rest(self.balancer.inflight() == 0 && self.balancer.queue().requests == 0, "something is booked")?;
@@ -552,14 +553,14 @@ impl World {
         rest(views.len() == NAMES.len(), "a worker is missing")?;
         let mut expected = Vec::new();
         for view in views {
-            let life = self.lives.get(&view.member.register.epoch);
-            let (Some(life), Some(stream)) = (life, view.stream) else {
-                return rest(false, "a life is a member that nobody lives");
+            let run = self.runs.get(&view.member.register.epoch);
+            let (Some(run), Some(stream)) = (run, view.stream) else {
+                return rest(false, "an epoch without a process is a member");
             };
             self.report.gaps += stream.gaps;
-            rest(!stream.behind && stream.applied == life.told(), "events of a worker are missing")?;
+            rest(!stream.behind && stream.applied == run.last_event(), "events of a worker are missing")?;
             rest(view.inflight == 0 && view.pending_tokens == 0, "a worker seems busy")?;
-            expected.extend((0..GROUPS).map(|group| (life.node.clone(), group, life.deepest(group))));
+            expected.extend((0..GROUPS).map(|group| (run.node.clone(), group, run.deepest(group))));
         }
         for (name, group, units) in expected {
             let hint = self.hint(&name, group);
@@ -576,9 +577,9 @@ impl World {
         let others = || NAMES.iter().map(|name| node(name)).filter(|other| other != name);
         self.drain(others(), true);
         self.count += 1;
-        let ask = self.ask(group, self.count);
+        let request = self.route_request(group, self.count);
         let (tickets, actions) =
-            self.balancer.submit(self.instant(), &[Arc::new(ask)], self.random.next()).ok()?;
+            self.balancer.submit(self.instant(), &[Arc::new(request)], self.random.next()).ok()?;
         let hint = actions.iter().find_map(|action| match action {
             Action::Assign(_, assignment) if assignment.node == *name => Some(assignment.predicted),
             _ => None,

@@ -1,16 +1,16 @@
 //! A group of coordinators in a virtual world with simulated time and seeded randomness.
 
 use crate::bugs::Bug;
-use crate::client::{Client, History, Want, node};
+use crate::client::{Client, ClientRequest, History, node};
 use crate::disk::Disk;
 use crate::invariants::{Invariants, Violation};
 use crate::network::Network;
 use crate::operator::Operator;
-use coordinator::consensus::Incarnation;
-use coordinator::consensus::core::{Core, Done, Outbound, RaftRole, ReceiveError, Settings};
-use coordinator::consensus::message::{Frame, GroupId};
-use coordinator::consensus::storage::{Identity, Loaded};
-use coordinator::consensus::table::{GroupMember, Level};
+use consensus::Incarnation;
+use consensus::core::{Core, Done, Outbound, RaftRole, ReceiveError, Settings};
+use consensus::message::{Frame, GroupId};
+use consensus::storage::{Identity, Loaded};
+use consensus::table::{GroupMember, Level};
 use kvasir_cluster_tests::linearizable::linearizable;
 use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
@@ -220,18 +220,18 @@ impl World {
             let Some(name) = self.random.pick(&names).cloned() else { continue };
             let (client, now) = (&mut self.clients[at], self.now);
             let table = self.invariants.table();
-            let want = client.act(now, &mut self.random, table, &mut self.history);
+            let request = client.act(now, &mut self.random, table, &mut self.history);
             let Some(machine) = self.machines.get_mut(&name).filter(|m| m.frozen <= now) else { continue };
-            let (Some(want), Some(core)) = (want, machine.core.as_mut()) else { continue };
+            let (Some(request), Some(core)) = (request, machine.core.as_mut()) else { continue };
             // A refused request is retried elsewhere.
-            match want {
-                Want::Propose(entry) => {
+            match request {
+                ClientRequest::Propose(entry) => {
                     let _tried_again = core.propose(&entry);
                 }
-                Want::Read(token) if self.plan.bug == Some(Bug::StaleRead) => {
+                ClientRequest::Read(token) if self.plan.bug == Some(Bug::StaleRead) => {
                     self.clients[at].read(now, token, core.table(), &mut self.history);
                 }
-                Want::Read(token) => {
+                ClientRequest::Read(token) => {
                     let _tried_again = core.read_index(token);
                 }
             }
@@ -286,11 +286,11 @@ impl World {
                 return Ok(());
             }
             self.send(name, early);
-            self.tell(name, done);
+            self.deliver(name, done);
         }
     }
 
-    fn tell(&mut self, name: &NodeId, done: Done) {
+    fn deliver(&mut self, name: &NodeId, done: Done) {
         let Some(core) = self.machines.get(name).and_then(|m| m.core.as_ref()) else { return };
         for client in &mut self.clients {
             for answer in &done.answers {

@@ -8,7 +8,7 @@
 use crate::Error;
 use crate::bundle::Bundle;
 use crate::flushed::Flushed;
-use crate::session::Hears;
+use crate::session::AudioModel;
 use crate::silero::Silero;
 use crate::smart_turn::SmartTurn;
 use crate::{onnx, onnx::the_file, whisper};
@@ -19,7 +19,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Loads an audio model.
-pub type LoadHearing = dyn Fn(&Bundle) -> Result<Arc<dyn Hears>, Error> + Send + Sync;
+pub type LoadAudioModel = dyn Fn(&Bundle) -> Result<Arc<dyn AudioModel>, Error> + Send + Sync;
 
 macro_rules! operations {
     ($($(#[$doc:meta])* $name:ident = $text:literal;)*) => {$(
@@ -29,7 +29,7 @@ macro_rules! operations {
 
         impl Served for $name {
             type Request = Bundle;
-            type Service = LoadHearing;
+            type Service = LoadAudioModel;
             const NAME: &'static str = $text;
         }
     )*};
@@ -94,11 +94,11 @@ fn no_fault(refusal: Refusal) -> Error {
 }
 
 /// Loads the only file with this prefix in an operation's folder.
-fn hearing<H: Hears + 'static>(
+fn audio_model<H: AudioModel + 'static>(
     operation: Operation,
     begins: &'static str,
     load: fn(&Path) -> Result<H, Error>,
-) -> Box<LoadHearing> {
+) -> Box<LoadAudioModel> {
     Box::new(move |bundle| {
         let file = the_file(&bundle.folder(operation), begins).map_err(no_fault)?;
         Ok(Arc::new(load(&file)?))
@@ -111,7 +111,7 @@ fn vad() -> Registry<Vad> {
         name: onnx::NAME,
         rank: onnx::RANK,
         can_serve: |bundle: &Bundle| the_file(&bundle.folder(Operation::Vad), SILERO).map(drop),
-        service: hearing(Operation::Vad, SILERO, Silero::load),
+        service: audio_model(Operation::Vad, SILERO, Silero::load),
     }));
     registry
 }
@@ -122,14 +122,14 @@ fn turn_detection() -> Registry<TurnDetection> {
         name: onnx::NAME,
         rank: onnx::RANK,
         can_serve: |bundle: &Bundle| the_file(&bundle.folder(Operation::TurnDetection), SMART_TURN).map(drop),
-        service: hearing(Operation::TurnDetection, SMART_TURN, SmartTurn::load),
+        service: audio_model(Operation::TurnDetection, SMART_TURN, SmartTurn::load),
     }));
     registry
 }
 
 fn asr(cpus: NonZeroUsize) -> Registry<Asr> {
     let mut registry = Registry::empty();
-    let load: Box<LoadHearing> =
+    let load: Box<LoadAudioModel> =
         Box::new(move |bundle| Ok(Arc::new(whisper::Shared::load(&bundle.folder(Operation::Asr), cpus)?)));
     registry.register(Box::new(Backend {
         name: KERNELS,
@@ -145,17 +145,17 @@ fn asr(cpus: NonZeroUsize) -> Registry<Asr> {
 ///
 /// # Errors
 /// [`Error::Backend`] if no backend can serve, or the selected one cannot; errors of the model.
-pub fn load_hearing(
+pub fn load_audio_model(
     operation: Operation,
     bundle: &Bundle,
     environment: impl Fn(&str) -> Option<String>,
     cpus: NonZeroUsize,
-) -> Result<(String, Arc<dyn Hears>), Error> {
-    fn load<O: Served<Request = Bundle, Service = LoadHearing>>(
+) -> Result<(String, Arc<dyn AudioModel>), Error> {
+    fn load<O: Served<Request = Bundle, Service = LoadAudioModel>>(
         registry: &Registry<O>,
         bundle: &Bundle,
         environment: impl Fn(&str) -> Option<String>,
-    ) -> Result<(String, Arc<dyn Hears>), Error> {
+    ) -> Result<(String, Arc<dyn AudioModel>), Error> {
         let provider = registry.select(bundle, environment)?;
         let model = Flushed::load(|| provider.service()(bundle))?;
         Ok((provider.name().to_owned(), Arc::new(model)))

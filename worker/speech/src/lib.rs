@@ -28,11 +28,11 @@ mod whisper;
 #[cfg(test)]
 mod tests;
 
-pub use backends::load_hearing;
+pub use backends::load_audio_model;
 pub use bundle::Bundle;
 pub use error::Error;
 pub use metrics::{OperationMetrics, SessionEnd};
-pub use session::{Hears, Session};
+pub use session::{AudioModel, Session};
 pub use thread::SessionHandle;
 pub use whisper::encode_speech;
 
@@ -74,7 +74,7 @@ impl Default for SessionLimits {
 struct Loaded {
     offered: OfferedOperation,
     thread: ModelThread,
-    model: Arc<dyn Hears>,
+    model: Arc<dyn AudioModel>,
     open: Arc<AtomicU32>,
 }
 
@@ -119,15 +119,15 @@ impl Operations {
         for bundle in bundles {
             let operations = bundle.operations();
             if operations.is_empty() {
-                let known: Vec<_> = Operation::ALL.iter().map(|operation| operation.name()).collect();
+                let names: Vec<_> = Operation::ALL.iter().map(|operation| operation.name()).collect();
                 let dir = bundle.dir.display();
                 return Err(fault(format!(
                     "{dir} has no folder named after an operation ({})",
-                    known.join(", ")
+                    names.join(", ")
                 )));
             }
             for operation in operations {
-                let (backend, model) = load_hearing(operation, bundle, &environment, cpus)?;
+                let (backend, model) = load_audio_model(operation, bundle, &environment, cpus)?;
                 let offered = OfferedOperation { operation, model: bundle.id.clone(), backend };
                 if loaded
                     .iter()
@@ -167,21 +167,22 @@ impl Operations {
 
     fn try_open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
         let operation = request.operation;
-        let mut of_it = self.loaded.iter().filter(|loaded| loaded.offered.operation == operation).peekable();
-        if of_it.peek().is_none() {
+        let mut candidates =
+            self.loaded.iter().filter(|loaded| loaded.offered.operation == operation).peekable();
+        if candidates.peek().is_none() {
             return Err(OperationError::NotServed { operation });
         }
-        let asked =
+        let is_requested =
             |loaded: &&Loaded| request.model.as_ref().is_none_or(|model| *model == loaded.offered.model);
         let missing = |model: ModelId| OperationError::ModelNotFound { operation, model };
-        let Loaded { offered, thread, model, open } = match (of_it.find(asked), &request.model) {
+        let Loaded { offered, thread, model, open } = match (candidates.find(is_requested), &request.model) {
             (Some(loaded), _) => loaded,
             (None, Some(model)) => return Err(missing(model.clone())),
             (None, None) => return Err(OperationError::NotServed { operation }),
         };
         let session = model.open(request.sample_rate, &request.options)?;
         enter(&self.open, self.limits.sessions)?;
-        enter(open, model.most_sessions()).inspect_err(|_| {
+        enter(open, model.max_sessions()).inspect_err(|_| {
             self.open.fetch_sub(1, Ordering::Relaxed);
         })?;
         self.metrics.sessions.get_or_create(&OperationLabel::new(operation)).inc();
@@ -193,7 +194,7 @@ impl Operations {
                 window: session.window(),
                 idle_timeout_ms: self.limits.idle.as_millis() as u64,
             },
-            limits: SessionLimits { samples: self.limits.samples.min(session.most_samples()), ..self.limits },
+            limits: SessionLimits { samples: self.limits.samples.min(session.max_samples()), ..self.limits },
             handle: thread.session(session, request.sample_rate),
             operation,
             metrics: self.metrics.clone(),

@@ -26,10 +26,10 @@ const HOP: usize = 160;
 const BEHIND: usize = 160;
 const BINS: usize = WINDOW / 2 + 1;
 /// Minimum power.
-const FLOOR: f64 = 1e-10;
+const MIN_POWER: f64 = 1e-10;
 /// Decades below the loudest band that are distinguished.
 const DECADES: f64 = 8.0;
-const VARIANCE_FLOOR: f64 = 1e-7;
+const VARIANCE_EPSILON: f64 = 1e-7;
 
 /// Precomputed tables for the features.
 pub(crate) struct LogMel {
@@ -56,8 +56,8 @@ impl Spectrogram {
     /// `[band][frame]` of the `len` frames from `from` on, padded with zeros to `all` frames.
     pub(crate) fn window(&self, from: usize, len: usize, all: usize) -> Vec<f32> {
         let row = |row: &[f32]| {
-            let heard = row.iter().skip(from).take(len.min(all)).copied();
-            heard.chain(std::iter::repeat(0.0)).take(all).collect::<Vec<f32>>()
+            let content = row.iter().skip(from).take(len.min(all)).copied();
+            content.chain(std::iter::repeat(0.0)).take(all).collect::<Vec<f32>>()
         };
         self.values.chunks(self.frames.max(1)).flat_map(row).collect()
     }
@@ -143,7 +143,7 @@ impl LogMel {
             for (band, (first, weights)) in self.bands.iter().enumerate() {
                 let sum: f64 =
                     weights.iter().zip(&power[*first..]).map(|(weight, power)| weight * power).sum();
-                let log = sum.max(FLOOR).log10();
+                let log = sum.max(MIN_POWER).log10();
                 loudest = loudest.max(log);
                 logs[band * frames + at] = log;
             }
@@ -157,7 +157,7 @@ fn normalised(samples: &[f32]) -> Vec<f64> {
     let count = samples.len() as f64;
     let mean = (samples.iter().map(|sample| f64::from(*sample)).sum::<f64>() / count) as f32;
     let squares = samples.iter().map(|sample| f64::from(*sample - mean).powi(2)).sum::<f64>();
-    let scale = ((squares / count) as f32 + VARIANCE_FLOOR as f32).sqrt();
+    let scale = ((squares / count) as f32 + VARIANCE_EPSILON as f32).sqrt();
     samples.iter().map(|sample| f64::from((*sample - mean) / scale)).collect()
 }
 
@@ -193,7 +193,7 @@ mod tests {
         let mel = LogMel::new(BANDS);
         let silence = mel.features(&vec![0.0; SAMPLES]);
         assert!(silence.iter().all(|value| *value == silence[0]), "all at the floor");
-        assert_eq!(silence[0], ((FLOOR.log10() + 4.0) / 4.0) as f32);
+        assert_eq!(silence[0], ((MIN_POWER.log10() + 4.0) / 4.0) as f32);
         let sound: Vec<f32> = (0..SAMPLES).map(|n| ((n * n % 977) as f32 / 977.0 - 0.5) * 0.25).collect();
         let louder: Vec<f32> = sound.iter().map(|sample| sample * 4.0 + 0.25).collect();
         for (a, b) in mel.features(&sound).iter().zip(mel.features(&louder)) {

@@ -101,9 +101,9 @@ fn started_on(threads: usize, cpus: Option<&[usize]>) -> Result<ThreadPool, Erro
         Ok(ThreadPool::with_num_threads(threads))
     };
     let started = std::thread::spawn(start).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-    let what =
+    let context =
         || cpus.map_or("cannot start threads".to_owned(), |cpus| format!("cannot run on CPUs {cpus:?}"));
-    started.map_err(|source| Error::Io { what: what(), source })
+    started.map_err(|source| Error::Io { what: context(), source })
 }
 
 /// The only file of `dir` whose name starts with `begins` and ends with `.onnx`.
@@ -117,8 +117,9 @@ pub fn the_file(dir: &Path, begins: &str) -> Result<PathBuf, Refusal> {
     };
     let files = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let mut files = files.filter(fits);
-    let refuse =
-        |what: &str| Refusal::Artefact { reason: format!("{what} {begins}*.onnx in {}", dir.display()) };
+    let refuse = |problem: &str| Refusal::Artefact {
+        reason: format!("{problem} {begins}*.onnx in {}", dir.display()),
+    };
     match (files.next(), files.next()) {
         (Some(path), None) => Ok(path),
         (None, _) => Err(refuse("there is no")),

@@ -27,8 +27,8 @@ pub(crate) struct Resampler {
     /// Index of the input that `tail` begins with. `half` samples of silence precede the first input.
     from: u64,
     tail: Vec<f32>,
-    heard: u64,
-    told: u64,
+    received: u64,
+    emitted: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -77,44 +77,44 @@ impl Resampler {
     pub(crate) fn new(from: u32, to: u32) -> Self {
         let by = divisor(from.into(), to.into()).max(1);
         let (outputs, inputs) = (u64::from(to) / by, u64::from(from) / by);
-        let least = (f64::from(to) / f64::from(from)).min(1.0);
-        let half = (CROSSINGS as f64 / least).ceil() as usize;
-        let filter = Filter { cut: 0.5 * least * CUT, half };
+        let scale = (f64::from(to) / f64::from(from)).min(1.0);
+        let half = (CROSSINGS as f64 / scale).ceil() as usize;
+        let filter = Filter { cut: 0.5 * scale * CUT, half };
         let mut table = Vec::new();
         if outputs != inputs && outputs as usize * 2 * half <= MAX_TABLE {
             (0..outputs).for_each(|phase| filter.weights(phase as f64 / outputs as f64, &mut table));
         }
         let (table, tail) = (table.into(), vec![0.0; half - 1]);
-        Self { outputs, inputs, half, table, filter, from: 0, tail, heard: 0, told: 0 }
+        Self { outputs, inputs, half, table, filter, from: 0, tail, received: 0, emitted: 0 }
     }
 
     /// Takes more input and appends the outputs that it completes.
     pub(crate) fn push(&mut self, samples: &[f32], out: &mut Vec<f32>) {
-        self.heard += samples.len() as u64;
+        self.received += samples.len() as u64;
         if self.outputs == self.inputs {
             out.extend_from_slice(samples);
             return;
         }
         self.tail.extend_from_slice(samples);
-        let mut fresh = Vec::new();
+        let mut computed = Vec::new();
         loop {
-            let place = self.told * self.inputs;
-            let (input, phase) = (place / self.outputs, (place % self.outputs) as usize);
+            let position = self.emitted * self.inputs;
+            let (input, phase) = (position / self.outputs, (position % self.outputs) as usize);
             // `tail` begins `half - 1` inputs before `from`.
             let start = (input - self.from) as usize;
             let Some(inputs) = self.tail.get(start..start + 2 * self.half) else { break };
             let weights = match self.table.get(phase * 2 * self.half..(phase + 1) * 2 * self.half) {
                 Some(weights) => weights,
                 None => {
-                    fresh.clear();
-                    self.filter.weights(phase as f64 / self.outputs as f64, &mut fresh);
-                    &fresh
+                    computed.clear();
+                    self.filter.weights(phase as f64 / self.outputs as f64, &mut computed);
+                    &computed
                 }
             };
             out.push(dot(inputs, weights));
-            self.told += 1;
+            self.emitted += 1;
         }
-        let next = self.told * self.inputs / self.outputs;
+        let next = self.emitted * self.inputs / self.outputs;
         let done = ((next - self.from) as usize).min(self.tail.len());
         self.tail.drain(..done);
         self.from += done as u64;
@@ -123,8 +123,8 @@ impl Resampler {
     /// Ends the input and appends the remaining outputs, as if silence followed. The total duration is that
     /// of the input.
     pub(crate) fn finish(mut self, out: &mut Vec<f32>) {
-        let all = (self.heard * self.outputs).div_ceil(self.inputs);
-        let missing = all.saturating_sub(self.told) as usize;
+        let all = (self.received * self.outputs).div_ceil(self.inputs);
+        let missing = all.saturating_sub(self.emitted) as usize;
         if self.outputs != self.inputs {
             let had = out.len();
             let silence = vec![0.0; 2 * self.half + self.inputs as usize];
@@ -190,10 +190,10 @@ mod tests {
         let ratio: f64 = 16_000.0 / 22_050.0;
         let half = (CROSSINGS as f64 / ratio).ceil();
         for (n, found) in found.iter().enumerate() {
-            let place = n as f64 / ratio;
-            let around = (place.floor() - half + 1.0) as i64..=(place.floor() + half) as i64;
+            let position = n as f64 / ratio;
+            let around = (position.floor() - half + 1.0) as i64..=(position.floor() + half) as i64;
             let weight = |k: i64| {
-                let x = k as f64 - place;
+                let x = k as f64 - position;
                 let window = bessel(BETA * (1.0 - (x / half).powi(2)).max(0.0).sqrt());
                 let angle = PI * CUT * ratio * x;
                 if angle.abs() < 1e-9 { window } else { window * angle.sin() / angle }

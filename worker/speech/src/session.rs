@@ -5,7 +5,7 @@ use crate::speech_rule::invalid;
 use proto::operation::{OperationError, OperationOptions, OperationOutput};
 
 /// A loaded audio model, shared by its sessions.
-pub trait Hears: Send + Sync {
+pub trait AudioModel: Send + Sync {
     /// Opens a session for audio at `rate` samples per second.
     ///
     /// # Errors
@@ -13,7 +13,7 @@ pub trait Hears: Send + Sync {
     fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError>;
 
     /// Maximum number of open sessions of this model, for models whose sessions need much memory.
-    fn most_sessions(&self) -> u32 {
+    fn max_sessions(&self) -> u32 {
         u32::MAX
     }
 }
@@ -24,7 +24,7 @@ pub trait Session: Send {
     fn window(&self) -> u32;
 
     /// Maximum samples of a session.
-    fn most_samples(&self) -> u64 {
+    fn max_samples(&self) -> u64 {
         u64::MAX
     }
 
@@ -32,7 +32,7 @@ pub trait Session: Send {
     ///
     /// # Errors
     /// Errors of the model.
-    fn hear(&mut self, samples: &[f32], out: &mut Vec<OperationOutput>) -> Result<(), Error>;
+    fn push(&mut self, samples: &[f32], out: &mut Vec<OperationOutput>) -> Result<(), Error>;
 
     /// Appends the outputs for the audio so far. `last`: no more audio will follow.
     ///
@@ -46,7 +46,7 @@ pub trait Session: Send {
     ///
     /// # Errors
     /// Errors of the model.
-    fn go_on(&mut self, _out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
+    fn continue_segment(&mut self, _out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
         Ok(false)
     }
 

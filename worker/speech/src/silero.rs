@@ -4,7 +4,7 @@
 use crate::Error;
 use crate::finite;
 use crate::onnx::{NodeId, Onnx, Tensor};
-use crate::session::{Hears, Session, at_rate};
+use crate::session::{AudioModel, Session, at_rate};
 use crate::speech_rule::{Speech, SpeechRule, invalid};
 use proto::operation::{
     MAX_FRAME_WINDOWS, Operation, OperationError, OperationOptions, OperationOutput, SpeechOptions,
@@ -38,7 +38,7 @@ impl Silero {
     }
 }
 
-impl Hears for Silero {
+impl AudioModel for Silero {
     fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
         let (window, context) = match at_rate(rate, &[8_000, 16_000])? {
             16_000 => (512, 64),
@@ -59,8 +59,8 @@ impl Hears for Silero {
             sound: vec![0.0; context],
             context,
             state: vec![0.0; STATE.iter().product()],
-            heard: 0,
-            tell_windows: options.windows,
+            processed: 0,
+            report_windows: options.windows,
             speech: Speech::new(SpeechRule::new(&options, rate)?),
         }))
     }
@@ -74,8 +74,8 @@ struct VadSession {
     /// The context, followed by samples of an incomplete window.
     sound: Vec<f32>,
     state: Vec<f32>,
-    heard: u64,
-    tell_windows: bool,
+    processed: u64,
+    report_windows: bool,
     speech: Speech,
 }
 
@@ -83,9 +83,9 @@ impl VadSession {
     /// Computes the window that begins at index `start` of the held samples.
     fn window(&mut self, start: usize) -> Result<f32, Error> {
         let Network { onnx, sound, state, rate, probability, next_state } = &*self.network;
-        let heard = self.sound[start..start + self.context + self.window].to_vec();
+        let input = self.sound[start..start + self.context + self.window].to_vec();
         let inputs = vec![
-            (*sound, Tensor::from_data(&[1, heard.len()], heard).into()),
+            (*sound, Tensor::from_data(&[1, input.len()], input).into()),
             (*state, Tensor::from_data(&STATE, std::mem::take(&mut self.state)).into()),
             (*rate, Tensor::from(self.rate.cast_signed()).into()),
         ];
@@ -106,31 +106,31 @@ impl VadSession {
 
     /// Computes all complete windows of the held samples.
     fn windows(&mut self, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
-        let mut told = Vec::new();
+        let mut pending = Vec::new();
         let mut done = 0;
         while self.sound.len() - done >= self.context + self.window {
             let probability = self.window(done)?;
-            if self.tell_windows {
-                told.push(VoiceWindow { start: self.heard, probability });
+            if self.report_windows {
+                pending.push(VoiceWindow { start: self.processed, probability });
             }
             done += self.window;
-            self.heard += self.window as u64;
+            self.processed += self.window as u64;
             let event = self.speech.window(self.window as u64, probability);
             // In order of time: windows up to the event, then the event.
-            if event.is_some() || told.len() == MAX_FRAME_WINDOWS {
-                tell(&mut told, out);
+            if event.is_some() || pending.len() == MAX_FRAME_WINDOWS {
+                send_windows(&mut pending, out);
             }
             out.extend(event);
         }
-        tell(&mut told, out);
+        send_windows(&mut pending, out);
         self.sound.drain(..done);
         Ok(())
     }
 }
 
-fn tell(told: &mut Vec<VoiceWindow>, out: &mut Vec<OperationOutput>) {
-    if !told.is_empty() {
-        out.push(OperationOutput::Windows(std::mem::take(told)));
+fn send_windows(pending: &mut Vec<VoiceWindow>, out: &mut Vec<OperationOutput>) {
+    if !pending.is_empty() {
+        out.push(OperationOutput::Windows(std::mem::take(pending)));
     }
 }
 
@@ -139,14 +139,14 @@ impl Session for VadSession {
         self.window as u32
     }
 
-    fn hear(&mut self, samples: &[f32], out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+    fn push(&mut self, samples: &[f32], out: &mut Vec<OperationOutput>) -> Result<(), Error> {
         self.sound.extend_from_slice(samples);
         self.windows(out)
     }
 
     fn segment(&mut self, last: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
         let rest = self.sound.len() - self.context;
-        let end = self.heard + rest as u64;
+        let end = self.processed + rest as u64;
         if last && rest > 0 {
             self.sound.resize(self.context + self.window, 0.0);
             self.windows(out)?;
@@ -159,7 +159,7 @@ impl Session for VadSession {
         self.sound.clear();
         self.sound.resize(self.context, 0.0);
         self.state = vec![0.0; STATE.iter().product()];
-        self.heard = 0;
+        self.processed = 0;
         self.speech.reset();
     }
 }

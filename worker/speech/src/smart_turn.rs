@@ -5,7 +5,7 @@ use crate::Error;
 use crate::finite;
 use crate::log_mel::{BANDS, FRAMES, LogMel, RATE, SAMPLES};
 use crate::onnx::{NodeId, Onnx, Tensor};
-use crate::session::{Hears, Session, at_rate};
+use crate::session::{AudioModel, Session, at_rate};
 use crate::speech_rule::invalid;
 use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TurnScore};
 use std::collections::VecDeque;
@@ -33,7 +33,7 @@ impl SmartTurn {
     }
 }
 
-impl Hears for SmartTurn {
+impl AudioModel for SmartTurn {
     fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
         at_rate(rate, &[RATE])?;
         let threshold = match options {
@@ -48,7 +48,7 @@ impl Hears for SmartTurn {
             return Err(invalid("threshold", format!("{threshold}, it must be 0 to 1")));
         }
         let network = Arc::clone(&self.0);
-        Ok(Box::new(TurnSession { network, threshold, last: VecDeque::with_capacity(SAMPLES), heard: 0 }))
+        Ok(Box::new(TurnSession { network, threshold, last: VecDeque::with_capacity(SAMPLES), received: 0 }))
     }
 }
 
@@ -57,7 +57,7 @@ struct TurnSession {
     threshold: f32,
     /// The last samples, at most eight seconds.
     last: VecDeque<f32>,
-    heard: u64,
+    received: u64,
 }
 
 impl Network {
@@ -78,12 +78,12 @@ impl Session for TurnSession {
         SAMPLES as u32
     }
 
-    fn hear(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
-        self.heard += samples.len() as u64;
-        let kept = &samples[samples.len().saturating_sub(SAMPLES)..];
-        let over = (self.last.len() + kept.len()).saturating_sub(SAMPLES);
+    fn push(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        self.received += samples.len() as u64;
+        let recent = &samples[samples.len().saturating_sub(SAMPLES)..];
+        let over = (self.last.len() + recent.len()).saturating_sub(SAMPLES);
         self.last.drain(..over);
-        self.last.extend(kept);
+        self.last.extend(recent);
         Ok(())
     }
 
@@ -93,12 +93,12 @@ impl Session for TurnSession {
         samples.extend(&self.last);
         let probability = self.network.probability(&samples)?;
         let complete = probability > self.threshold;
-        out.push(OperationOutput::Turn(TurnScore { at: self.heard, complete, probability }));
+        out.push(OperationOutput::Turn(TurnScore { at: self.received, complete, probability }));
         Ok(())
     }
 
     fn reset(&mut self) {
         self.last.clear();
-        self.heard = 0;
+        self.received = 0;
     }
 }

@@ -58,7 +58,7 @@ pub(crate) fn invalid(field: &str, reason: String) -> OperationError {
 pub(crate) struct Speech {
     rule: SpeechRule,
     /// Samples of all windows so far.
-    heard: u64,
+    processed: u64,
     speaks: bool,
     /// End of the first window of a silence that may end the speech.
     quiet_since: Option<u64>,
@@ -66,14 +66,14 @@ pub(crate) struct Speech {
 
 impl Speech {
     pub(crate) fn new(rule: SpeechRule) -> Self {
-        Self { rule, heard: 0, speaks: false, quiet_since: None }
+        Self { rule, processed: 0, speaks: false, quiet_since: None }
     }
 
     /// Takes the next window of `samples` samples with its probability of speech. Returns an event if it
     /// starts or ends speech.
     pub(crate) fn window(&mut self, samples: u64, probability: f32) -> Option<OperationOutput> {
-        let start = self.heard;
-        self.heard += samples;
+        let start = self.processed;
+        self.processed += samples;
         let SpeechRule { threshold, end_threshold, min_silence, pad } = self.rule;
         if probability >= threshold {
             self.quiet_since = None;
@@ -86,8 +86,8 @@ impl Speech {
         if !self.speaks || probability >= end_threshold {
             return None;
         }
-        let quiet_since = *self.quiet_since.get_or_insert(self.heard);
-        if self.heard - quiet_since < min_silence {
+        let quiet_since = *self.quiet_since.get_or_insert(self.processed);
+        if self.processed - quiet_since < min_silence {
             return None;
         }
         self.speaks = false;
@@ -116,30 +116,31 @@ mod tests {
     }
 
     fn events(speech: &mut Speech, probabilities: &[f32]) -> Vec<(char, u64)> {
-        let told = probabilities.iter().filter_map(|p| speech.window(512, *p));
-        told.map(|event| match event {
-            OperationOutput::SpeechStarted { at } => ('s', at),
-            OperationOutput::SpeechEnded { at } => ('e', at),
-            other => panic!("{other:?}"),
-        })
-        .collect()
+        let outputs = probabilities.iter().filter_map(|p| speech.window(512, *p));
+        outputs
+            .map(|event| match event {
+                OperationOutput::SpeechStarted { at } => ('s', at),
+                OperationOutput::SpeechEnded { at } => ('e', at),
+                other => panic!("{other:?}"),
+            })
+            .collect()
     }
 
     /// The expected positions are those of Silero's VADIterator for these probabilities.
     #[test]
     fn begins_at_the_threshold_and_ends_after_enough_silence_below_the_lower_one() {
-        let mut one = speech(SpeechOptions::default());
+        let mut first = speech(SpeechOptions::default());
         // Silence of 100 ms is 1,600 samples: the fourth window after the first quiet one completes it.
-        let told = events(&mut one, &[0.1, 0.49, 0.5, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2]);
-        assert_eq!(told, [('s', 1024 - 480), ('e', 5 * 512 + 480 - 512)]);
+        let found = events(&mut first, &[0.1, 0.49, 0.5, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2]);
+        assert_eq!(found, [('s', 1024 - 480), ('e', 5 * 512 + 480 - 512)]);
         // A probability between the thresholds neither starts nor ends a silence, and does not continue it.
-        let told = events(&mut one, &[0.6, 0.3, 0.4, 0.4, 0.4, 0.4, 0.34]);
+        let found = events(&mut first, &[0.6, 0.3, 0.4, 0.4, 0.4, 0.4, 0.34]);
         let start = 9 * 512;
-        assert_eq!(told, [('s', start - 480), ('e', start + 2 * 512 + 480 - 512)]);
+        assert_eq!(found, [('s', start - 480), ('e', start + 2 * 512 + 480 - 512)]);
         // Returning speech cancels the silence.
-        let mut two = speech(SpeechOptions::default());
-        assert_eq!(events(&mut two, &[0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1]), [('s', 0)]);
-        assert_eq!(events(&mut two, &[0.1, 0.1]), [('e', 6 * 512 + 480 - 512)]);
+        let mut second = speech(SpeechOptions::default());
+        assert_eq!(events(&mut second, &[0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1]), [('s', 0)]);
+        assert_eq!(events(&mut second, &[0.1, 0.1]), [('e', 6 * 512 + 480 - 512)]);
     }
 
     #[test]
@@ -163,8 +164,8 @@ mod tests {
             pad_ms: Some(0),
             windows: false,
         };
-        let told = events(&mut speech(options), &[0.79, 0.8, 0.79]);
-        assert_eq!(told, [('s', 512), ('e', 1024)]);
+        let found = events(&mut speech(options), &[0.79, 0.8, 0.79]);
+        assert_eq!(found, [('s', 512), ('e', 1024)]);
         let wrong = |options: SpeechOptions| match SpeechRule::new(&options, 16_000).unwrap_err() {
             OperationError::InvalidField { field, .. } => field,
             other => panic!("{other:?}"),

@@ -28,7 +28,11 @@ fn windows() -> OperationOptions {
 }
 
 fn session(operation: Operation, rate: u32, options: &OperationOptions) -> Box<dyn Session> {
-    load_hearing(operation, &fixture(), |_| None, NonZeroUsize::MIN).unwrap().1.open(rate, options).unwrap()
+    load_audio_model(operation, &fixture(), |_| None, NonZeroUsize::MIN)
+        .unwrap()
+        .1
+        .open(rate, options)
+        .unwrap()
 }
 
 /// 512 samples of each of these amplitudes.
@@ -36,9 +40,9 @@ fn loud(windows: &[f32]) -> Vec<f32> {
     windows.iter().flat_map(|value| [*value; 512]).collect()
 }
 
-fn heard(session: &mut dyn Session, sound: &[f32], chunk: usize) -> Vec<OperationOutput> {
+fn run_session(session: &mut dyn Session, sound: &[f32], chunk: usize) -> Vec<OperationOutput> {
     let mut out = Vec::new();
-    sound.chunks(chunk).for_each(|piece| session.hear(piece, &mut out).unwrap());
+    sound.chunks(chunk).for_each(|piece| session.push(piece, &mut out).unwrap());
     session.segment(true, &mut out).unwrap();
     out
 }
@@ -63,21 +67,26 @@ fn context_and_state_are_carried_however_the_audio_is_split() {
     // Each probability is the maximum of the window, the 64 samples before it, and half the previous
     // probability.
     let expected = [0.0, 0.25, 0.25, 0.125, 1.0, 1.0, 0.5];
-    let whole = heard(session(Operation::Vad, 16_000, &windows()).as_mut(), &sound, sound.len());
-    let told: Vec<_> = expected
+    let whole = run_session(session(Operation::Vad, 16_000, &windows()).as_mut(), &sound, sound.len());
+    let voice_windows: Vec<_> = expected
         .iter()
         .enumerate()
         .map(|(at, p)| VoiceWindow { start: at as u64 * 512, probability: *p })
         .collect();
-    assert_eq!(probabilities(&whole), told);
+    assert_eq!(probabilities(&whole), voice_windows);
     let end = OperationOutput::SpeechEnded { at: sound.len() as u64 };
     assert_eq!(events(&whole), [OperationOutput::SpeechStarted { at: 4 * 512 - 480 }, end]);
     for chunk in [1, 63, 512, 513, 2000] {
-        let cut = heard(session(Operation::Vad, 16_000, &windows()).as_mut(), &sound, chunk);
-        assert_eq!((probabilities(&cut), events(&cut)), (told.clone(), events(&whole)), "{chunk} at a time");
+        let cut = run_session(session(Operation::Vad, 16_000, &windows()).as_mut(), &sound, chunk);
+        assert_eq!(
+            (probabilities(&cut), events(&cut)),
+            (voice_windows.clone(), events(&whole)),
+            "{chunk} at a time"
+        );
     }
     // Window outputs are only sent if requested.
-    let silent = heard(session(Operation::Vad, 16_000, &OperationOptions::Default).as_mut(), &sound, 700);
+    let silent =
+        run_session(session(Operation::Vad, 16_000, &OperationOptions::Default).as_mut(), &sound, 700);
     assert_eq!(silent, events(&whole));
 }
 
@@ -85,18 +94,18 @@ fn context_and_state_are_carried_however_the_audio_is_split() {
 fn a_reset_forgets_everything_and_a_segment_nothing() {
     let mut vad = session(Operation::Vad, 16_000, &windows());
     let mut out = Vec::new();
-    vad.hear(&loud(&[1.0, 1.0])[..700], &mut out).unwrap();
+    vad.push(&loud(&[1.0, 1.0])[..700], &mut out).unwrap();
     vad.segment(false, &mut out).unwrap();
-    let begun = OperationOutput::SpeechStarted { at: 0 };
-    assert_eq!(events(&out), [begun.clone(), OperationOutput::SpeechEnded { at: 700 }]);
+    let started = OperationOutput::SpeechStarted { at: 0 };
+    assert_eq!(events(&out), [started.clone(), OperationOutput::SpeechEnded { at: 700 }]);
     out.clear();
     // 324 samples complete the window that was started before the segment.
-    vad.hear(&[0.0; 324], &mut out).unwrap();
+    vad.push(&[0.0; 324], &mut out).unwrap();
     assert_eq!(probabilities(&out), [VoiceWindow { start: 512, probability: 1.0 }]);
     assert_eq!(events(&out), [OperationOutput::SpeechStarted { at: 512 - 480 }]);
     vad.reset();
     out.clear();
-    vad.hear(&loud(&[0.25]), &mut out).unwrap();
+    vad.push(&loud(&[0.25]), &mut out).unwrap();
     assert_eq!(probabilities(&out), [VoiceWindow { start: 0, probability: 0.25 }]);
     assert_eq!(events(&out), []);
 }
@@ -109,9 +118,12 @@ fn windows_are_shorter_at_8_khz() {
     // The last 32 samples of the first window are the context of the second.
     sound.extend([1.0; 32]);
     sound.extend([0.0; 512]);
-    let told = heard(vad.as_mut(), &sound, 100);
+    let outputs = run_session(vad.as_mut(), &sound, 100);
     let expected = [(0, 1.0), (256, 1.0), (512, 0.5)];
-    assert_eq!(probabilities(&told), expected.map(|(start, probability)| VoiceWindow { start, probability }));
+    assert_eq!(
+        probabilities(&outputs),
+        expected.map(|(start, probability)| VoiceWindow { start, probability })
+    );
 }
 
 #[test]
@@ -133,7 +145,7 @@ fn a_turn_is_judged_by_the_last_eight_seconds() {
         sound
             .iter()
             .flat_map(|sound| sound.chunks(7777))
-            .for_each(|piece| session.hear(piece, &mut out).unwrap());
+            .for_each(|piece| session.push(piece, &mut out).unwrap());
         session.segment(false, &mut out).unwrap();
         match out.as_slice() {
             [OperationOutput::Turn(turn)] => *turn,
@@ -164,7 +176,7 @@ fn a_turn_is_judged_by_the_last_eight_seconds() {
 #[test]
 fn options_that_a_model_does_not_support_are_refused_by_name() {
     let refused = |operation, rate, options: OperationOptions| {
-        let model = load_hearing(operation, &fixture(), |_| None, NonZeroUsize::MIN).unwrap().1;
+        let model = load_audio_model(operation, &fixture(), |_| None, NonZeroUsize::MIN).unwrap().1;
         match model.open(rate, &options).err() {
             Some(OperationError::InvalidField { field, reason }) => (field, reason),
             other => panic!("{other:?}"),
@@ -202,8 +214,8 @@ async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
     let other = ModelId::new("other").unwrap();
     let missing = OperationError::ModelNotFound { operation: Operation::Vad, model: other.clone() };
     assert_eq!(open(OperationRequest { model: Some(other), ..request(Operation::Vad) }).err(), Some(missing));
-    let told = first.handle.hear(loud(&[1.0])).await.unwrap();
-    assert_eq!(told, [OperationOutput::SpeechStarted { at: 0 }]);
+    let outputs = first.handle.push(loud(&[1.0])).await.unwrap();
+    assert_eq!(outputs, [OperationOutput::SpeechStarted { at: 0 }]);
     first.ends(SessionEnd::finished);
     drop((first, second));
     let third = open(request(Operation::Vad)).unwrap();

@@ -12,17 +12,17 @@ use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// A request to a session.
-enum Ask {
-    Hear(Vec<f32>),
+enum SessionRequest {
+    Push(Vec<f32>),
     Segment { last: bool },
-    GoOn,
+    Continue,
     Reset,
 }
 
 /// A session on its way to the thread, with a request.
 struct Job {
     session: Box<dyn Session>,
-    ask: Ask,
+    request: SessionRequest,
     rate: u32,
     /// Outputs so far.
     out: Vec<OperationOutput>,
@@ -32,7 +32,7 @@ struct Job {
 /// The returned session, with its outputs.
 struct Done {
     session: Box<dyn Session>,
-    answer: Result<Vec<OperationOutput>, Error>,
+    result: Result<Vec<OperationOutput>, Error>,
 }
 
 /// Handle of the thread, which ends when this and all sessions are dropped.
@@ -65,53 +65,57 @@ impl ModelThread {
 
 fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) {
     // Unfinished jobs, in the order of their turns.
-    let mut begun: VecDeque<Job> = VecDeque::new();
-    let mut fresh = false;
+    let mut unfinished: VecDeque<Job> = VecDeque::new();
+    let mut prefer_new = false;
     loop {
         // Alternate between new and unfinished jobs, so that neither starves.
-        fresh = !fresh;
-        let job = match begun.is_empty() {
+        prefer_new = !prefer_new;
+        let job = match unfinished.is_empty() {
             true => inbox.recv().ok(),
-            false if fresh => inbox.try_recv().ok().or_else(|| begun.pop_front()),
-            false => begun.pop_front(),
+            false if prefer_new => inbox.try_recv().ok().or_else(|| unfinished.pop_front()),
+            false => unfinished.pop_front(),
         };
-        let Some(Job { mut session, ask, rate, mut out, done }) = job else { return };
+        let Some(Job { mut session, request, rate, mut out, done }) = job else { return };
         // The caller is gone.
         if done.is_closed() {
             continue;
         }
         let start = Instant::now();
-        let heard = match &ask {
-            Ask::Hear(samples) => samples.len(),
-            Ask::Segment { .. } | Ask::GoOn | Ask::Reset => 0,
+        let sample_count = match &request {
+            SessionRequest::Push(samples) => samples.len(),
+            SessionRequest::Segment { .. } | SessionRequest::Continue | SessionRequest::Reset => 0,
         };
         // A panic ends only this session: `done` is dropped without a result.
-        let computed = catch_unwind(AssertUnwindSafe(|| computed(session.as_mut(), ask, &mut out)));
+        let computed = catch_unwind(AssertUnwindSafe(|| run_request(session.as_mut(), request, &mut out)));
         let Ok(more) = computed else { continue };
-        metrics.computed(operation, start.elapsed(), heard as f64 / f64::from(rate));
-        let answer = match more {
+        metrics.computed(operation, start.elapsed(), sample_count as f64 / f64::from(rate));
+        let result = match more {
             Ok(true) => {
-                begun.push_back(Job { session, ask: Ask::GoOn, rate, out, done });
+                unfinished.push_back(Job { session, request: SessionRequest::Continue, rate, out, done });
                 continue;
             }
             Ok(false) => Ok(out),
             Err(error) => Err(error),
         };
         // The send fails if the caller is gone; the session is dropped with it.
-        let _ = done.send(Done { session, answer });
+        let _ = done.send(Done { session, result });
     }
 }
 
 /// Runs a request. Returns whether more work is left.
-fn computed(session: &mut dyn Session, ask: Ask, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
-    match ask {
-        Ask::Hear(samples) => session.hear(&samples, out)?,
-        Ask::Segment { last } => {
+fn run_request(
+    session: &mut dyn Session,
+    request: SessionRequest,
+    out: &mut Vec<OperationOutput>,
+) -> Result<bool, Error> {
+    match request {
+        SessionRequest::Push(samples) => session.push(&samples, out)?,
+        SessionRequest::Segment { last } => {
             session.segment(last, out)?;
-            return session.go_on(out);
+            return session.continue_segment(out);
         }
-        Ask::GoOn => return session.go_on(out),
-        Ask::Reset => session.reset(),
+        SessionRequest::Continue => return session.continue_segment(out),
+        SessionRequest::Reset => session.reset(),
     }
     Ok(false)
 }
@@ -122,36 +126,36 @@ impl SessionHandle {
     /// # Errors
     /// Errors of the model, after which the session must not be used; [`Error::SessionLost`] if the session
     /// is lost.
-    pub async fn hear(&mut self, samples: Vec<f32>) -> Result<Vec<OperationOutput>, Error> {
-        self.ask(Ask::Hear(samples)).await
+    pub async fn push(&mut self, samples: Vec<f32>) -> Result<Vec<OperationOutput>, Error> {
+        self.send(SessionRequest::Push(samples)).await
     }
 
     /// Returns the outputs for the audio so far.
     ///
     /// # Errors
-    /// As [`Self::hear`].
+    /// As [`Self::push`].
     pub async fn segment(&mut self, last: bool) -> Result<Vec<OperationOutput>, Error> {
-        self.ask(Ask::Segment { last }).await
+        self.send(SessionRequest::Segment { last }).await
     }
 
     /// Resets the session to its initial state.
     ///
     /// # Errors
-    /// As [`Self::hear`].
+    /// As [`Self::push`].
     pub async fn reset(&mut self) -> Result<(), Error> {
-        self.ask(Ask::Reset).await.map(drop)
+        self.send(SessionRequest::Reset).await.map(drop)
     }
 
     /// Sends a request to the thread. Dropping the future loses the session.
-    async fn ask(&mut self, ask: Ask) -> Result<Vec<OperationOutput>, Error> {
+    async fn send(&mut self, request: SessionRequest) -> Result<Vec<OperationOutput>, Error> {
         let session = self.session.take().ok_or(Error::SessionLost)?;
-        let (done, answer) = oneshot::channel();
-        let job = Job { session, ask, rate: self.rate, out: Vec::new(), done };
+        let (done, result) = oneshot::channel();
+        let job = Job { session, request, rate: self.rate, out: Vec::new(), done };
         self.jobs.send(job).map_err(|_| Error::SessionLost)?;
         // The receive fails if the model panicked.
-        let Done { session, answer } = answer.await.map_err(|_| Error::SessionLost)?;
+        let Done { session, result } = result.await.map_err(|_| Error::SessionLost)?;
         self.session = Some(session);
-        answer
+        result
     }
 }
 
@@ -166,7 +170,7 @@ mod tests {
             0
         }
 
-        fn hear(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        fn push(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
             assert!(samples.iter().all(|sample| *sample < 1.0), "too loud");
             Ok(())
         }
@@ -190,7 +194,7 @@ mod tests {
             0
         }
 
-        fn hear(&mut self, _: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        fn push(&mut self, _: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
             Ok(())
         }
 
@@ -198,7 +202,7 @@ mod tests {
             Ok(())
         }
 
-        fn go_on(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
+        fn continue_segment(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
             out.push(OperationOutput::SpeechEnded { at: self.name });
             self.left -= 1;
             Ok(self.left > 0)
@@ -215,12 +219,12 @@ mod tests {
         let waiting = tokio::spawn(async move { waits.segment(true).await.map(drop) });
         // It is served although the other session never ends, and gets all of its own turns.
         let mut other = thread.session(Box::new(Slow { name: 2, left: 3 }), 16_000);
-        let told = other.segment(true).await.unwrap();
-        assert_eq!(told, vec![OperationOutput::SpeechEnded { at: 2 }; 3]);
+        let outputs = other.segment(true).await.unwrap();
+        assert_eq!(outputs, vec![OperationOutput::SpeechEnded { at: 2 }; 3]);
         assert!(!waiting.is_finished());
         waiting.abort();
         assert!(waiting.await.unwrap_err().is_cancelled());
-        // The thread ends with its sessions and drops work that nobody waits for.
+        // The thread ends with its sessions and drops work that no caller waits for.
         let alone = other.segment(true);
         drop(alone);
         drop((thread, other));
@@ -231,9 +235,9 @@ mod tests {
         let thread = ModelThread::start(Operation::Vad, OperationMetrics::default()).unwrap();
         let mut lost = thread.session(Box::new(Fragile), 16_000);
         let mut other = thread.session(Box::new(Fragile), 16_000);
-        assert!(matches!(lost.hear(vec![1.0]).await, Err(Error::SessionLost)));
+        assert!(matches!(lost.push(vec![1.0]).await, Err(Error::SessionLost)));
         assert!(matches!(lost.segment(true).await, Err(Error::SessionLost)), "it is gone");
-        assert_eq!(other.hear(vec![0.5]).await.unwrap(), []);
+        assert_eq!(other.push(vec![0.5]).await.unwrap(), []);
         assert_eq!(other.segment(true).await.unwrap(), [OperationOutput::SpeechEnded { at: 7 }]);
     }
 }

@@ -13,7 +13,7 @@ use crate::bundle::Bundle;
 use crate::log_mel::LogMel;
 pub(crate) use crate::log_mel::RATE;
 use crate::resample::Resampler;
-use crate::session::{Hears, Session};
+use crate::session::{AudioModel, Session};
 use crate::speech_rule::invalid;
 use compute::Compute;
 use file::Weights;
@@ -91,10 +91,10 @@ pub fn encode_speech(
     }
     let _flush = FlushDenormals::new();
     let Shared(whisper) = Shared::load(&bundle.folder(Operation::Asr), cpus)?;
-    let (mut heard, mut resampler) = (Vec::new(), Resampler::new(rate, RATE));
-    resampler.push(sound, &mut heard);
-    resampler.finish(&mut heard);
-    let features = whisper.mel.recording(&heard);
+    let (mut resampled, mut resampler) = (Vec::new(), Resampler::new(rate, RATE));
+    resampler.push(sound, &mut resampled);
+    resampler.finish(&mut resampled);
+    let features = whisper.mel.recording(&resampled);
     let window = features.window(0, features.content(), network::FRAMES);
     match features.content() {
         0 => Ok(Vec::new()),
@@ -115,7 +115,7 @@ impl Shared {
     }
 }
 
-impl Hears for Shared {
+impl AudioModel for Shared {
     fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
         if !RATES.contains(&rate) {
             let (from, to) = (RATES.start(), RATES.end());
@@ -130,8 +130,8 @@ impl Hears for Shared {
         };
         let words = &self.0.words;
         let language = |code: &String| {
-            let known = || words.languages().map(|(code, _)| code).collect::<Vec<_>>().join(", ");
-            let unknown = || invalid("language", format!("{code:?}, it must be one of {}", known()));
+            let codes = || words.languages().map(|(code, _)| code).collect::<Vec<_>>().join(", ");
+            let unknown = || invalid("language", format!("{code:?}, it must be one of {}", codes()));
             words.language(code).ok_or_else(unknown)
         };
         if options.prompt.len() > MAX_PROMPT {
@@ -158,7 +158,7 @@ impl Hears for Shared {
         }))
     }
 
-    fn most_sessions(&self) -> u32 {
+    fn max_sessions(&self) -> u32 {
         MAX_SESSIONS
     }
 }
@@ -177,26 +177,26 @@ impl Session for Recording {
         (network::FRAMES * crate::log_mel::FRAME) as u32
     }
 
-    fn most_samples(&self) -> u64 {
+    fn max_samples(&self) -> u64 {
         MAX_SECONDS * u64::from(self.task.rate)
     }
 
-    fn hear(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+    fn push(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
         self.resampler.push(samples, &mut self.sound);
         Ok(())
     }
 
     fn segment(&mut self, _: bool, _: &mut Vec<OperationOutput>) -> Result<(), Error> {
         // Later audio must continue where the audio was cut, not after the silence that is appended here.
-        let heard = self.sound.len();
+        let len = self.sound.len();
         self.resampler.clone().finish(&mut self.sound);
         let features = self.whisper.mel.recording(&self.sound);
-        self.sound.truncate(heard);
+        self.sound.truncate(len);
         self.transcript = Some(Transcript::new(self.task.clone(), features));
         Ok(())
     }
 
-    fn go_on(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
+    fn continue_segment(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
         let Some(transcript) = &mut self.transcript else { return Ok(false) };
         let more = transcript.step(&self.whisper, out)?;
         if !more {

@@ -91,9 +91,9 @@ impl Decoder {
             else {
                 return refuse(format!("layer {layer} of the drafter finds no layer of its kind and shape"));
             };
-            let place =
-                producer.checked_sub(held.start).and_then(|at| self.places.get(at).copied().flatten());
-            let Some((group, offset)) = place else {
+            let location =
+                producer.checked_sub(held.start).and_then(|at| self.kv_locations.get(at).copied().flatten());
+            let Some((group, offset)) = location else {
                 return refuse(format!(
                     "the drafter reads the caches of layer {producer}, but this stage has layers {held:?}"
                 ));
@@ -127,7 +127,7 @@ impl Decoder {
     }
 
     pub(crate) fn drafts(&self) -> bool {
-        self.assistant.is_some() || self.appended.is_some()
+        self.assistant.is_some() || self.mtp_head.is_some()
     }
 
     /// The residual stream of these rows of the last step, after the final norm.
@@ -151,14 +151,14 @@ impl Decoder {
     /// residual stream of the last step.
     pub(crate) fn draft(&mut self, from: &[DraftFrom<'_>], count: usize) -> Result<Vec<Drafted>, Error> {
         let mut drafted = Vec::with_capacity(from.len());
-        if let Some(appended) = &self.appended {
-            for from in from.chunks(appended.sequences()) {
-                drafted.extend(appended.draft(self.backend.as_mut(), from, count)?);
+        if let Some(mtp_head) = &self.mtp_head {
+            for from in from.chunks(mtp_head.sequences()) {
+                drafted.extend(mtp_head.draft(self.backend.as_mut(), from, count)?);
             }
             return Ok(drafted);
         }
-        let most = self.config.max_rows.min(self.config.logit_rows);
-        for from in from.chunks(most.max(1)) {
+        let max_rows = self.config.max_rows.min(self.config.logit_rows);
+        for from in from.chunks(max_rows.max(1)) {
             drafted.extend(self.draft_together(from, count)?);
         }
         Ok(drafted)
@@ -308,14 +308,14 @@ impl<'a> Rows<'a> {
     fn begin(&self, backend: &mut dyn Backend, tokens: &[u32]) -> Result<(), Error> {
         let mut tables: Vec<Vec<BlockTable<'_>>> = Vec::with_capacity(self.tables.len());
         for group in &self.tables {
-            let mut places = Vec::with_capacity(group.len());
+            let mut group_tables = Vec::with_capacity(group.len());
             for table in group {
-                places.push(match table {
+                group_tables.push(match table {
                     Table::As(table) => *table,
                     Table::Longer(offsets) => BlockTable::Paged(offsets),
                 });
             }
-            tables.push(places);
+            tables.push(group_tables);
         }
         let input = StepInput { tokens, sequences: &self.sequences, tables: &tables, states: &[] };
         Ok(backend.begin_step(&input)?)

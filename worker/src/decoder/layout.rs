@@ -43,7 +43,7 @@ pub(super) struct Placed {
     pub(super) groups: Vec<CacheGroup>,
     pub(super) caches: Vec<LayerCache>,
     /// Group of each layer's keys and values, and the byte offset of the layer in its blocks.
-    pub(super) places: Vec<Option<(usize, usize)>>,
+    pub(super) kv_locations: Vec<Option<(usize, usize)>>,
     /// Number of heads with a narrow state.
     pub(super) narrow_heads: usize,
 }
@@ -67,7 +67,7 @@ pub(super) fn place_caches(
     let mut state = CacheGroup { kind: CacheKind::State, block_bytes: 0, layers: 0 };
     let mut caches = Vec::with_capacity(config.layers.len());
     let mut narrow_heads = 0;
-    let mut places = vec![None; config.layers.len()];
+    let mut kv_locations = vec![None; config.layers.len()];
     let layers = spec.layers[config.layers.clone()].iter().zip(&weights.layers);
     for (index, (layer, own)) in layers.enumerate() {
         let shape = match &layer.mixer {
@@ -83,14 +83,15 @@ pub(super) fn place_caches(
                         (own, offset)
                     }
                     KvSpec::Shared { layer } => {
-                        let source = layer.checked_sub(config.layers.start).and_then(|at| places.get(at));
+                        let source =
+                            layer.checked_sub(config.layers.start).and_then(|at| kv_locations.get(at));
                         source.copied().flatten().ok_or_else(|| {
                             let (start, end) = (config.layers.start, config.layers.end);
                             Error::Invariant(format!("layers {start} to {end} read the KV of layer {layer}"))
                         })?
                     }
                 };
-                places[index] = Some((group, offset));
+                kv_locations[index] = Some((group, offset));
                 caches.push(LayerCache::Kv(backend.create_kv_layer(group, kv, offset)?));
                 continue;
             }
@@ -118,7 +119,7 @@ pub(super) fn place_caches(
         state.layers += 1;
     }
     groups.extend(spec.is_recurrent().then_some(state));
-    Ok(Placed { groups, caches, places, narrow_heads })
+    Ok(Placed { groups, caches, kv_locations, narrow_heads })
 }
 
 pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvShape {

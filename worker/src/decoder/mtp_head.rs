@@ -1,4 +1,4 @@
-//! The MTP head, a drafter behind the last layer: see [`AppendedSpec`]
+//! The MTP head, a drafter behind the last layer: see [`MtpHeadSpec`]
 //! (docs/decisions/0051-use-a-models-mtp-head.md).
 //!
 //! Its keys and values are one more layer of the group with full attention. The hidden state that its next
@@ -18,13 +18,13 @@ use kernels::backend::{
     Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, MatrixId, NO_INDEX, Norm, StepInput, StepSequence,
     StepState,
 };
-use model::spec::{AppendedSpec, MixerSpec};
+use model::spec::{MixerSpec, MtpHeadSpec};
 use std::collections::{HashSet, VecDeque};
 
 /// Unit of offsets into the arena, in bytes.
 const UNIT: usize = 64;
 
-pub(super) struct Appended {
+pub(super) struct MtpHead {
     join: Linear,
     embedding_norm: Norm,
     hidden_norm: Norm,
@@ -70,9 +70,9 @@ impl Decoder {
     /// # Errors
     /// [`Error::Config`] if the last layer is at another stage, or the model lacks recurrent or
     /// full-attention layers.
-    pub(crate) fn load_appended(
+    pub(crate) fn load_mtp_head(
         &mut self,
-        spec: &AppendedSpec,
+        spec: &MtpHeadSpec,
         source: &dyn TensorSource,
         sequences: usize,
     ) -> Result<(), Error> {
@@ -108,7 +108,7 @@ impl Decoder {
         let past_at = state.block_bytes / UNIT;
         state.block_bytes += (width * size_of::<f32>()).next_multiple_of(UNIT);
         let mut loader = Loader::new(source, Packs::Off, backend);
-        let appended = Appended {
+        let mtp_head = MtpHead {
             join: loader.linear(&spec.join)?,
             embedding_norm: loader.norm(&spec.embedding_norm)?,
             hidden_norm: loader.norm(&spec.hidden_norm)?,
@@ -138,25 +138,25 @@ impl Decoder {
             sequences: sequences.min(rows).min(self.config.logit_rows).max(1),
             spare: 0,
         };
-        self.appended = Some(appended);
+        self.mtp_head = Some(mtp_head);
         Ok(())
     }
 
     /// Bytes of the arena on top of those passed to [`Decoder::allocate_kv`].
     pub(crate) fn spare_bytes(&self) -> usize {
-        self.appended.as_ref().map_or(0, |appended| appended.sequences * appended.block_units * UNIT)
+        self.mtp_head.as_ref().map_or(0, |mtp_head| mtp_head.sequences * mtp_head.block_units * UNIT)
     }
 
     /// Runs the MTP head on the rows of a step that has just left the last layer.
     pub(super) fn follow(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
-        match &mut self.appended {
-            Some(appended) => appended.follow(self.backend.as_mut(), self.buffers.x, step),
+        match &mut self.mtp_head {
+            Some(mtp_head) => mtp_head.follow(self.backend.as_mut(), self.buffers.x, step),
             None => Ok(()),
         }
     }
 }
 
-impl Appended {
+impl MtpHead {
     /// Reserves space for spare blocks behind an arena of `bytes`. Returns the bytes to allocate.
     pub(super) fn make_room(&mut self, bytes: usize) -> Result<usize, Error> {
         let first = bytes.div_ceil(UNIT);
@@ -167,7 +167,7 @@ impl Appended {
         Ok(all * UNIT)
     }
 
-    /// Maximum number of sequences of a call of [`Appended::draft`].
+    /// Maximum number of sequences of a call of [`MtpHead::draft`].
     pub(super) fn sequences(&self) -> usize {
         self.sequences
     }
@@ -232,10 +232,10 @@ impl Appended {
             let mut blocks = own_blocks(from, self.block_tokens).skip(from.context / self.block_tokens);
             blocks.next().is_none_or(|block| taken.insert(block))
         };
-        let apart: Vec<bool> = from.iter().map(own).collect();
+        let has_own_block: Vec<bool> = from.iter().map(own).collect();
         // A sequence may need at most one block more than it has.
         for round in 0..count.min(self.block_tokens) {
-            let draft_tokens = |at: &usize| apart[*at] && round < from[*at].most;
+            let draft_tokens = |at: &usize| has_own_block[*at] && round < from[*at].most;
             let rows: Vec<usize> = (0..from.len()).filter(draft_tokens).collect();
             if rows.is_empty() {
                 break;
@@ -257,16 +257,16 @@ impl Appended {
         let (mut tokens, mut sequences, mut blocks) = (Vec::new(), Vec::new(), Vec::new());
         let (mut states, mut hidden) = (Vec::new(), Vec::with_capacity(rows.len() * width));
         for (row, &at) in rows.iter().enumerate() {
-            let (from, known) = (&from[at], &drafted[at]);
-            let context = from.context + known.tokens.len();
-            tokens.push(known.tokens.last().copied().unwrap_or(from.token));
+            let (from, so_far) = (&from[at], &drafted[at]);
+            let context = from.context + so_far.tokens.len();
+            tokens.push(so_far.tokens.last().copied().unwrap_or(from.token));
             sequences.push(StepSequence { rows: row..row + 1, context, segment_start: None });
             let spare = units(self.spare as usize + at * self.block_units)?;
             let own = own_blocks(from, self.block_tokens).chain(std::iter::once(spare));
             blocks.push(own.take(context / self.block_tokens + 1).collect::<Vec<u32>>());
             // No op of this step uses a state, but each sequence must name one.
             states.push(StepState { write: units(row * self.state_units)?, ..StepState::default() });
-            hidden.extend_from_slice(&known.hidden);
+            hidden.extend_from_slice(&so_far.hidden);
         }
         let tables = [blocks.iter().map(|blocks| BlockTable::Paged(blocks)).collect()];
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };

@@ -59,8 +59,11 @@ mod tests {
         // softplus(0) = ln 2: memories of 1, 10 and 100 tokens, and an infinite one.
         let a = [1.0, 0.1, 0.01, 0.0].map(|rate: f32| -rate / std::f32::consts::LN_2);
         let memory = crate::weights::head_memory(&a, &[0.0; 4]);
-        for (memory, want) in memory.iter().zip([1.0, 10.0, 100.0, f32::INFINITY]) {
-            assert!((memory / want - 1.0).abs() < 1e-6 || *memory == want, "{memory} is not {want}");
+        for (memory, expected) in memory.iter().zip([1.0, 10.0, 100.0, f32::INFINITY]) {
+            assert!(
+                (memory / expected - 1.0).abs() < 1e-6 || *memory == expected,
+                "{memory} is not {expected}"
+            );
         }
         let (wide, narrow) = (HeadType::F32, HeadType::Bf16);
         assert_eq!(StateType::F32.heads(&memory), [wide; 4]);

@@ -20,7 +20,7 @@ struct Waiting<R> {
 
 /// A request that has left the queue.
 #[derive(Debug, PartialEq)]
-pub(super) struct Left<R> {
+pub(super) struct Dequeued<R> {
     pub(super) reply: R,
     pub(super) received: Instant,
     /// When its first text was taken, if it was.
@@ -60,16 +60,16 @@ impl<R> Queue<R> {
     }
 
     /// Drops cancelled requests and returns their number.
-    pub(super) fn forget(&mut self, gone: impl Fn(&R) -> bool) -> usize {
+    pub(super) fn forget(&mut self, is_cancelled: impl Fn(&R) -> bool) -> usize {
         let before = self.waiting.len();
-        self.waiting.retain(|request| !gone(&request.reply));
+        self.waiting.retain(|request| !is_cancelled(&request.reply));
         before - self.waiting.len()
     }
 
     /// Removes and returns requests that have passed their deadline.
-    pub(super) fn expire(&mut self, now: Instant) -> Vec<Left<R>> {
-        let late = |request: &Waiting<R>| request.deadline.is_some_and(|deadline| deadline <= now);
-        self.take_out(late)
+    pub(super) fn expire(&mut self, now: Instant) -> Vec<Dequeued<R>> {
+        let is_expired = |request: &Waiting<R>| request.deadline.is_some_and(|deadline| deadline <= now);
+        self.remove_where(is_expired)
     }
 
     /// The texts of the next step, in order.
@@ -89,20 +89,24 @@ impl<R> Queue<R> {
 
     /// Stores the results of the last [`step`](Self::step), in order. Removes and returns the completed
     /// requests.
-    pub(super) fn complete(&mut self, encoded: Vec<Vec<f32>>) -> Vec<Left<R>> {
+    pub(super) fn complete(&mut self, encoded: Vec<Vec<f32>>) -> Vec<Dequeued<R>> {
         let mut encoded = encoded.into_iter();
         for request in &mut self.waiting {
             let missing = request.texts.len() - request.done.len();
             request.done.extend(encoded.by_ref().take(missing));
         }
-        self.take_out(|request| request.done.len() == request.texts.len())
+        self.remove_where(|request| request.done.len() == request.texts.len())
     }
 
-    fn take_out(&mut self, leaves: impl Fn(&Waiting<R>) -> bool) -> Vec<Left<R>> {
+    fn remove_where(&mut self, leaves: impl Fn(&Waiting<R>) -> bool) -> Vec<Dequeued<R>> {
         let (out, stay): (Vec<_>, Vec<_>) = self.waiting.drain(..).partition(leaves);
         self.waiting.extend(stay);
-        let left =
-            |Waiting { reply, received, started, done, .. }| Left { reply, received, started, encoded: done };
+        let left = |Waiting { reply, received, started, done, .. }| Dequeued {
+            reply,
+            received,
+            started,
+            encoded: done,
+        };
         out.into_iter().map(left).collect()
     }
 }
@@ -126,7 +130,7 @@ mod tests {
     }
 
     /// Runs the next step; the result of each text is its length.
-    fn run(queue: &mut Queue<&'static str>, now: Instant) -> (Vec<usize>, Vec<Left<&'static str>>) {
+    fn run(queue: &mut Queue<&'static str>, now: Instant) -> (Vec<usize>, Vec<Dequeued<&'static str>>) {
         let lengths: Vec<usize> = queue.step(now).iter().map(|text| text.tokens.len()).collect();
         let encoded = lengths.iter().map(|len| vec![*len as f32]).collect();
         (lengths, queue.complete(encoded))
@@ -139,17 +143,17 @@ mod tests {
         queue.push(now, texts(&[3]), None, "b");
         queue.push(now, texts(&[1, 1, 1, 1]), None, "c");
         assert_eq!(queue.sizes(), (0, 3, 25));
-        let later = now + Duration::from_secs(1);
-        assert_eq!(run(&mut queue, later).0, [5, 6]);
+        let first_step_at = now + Duration::from_secs(1);
+        assert_eq!(run(&mut queue, first_step_at).0, [5, 6]);
         assert_eq!(queue.sizes(), (1, 2, 14));
-        let (lengths, left) = run(&mut queue, later + Duration::from_secs(1));
+        let (lengths, left) = run(&mut queue, first_step_at + Duration::from_secs(1));
         assert_eq!(lengths, [7, 3, 1, 1]);
         let names: Vec<_> = left.iter().map(|left| (left.reply, left.encoded.concat())).collect();
         assert_eq!(names, [("a", vec![5.0, 6.0, 7.0]), ("b", vec![3.0])]);
-        assert_eq!((left[0].received, left[0].started), (now, Some(later)));
-        let (lengths, left) = run(&mut queue, later);
+        assert_eq!((left[0].received, left[0].started), (now, Some(first_step_at)));
+        let (lengths, left) = run(&mut queue, first_step_at);
         assert_eq!((lengths, left[0].encoded.concat()), (vec![1, 1], vec![1.0; 4]));
-        assert!(queue.is_empty() && queue.step(later).is_empty());
+        assert!(queue.is_empty() && queue.step(first_step_at).is_empty());
     }
 
     #[test]
@@ -160,8 +164,8 @@ mod tests {
         queue.push(now, texts(&[2]), Some(now + Duration::from_secs(9)), "stays");
         assert_eq!(run(&mut queue, now).0, [10]);
         assert_eq!(queue.forget(|reply| *reply == "gone"), 1);
-        let late = queue.expire(now + Duration::from_secs(5));
-        assert_eq!(late.iter().map(|left| left.reply).collect::<Vec<_>>(), ["late"]);
+        let expired = queue.expire(now + Duration::from_secs(5));
+        assert_eq!(expired.iter().map(|left| left.reply).collect::<Vec<_>>(), ["late"]);
         assert_eq!(run(&mut queue, now).1[0].reply, "stays");
     }
 

@@ -1,6 +1,6 @@
 //! Runs the encoder on its own thread, with a handle for other threads.
 
-use super::queue::{Left, Queue};
+use super::queue::{Dequeued, Queue};
 use super::{Encoder, Limits, Text};
 use crate::Error;
 use crate::kv_events::EventLog;
@@ -180,17 +180,17 @@ impl Serving {
             if self.queue.is_empty() {
                 self.shared.progress.queued(Instant::now(), false);
                 let Ok(command) = inbox.recv() else { return };
-                if !self.obey(command) {
+                if !self.handle_command(command) {
                     return;
                 }
             }
             while let Ok(command) = inbox.try_recv() {
-                if !self.obey(command) {
+                if !self.handle_command(command) {
                     return;
                 }
             }
             let start = Instant::now();
-            self.clear_out(start);
+            self.remove_ended(start);
             self.shared.progress.queued(start, !self.queue.is_empty());
             match self.step(start) {
                 Ok(0) => {}
@@ -206,7 +206,7 @@ impl Serving {
         }
     }
 
-    fn obey(&mut self, command: Command) -> bool {
+    fn handle_command(&mut self, command: Command) -> bool {
         let Command::Encode { texts, deadline, trace, reply } = command else { return false };
         let tokens = tokens(&texts);
         self.shared.metrics.prompt_tokens.inc_by(tokens);
@@ -215,23 +215,23 @@ impl Serving {
     }
 
     /// Drops cancelled requests and answers those that have passed their deadline.
-    fn clear_out(&mut self, now: Instant) {
+    fn remove_ended(&mut self, now: Instant) {
         let shared = &self.shared;
-        let gone = |reply: &Reply| {
+        let is_cancelled = |reply: &Reply| {
             let closed = reply.answer.is_closed();
             if closed {
                 shared.queued.fetch_sub(reply.tokens, Ordering::Relaxed);
             }
             closed
         };
-        let forgotten = self.queue.forget(gone);
+        let forgotten = self.queue.forget(is_cancelled);
         for _ in 0..forgotten {
             self.count_end(Reason::abort);
         }
-        for mut late in self.queue.expire(now) {
-            late.reply.trace.iter_mut().for_each(|span| span.fail("deadline_exceeded"));
-            let after_ms = now.saturating_duration_since(late.received).as_millis() as u64;
-            self.answer(late, Reason::error, |_| Err(GenerateError::DeadlineExceeded { after_ms }));
+        for mut expired in self.queue.expire(now) {
+            expired.reply.trace.iter_mut().for_each(|span| span.fail("deadline_exceeded"));
+            let after_ms = now.saturating_duration_since(expired.received).as_millis() as u64;
+            self.answer(expired, Reason::error, |_| Err(GenerateError::DeadlineExceeded { after_ms }));
         }
     }
 
@@ -264,7 +264,12 @@ impl Serving {
         Ok(rows)
     }
 
-    fn answer(&self, left: Left<Reply>, reason: Reason, answer: impl FnOnce(Vec<Vec<f32>>) -> EncodeResult) {
+    fn answer(
+        &self,
+        left: Dequeued<Reply>,
+        reason: Reason,
+        answer: impl FnOnce(Vec<Vec<f32>>) -> EncodeResult,
+    ) {
         self.shared.queued.fetch_sub(left.reply.tokens, Ordering::Relaxed);
         self.count_end(reason);
         // The send fails if the caller is gone.

@@ -11,7 +11,7 @@ use kernels::backend::{BlockTable, NO_INDEX, StepInput, StepSequence};
 use std::collections::HashMap;
 
 /// Maximum number of tokens that it reads before one step, over all sequences.
-const MOST_READ: usize = 512;
+const MAX_READ_TOKENS: usize = 512;
 
 pub(crate) struct DraftModel {
     decoder: Decoder,
@@ -57,8 +57,8 @@ impl DraftModel {
         let count = (bytes / each.max(1) as u64).min(u64::from(u32::MAX)) as usize;
         let (mut end, mut groups) = (0, Vec::new());
         for group in decoder.groups() {
-            let place = |bytes: usize| u32::try_from(bytes / 64);
-            match (place(end), place(end + count * group.block_bytes), place(group.block_bytes)) {
+            let offset = |bytes: usize| u32::try_from(bytes / 64);
+            match (offset(end), offset(end + count * group.block_bytes), offset(group.block_bytes)) {
                 (Ok(first), Ok(_), Ok(stride)) => groups.push((first, stride)),
                 _ => return Err(Error::Invariant(format!("{bytes} bytes for a drafter"))),
             }
@@ -70,15 +70,15 @@ impl DraftModel {
         Ok(Self { decoder, block_tokens, longest, max_rows, free, groups, sequences: HashMap::new() })
     }
 
-    /// Forgets the sequences for which `lives` returns `false`.
-    pub(crate) fn retain(&mut self, lives: impl Fn(SeqId) -> bool) {
+    /// Forgets the sequences for which `is_live` returns `false`.
+    pub(crate) fn retain(&mut self, is_live: impl Fn(SeqId) -> bool) {
         let Self { sequences, free, .. } = self;
         sequences.retain(|id, read| {
-            let lives = lives(*id);
-            if !lives {
+            let is_live = is_live(*id);
+            if !is_live {
                 free.append(&mut read.blocks);
             }
-            lives
+            is_live
         });
     }
 
@@ -86,73 +86,73 @@ impl DraftModel {
     /// end.
     pub(crate) fn draft(&mut self, of: &[(SeqId, &[u32])], count: usize) -> Result<Vec<Vec<u32>>, Error> {
         let mut drafted = vec![Vec::new(); of.len()];
-        let (mut parts, mut ready) = (Vec::new(), Vec::new());
-        let mut left = MOST_READ.min(self.max_rows);
+        let (mut draft_rows, mut ready) = (Vec::new(), Vec::new());
+        let mut left = MAX_READ_TOKENS.min(self.max_rows);
         for (at, (id, tokens)) in of.iter().enumerate() {
             if !self.make_room(*id, tokens, count) {
                 continue;
             }
-            let known = self.sequences.get(id).map_or(0, |read| same(&read.tokens, tokens));
-            let rows = (tokens.len() - known).min(left);
+            let read_len = self.sequences.get(id).map_or(0, |read| common_prefix_len(&read.tokens, tokens));
+            let rows = (tokens.len() - read_len).min(left);
             if rows == 0 {
                 continue;
             }
             left -= rows;
-            if known + rows == tokens.len() {
+            if read_len + rows == tokens.len() {
                 ready.push(at);
             }
-            parts.push(DraftRows {
+            draft_rows.push(DraftRows {
                 at,
                 id: *id,
-                tokens: tokens[known..known + rows].to_vec(),
-                context: known,
+                tokens: tokens[read_len..read_len + rows].to_vec(),
+                context: read_len,
             });
         }
         for _ in 0..count {
-            if parts.is_empty() {
+            if draft_rows.is_empty() {
                 break;
             }
-            let best = self.step(&parts)?;
+            let best = self.step(&draft_rows)?;
             let mut next = Vec::with_capacity(ready.len());
-            for (part, token) in parts.into_iter().zip(best) {
+            for (entry, token) in draft_rows.into_iter().zip(best) {
                 // No draft token if the logits are not finite.
-                if ready.contains(&part.at) && token != NO_INDEX {
-                    drafted[part.at].push(token);
-                    let context = part.context + part.tokens.len();
-                    next.push(DraftRows { tokens: vec![token], context, ..part });
+                if ready.contains(&entry.at) && token != NO_INDEX {
+                    drafted[entry.at].push(token);
+                    let context = entry.context + entry.tokens.len();
+                    next.push(DraftRows { tokens: vec![token], context, ..entry });
                 }
             }
-            parts = next;
+            draft_rows = next;
         }
         Ok(drafted)
     }
 
-    /// Allocates blocks for a sequence's tokens and `draft_tokens` draft tokens. Returns `false` if there are too
-    /// few.
+    /// Allocates blocks for a sequence's tokens and `draft_tokens` draft tokens. Returns `false` if there are
+    /// too few.
     fn make_room(&mut self, id: SeqId, tokens: &[u32], draft_tokens: usize) -> bool {
         let len = tokens.len() + draft_tokens;
         let blocks = len.div_ceil(self.block_tokens);
         let read = self.sequences.entry(id).or_default();
-        let wanted = blocks.saturating_sub(read.blocks.len());
-        if len > self.longest || wanted > self.free.len() {
+        let needed = blocks.saturating_sub(read.blocks.len());
+        if len > self.longest || needed > self.free.len() {
             return false;
         }
-        read.blocks.extend(self.free.drain(self.free.len() - wanted..));
+        read.blocks.extend(self.free.drain(self.free.len() - needed..));
         true
     }
 
-    /// Computes these rows. Returns the most likely token after each part.
-    fn step(&mut self, parts: &[DraftRows]) -> Result<Vec<u32>, Error> {
+    /// Computes these rows. Returns the most likely token after each entry.
+    fn step(&mut self, draft_rows: &[DraftRows]) -> Result<Vec<u32>, Error> {
         let (mut tokens, mut sequences, mut last) = (Vec::new(), Vec::new(), Vec::new());
-        let mut offsets: Vec<Vec<Vec<u32>>> = vec![Vec::with_capacity(parts.len()); self.groups.len()];
-        for part in parts {
-            let rows = tokens.len()..tokens.len() + part.tokens.len();
-            tokens.extend_from_slice(&part.tokens);
+        let mut offsets: Vec<Vec<Vec<u32>>> = vec![Vec::with_capacity(draft_rows.len()); self.groups.len()];
+        for entry in draft_rows {
+            let rows = tokens.len()..tokens.len() + entry.tokens.len();
+            tokens.extend_from_slice(&entry.tokens);
             last.push(tokens.len() as u32 - 1);
-            sequences.push(StepSequence { rows, context: part.context, segment_start: None });
-            let read = self.sequences.entry(part.id).or_default();
-            read.tokens.truncate(part.context);
-            read.tokens.extend_from_slice(&part.tokens);
+            sequences.push(StepSequence { rows, context: entry.context, segment_start: None });
+            let read = self.sequences.entry(entry.id).or_default();
+            read.tokens.truncate(entry.context);
+            read.tokens.extend_from_slice(&entry.tokens);
             for ((first, stride), group) in self.groups.iter().zip(&mut offsets) {
                 group.push(read.blocks.iter().map(|block| first + block * stride).collect());
             }
@@ -163,14 +163,14 @@ impl DraftModel {
             .collect();
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
         self.decoder.forward(&[], &input)?;
-        let mut best = Vec::with_capacity(parts.len());
+        let mut best = Vec::with_capacity(draft_rows.len());
         self.decoder.argmax(&last, &mut best)?;
         Ok(best)
     }
 }
 
 /// Length of the common prefix, but at most `tokens.len() - 1`, so that there is always a row to compute.
-fn same(read: &[u32], tokens: &[u32]) -> usize {
-    let same = read.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-    same.min(tokens.len().saturating_sub(1))
+fn common_prefix_len(read: &[u32], tokens: &[u32]) -> usize {
+    let common = read.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+    common.min(tokens.len().saturating_sub(1))
 }

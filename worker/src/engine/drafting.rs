@@ -1,10 +1,10 @@
-//! Draft tokens: which drafter proposes them, and what happens to them.
+//! Draft tokens: requests them from the drafter, stores them, and commits the states of the accepted ones.
 
 use super::request::Request;
 use super::{Draw, Engine, InFlightStep};
 use crate::Error;
 use crate::decoder::DraftFrom;
-use crate::executor::{WantedRows, tables_of};
+use crate::executor::{RequestedRows, tables_of};
 use crate::scheduler::{Decoding, PlannedSequence, SeqId, StepPlan};
 use crate::speculation::Speculation;
 use proto::stage::{MAX_STAGE_DRAFT_TOKENS, StageDraftRequest};
@@ -70,11 +70,11 @@ impl Engine {
     /// Sets the draft tokens from the last rank for the next step.
     fn set_remote_drafts(&mut self) {
         let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.requests, decoding));
-        let most: Vec<(SeqId, u32)> =
+        let limits: Vec<(SeqId, u32)> =
             decoding.map(|decoding| (decoding.id, decoding.max_draft_tokens)).collect();
-        for (id, most) in most {
+        for (id, max_draft_tokens) in limits {
             if let Some(mut draft_tokens) = self.draft_tokens.remove(&id) {
-                draft_tokens.truncate(most as usize);
+                draft_tokens.truncate(max_draft_tokens as usize);
                 self.scheduler.set_draft_tokens(id, draft_tokens);
             }
         }
@@ -82,17 +82,17 @@ impl Engine {
 
     /// The draft tokens that a step requests from the last rank, where that pays: for sequences without
     /// followers or grammar whose tokens are drawn there. The last rank must know the drawn tokens, so for
-    /// greedy sequences whose logits are returned whole, `wanted` also gets the argmax of these rows.
+    /// greedy sequences whose logits are returned whole, `requested` also gets the argmax of these rows.
     pub(super) fn request_drafts(
         &mut self,
         plan: &StepPlan,
-        wanted: &mut WantedRows,
+        requested: &mut RequestedRows,
     ) -> (Vec<StageDraftRequest>, RemoteDrafts) {
-        let nothing = || (Vec::new(), RemoteDrafts::default());
+        let no_drafts = || (Vec::new(), RemoteDrafts::default());
         if !self.drafts_remotely() {
-            return nothing();
+            return no_drafts();
         }
-        let (mut asks, mut asked) = (Vec::new(), Vec::new());
+        let (mut stage_requests, mut limits) = (Vec::new(), Vec::new());
         for (index, sequence) in (0u32..).zip(&plan.sequences) {
             let alone = sequence.samples && self.equal_prompts.followers(sequence.id).is_empty();
             let request = self.requests.get(&sequence.id);
@@ -101,28 +101,28 @@ impl Engine {
             };
             let draws = sequence.rows.end - 1 - sequence.draft_tokens..sequence.rows.end;
             let best = request.all_logits && request.sampler.is_plain_argmax();
-            let there = best || wanted.draws(draws.start);
-            let most = self.scheduler.draft_tokens_after(sequence).min(MAX_STAGE_DRAFT_TOKENS as u32);
-            if there && most > 0 {
-                asks.push((
-                    StageDraftRequest { sequence: index, first: draws.start, most },
+            let drawn_there = best || requested.draws(draws.start);
+            let max_tokens = self.scheduler.draft_tokens_after(sequence).min(MAX_STAGE_DRAFT_TOKENS as u32);
+            if drawn_there && max_tokens > 0 {
+                stage_requests.push((
+                    StageDraftRequest { sequence: index, first: draws.start, most: max_tokens },
                     best.then_some(draws),
                 ));
-                asked.push((sequence.id, most));
+                limits.push((sequence.id, max_tokens));
             }
         }
         let rows = plan.sequences.iter().filter(|sequence| sequence.samples).count() as u32;
-        let Some(speculation) = &mut self.speculation else { return nothing() };
-        let rounds = speculation.rounds(rows, &asked);
+        let Some(speculation) = &mut self.speculation else { return no_drafts() };
+        let rounds = speculation.rounds(rows, &limits);
         if rounds == 0 {
-            return nothing();
+            return no_drafts();
         }
-        let drafts = asks.into_iter().map(|(ask, best)| {
-            wanted.argmax.extend(best.into_iter().flatten());
-            StageDraftRequest { most: ask.most.min(rounds as u32), ..ask }
+        let drafts = stage_requests.into_iter().map(|(stage_request, best)| {
+            requested.argmax.extend(best.into_iter().flatten());
+            StageDraftRequest { most: stage_request.most.min(rounds as u32), ..stage_request }
         });
         let drafts = drafts.collect();
-        let sequences = asked.into_iter().map(|(id, _)| id).collect();
+        let sequences = limits.into_iter().map(|(id, _)| id).collect();
         (drafts, RemoteDrafts { sequences, rounds, took: Duration::ZERO })
     }
 
@@ -132,10 +132,10 @@ impl Engine {
         for sequence in &step.plan.sequences {
             self.draft_tokens.remove(&sequence.id);
         }
-        let RemoteDrafts { sequences, rounds, took: known } = &mut step.drafts;
+        let RemoteDrafts { sequences, rounds, took: recorded } = &mut step.drafts;
         let Some(speculation) = self.speculation.as_mut().filter(|_| *rounds > 0) else { return };
         speculation.rounds_took(*rounds, took);
-        *known = took;
+        *recorded = took;
         self.draft_tokens.extend(sequences.iter().copied().zip(drafted));
     }
 
@@ -177,8 +177,8 @@ impl Engine {
             }
         };
         speculation.rounds_took(rounds, since.elapsed());
-        for ((id, most), mut draft_tokens) in sequences.into_iter().zip(drafted) {
-            draft_tokens.truncate(most as usize);
+        for ((id, max_tokens), mut draft_tokens) in sequences.into_iter().zip(drafted) {
+            draft_tokens.truncate(max_tokens as usize);
             self.scheduler.set_draft_tokens(id, draft_tokens);
         }
         Ok(())
@@ -206,11 +206,11 @@ impl Engine {
         let counted = |sequence: &PlannedSequence| drawn.iter().filter(|draw| draw.id == sequence.id).count();
         let mut rows = Vec::new();
         for sequence in plan.sequences.iter().filter(|sequence| sequence.draft_tokens > 0) {
-            // For a sequence that is gone, keep only the rows before its draft tokens.
+            // For a removed sequence, keep only the rows before its draft tokens.
             let mut counts = sequence.rows.len() - sequence.draft_tokens as usize;
             if self.requests.contains_key(&sequence.id) {
                 counts = counted(sequence);
-                speculation.looked_at(sequence.id, sequence.draft_tokens as usize, counts.saturating_sub(1));
+                speculation.observe(sequence.id, sequence.draft_tokens as usize, counts.saturating_sub(1));
             }
             if sequence.state.is_some() {
                 rows.push(counts);

@@ -6,7 +6,7 @@ use super::request::Request;
 use super::{Draw, Engine};
 use crate::Error;
 use crate::decoder::RowLogits;
-use crate::executor::{DecoderRows, StepRows, WantedRows};
+use crate::executor::{DecoderRows, RequestedRows, StepRows};
 use crate::sampling::Sampler;
 use crate::scheduler::{SeqId, StepPlan};
 use proto::message::TokenLogprobs;
@@ -83,7 +83,7 @@ impl Target {
 
 impl Drawn {
     /// Adds the row's draw if the row is accepted.
-    fn keep(&mut self, target: &Target, draw: impl FnOnce() -> Row) {
+    fn add(&mut self, target: &Target, draw: impl FnOnce() -> Row) {
         if !target.counts(&self.draws) {
             return;
         }
@@ -97,7 +97,7 @@ impl Drawn {
 }
 
 impl Request {
-    /// Processes a row of logits: passes it to the sink if it is wanted at `position`, and draws from it.
+    /// Processes a row of logits: passes it to the sink if `position` is requested, and draws from it.
     fn read(&mut self, target: &Target, position: Option<usize>, draws: bool, row: &[f32]) -> Row {
         if let Some(position) = position.filter(|_| self.all_logits) {
             self.sink.logits(position, row);
@@ -169,10 +169,10 @@ impl Engine {
     }
 
     /// The same targets in the form of the rank that computes the rows.
-    pub(super) fn wanted(&self, targets: &Targets) -> WantedRows {
+    pub(super) fn requested_rows(&self, targets: &Targets) -> RequestedRows {
         let sample =
             |target: &Target| Some(self.requests.get(&target.id)?.sampler_of(target).sample(target.row));
-        WantedRows {
+        RequestedRows {
             argmax: targets.plain.iter().map(|target| target.row).collect(),
             samples: targets.sampled.iter().filter_map(sample).collect(),
             logits: targets.whole.iter().map(|(target, ..)| target.row).collect(),
@@ -196,20 +196,20 @@ impl Engine {
 
     fn draw_in_decoder(&mut self, targets: &Targets, rows: &DecoderRows) -> Result<Drawn, Error> {
         let Targets { plain, sampled, whole } = targets;
-        let place = |target: &Target| rows.place(target.row);
+        let decoder_row = |target: &Target| rows.decoder_row(target.row);
         let decoder = self.executor.decoder_mut();
         let vocab = decoder.spec().vocab;
         let mut best = Vec::with_capacity(plain.len());
-        let rows: Vec<u32> = plain.iter().map(place).collect();
+        let rows: Vec<u32> = plain.iter().map(decoder_row).collect();
         if !rows.is_empty() {
             decoder.argmax(&rows, &mut best)?;
         }
         let mut drawn = Drawn::default();
         for (target, token) in plain.iter().zip(best) {
-            drawn.keep(target, || Row::of(Some((token, None)), vocab));
+            drawn.add(target, || Row::of(Some((token, None)), vocab));
         }
         let logits = sampled.iter().chain(whole.iter().map(|(target, ..)| target));
-        let logits: Vec<u32> = logits.map(place).collect();
+        let logits: Vec<u32> = logits.map(decoder_row).collect();
         if !logits.is_empty() {
             let requests = &mut self.requests;
             let few = |target: &Target| {
@@ -229,11 +229,9 @@ impl Engine {
                     return true;
                 };
                 match row {
-                    RowLogits::Whole(row) => {
-                        drawn.keep(target, || request.read(target, position, draws, row))
-                    }
+                    RowLogits::Whole(row) => drawn.add(target, || request.read(target, position, draws, row)),
                     RowLogits::Best(best) => match request.sampler_of(target).draw_of_best(best) {
-                        Some(token) => drawn.keep(target, || Row::of(Some((token, None)), vocab)),
+                        Some(token) => drawn.add(target, || Row::of(Some((token, None)), vocab)),
                         None => return false,
                     },
                 }
@@ -254,14 +252,14 @@ impl Engine {
         let vocab = self.executor.decoder().spec().vocab;
         let mut drawn = Drawn::default();
         for (target, token) in targets.plain.iter().zip(argmax) {
-            drawn.keep(target, || Row::of(Some((token, None)), vocab));
+            drawn.add(target, || Row::of(Some((token, None)), vocab));
         }
         for (target, sample) in targets.sampled.iter().zip(samples) {
-            drawn.keep(target, || Row::of(Some((sample.token, sample.logprobs)), vocab));
+            drawn.add(target, || Row::of(Some((sample.token, sample.logprobs)), vocab));
         }
         for ((target, position, draws), row) in targets.whole.iter().zip(logits) {
             let Some(request) = self.requests.get_mut(&target.id) else { continue };
-            drawn.keep(target, || request.read(target, Some(*position), *draws, &row));
+            drawn.add(target, || request.read(target, Some(*position), *draws, &row));
         }
         drawn
     }

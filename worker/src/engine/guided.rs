@@ -1,6 +1,6 @@
 //! Requests with a grammar: a row is sampled once the mask of allowed tokens is known.
 //!
-//! Other threads compute the mask while the row is computed. If that takes longer, the row is kept and the
+//! Other threads compute the mask while the row is computed. If that takes longer, the row is stored and the
 //! sequence skips steps, without delaying other sequences.
 
 use super::Engine;
@@ -25,7 +25,7 @@ pub(super) struct Guided {
 
 /// Outcome for a request that waited.
 enum Settled {
-    /// It samples the kept row.
+    /// It samples the stored row.
     Draws(Option<Arc<TokenMask>>),
     Ends,
     Fails(String),
@@ -54,7 +54,7 @@ impl Guided {
     }
 
     /// The mask for this row: `Some(None)` allows every token. `None` means that the mask is not known yet;
-    /// the row is kept if it is the request's own.
+    /// the row is stored if it is the request's own.
     pub(super) fn allows(&mut self, row: &[f32], own: bool) -> Option<Option<Arc<TokenMask>>> {
         self.row = None;
         match self.guide.look() {
@@ -75,8 +75,8 @@ impl Guided {
             Look::Mask(mask) => self.row.is_some().then_some(Settled::Draws(Some(mask))),
             Look::Waits => {
                 let since = *self.since.get_or_insert(now);
-                let late = now.saturating_duration_since(since) > MASK_TIME;
-                late.then(|| {
+                let timed_out = now.saturating_duration_since(since) > MASK_TIME;
+                timed_out.then(|| {
                     Settled::Fails(format!("computing the mask takes more than {} ms", MASK_TIME.as_millis()))
                 })
             }
@@ -85,7 +85,7 @@ impl Guided {
 }
 
 impl Engine {
-    /// Samples kept rows, and ends requests that are complete or cannot continue.
+    /// Samples stored rows, and ends requests that are complete or cannot continue.
     pub(super) fn settle(&mut self, now: Instant) {
         let mut settled: Vec<(SeqId, Settled)> = Vec::new();
         for (id, request) in &mut self.requests {
@@ -100,14 +100,14 @@ impl Engine {
         settled.sort_unstable_by_key(|(id, _)| *id);
         for (id, settled) in settled {
             match settled {
-                Settled::Draws(mask) => self.draw_kept(now, id, mask.as_deref()),
+                Settled::Draws(mask) => self.draw_stored_row(now, id, mask.as_deref()),
                 Settled::Ends => self.complete_guided(now, id),
                 Settled::Fails(reason) => self.remove(id, Removal::NoMask(reason)),
             }
         }
     }
 
-    fn draw_kept(&mut self, now: Instant, id: SeqId, mask: Option<&TokenMask>) {
+    fn draw_stored_row(&mut self, now: Instant, id: SeqId, mask: Option<&TokenMask>) {
         let Some(request) = self.requests.get_mut(&id) else { return };
         let Some(guided) = &mut request.guide else { return };
         guided.counted = false;

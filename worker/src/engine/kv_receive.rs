@@ -1,7 +1,7 @@
 //! KV transfers from other workers. A request with a known holder of its prefix waits while the resume point
-//! is fetched, at most as long as computing it would take, but from 1 to 10 seconds. Requests that arrive meanwhile and share the
-//! prefix wait too. The received pieces are put where a computed prefix would be, and the lookup hits as
-//! usual.
+//! is fetched. The limit is the estimated time to compute it, within 1 to 10 seconds. Requests that arrive
+//! meanwhile and share the prefix wait too. The received pieces are put where a computed prefix would be, and
+//! the lookup hits as usual.
 //!
 //! If a pull ends early because its holder died or was slow, a shorter prefix or none remains, and the rest
 //! is computed. A damaged pull leaves nothing.
@@ -25,8 +25,8 @@ use tokio::sync::mpsc::error::TryRecvError;
 const MAX_IN_FLIGHT_BYTES: u64 = 512 << 20;
 /// Maximum number of requests that wait for one transfer. Further ones compute.
 const MAX_WAITING: usize = 256;
-/// Lower limit of the time that a transfer may take. Between the limits it is the estimated time to compute the
-/// tokens.
+/// Lower limit of the time that a transfer may take. Between the limits it is the estimated time to compute
+/// the tokens.
 const MIN_TRANSFER_TIME: Duration = Duration::from_secs(1);
 /// Upper limit of the time that a transfer may take.
 const MAX_TRANSFER_TIME: Duration = Duration::from_secs(10);
@@ -44,7 +44,7 @@ struct KvTransfer {
     root: BlockId,
     tokens: Arc<[u32]>,
     /// The pieces of the resume point after all tokens.
-    wanted: HashSet<(usize, u32)>,
+    expected: HashSet<(usize, u32)>,
     /// Expected size in bytes.
     bytes: u64,
     arrived: Pieces,
@@ -62,14 +62,14 @@ struct KvTransfer {
 pub(super) enum TransferResult {
     /// Number of tokens received.
     Tokens(u32),
-    Nothing(PullFailure),
+    Failed(PullFailure),
 }
 
 impl std::fmt::Display for TransferResult {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Tokens(tokens) => write!(f, "transfer={tokens}"),
-            Self::Nothing(why) => write!(f, "transfer={}", why.name()),
+            Self::Failed(failure) => write!(f, "transfer={}", failure.name()),
         }
     }
 }
@@ -138,11 +138,11 @@ impl Engine {
         let shares = |transfer: &&mut KvTransfer| {
             let common = prefix.iter().zip(&*transfer.tokens).take_while(|(a, b)| a == b).count();
             let common = (common / HASH_UNIT_TOKENS * HASH_UNIT_TOKENS) as u32;
-            let brought =
-                || scheduler.deepest_whole(common, |group, end| transfer.wanted.contains(&(group, end)));
+            let gained =
+                || scheduler.deepest_whole(common, |group, end| transfer.expected.contains(&(group, end)));
             transfer.root == request.root
                 && transfer.waiting.len() < MAX_WAITING
-                && worthwhile(arena, brought())
+                && worthwhile(arena, gained())
         };
         if let Some(transfer) = self.kv_receiver.transfers.iter_mut().find(shares) {
             transfer.waiting.push(request.id);
@@ -154,15 +154,15 @@ impl Engine {
         if !worthwhile(arena, depth as u32) {
             return Some(request);
         }
-        let wanted: HashSet<(usize, u32)> = self.scheduler.shape(depth as u32).collect();
+        let expected: HashSet<(usize, u32)> = self.scheduler.shape(depth as u32).collect();
         let groups = 0..self.executor.decoder().groups().len();
         let piece_bytes: Vec<usize> = groups.map(|group| self.executor.block_bytes(group)).collect();
         let of = |&(group, _): &(usize, u32)| piece_bytes.get(group).map_or(0, |bytes| *bytes as u64);
         // Pieces that are already here are also copied within the arena through memory, so they count too.
-        let bytes: u64 = wanted.iter().map(of).sum();
+        let bytes: u64 = expected.iter().map(of).sum();
         let in_flight = self.kv_receiver.bytes_in_flight();
         if in_flight > 0 && in_flight + bytes > MAX_IN_FLIGHT_BYTES {
-            self.record_transfer(request.id, TransferResult::Nothing(PullFailure::Budget));
+            self.record_transfer(request.id, TransferResult::Failed(PullFailure::Budget));
             self.metrics.transfers.failed(PullFailure::Budget);
             return Some(request);
         }
@@ -175,7 +175,7 @@ impl Engine {
         self.kv_receiver.transfers.push(KvTransfer {
             root,
             tokens,
-            wanted,
+            expected,
             bytes,
             arrived: HashMap::new(),
             travelled: None,
@@ -188,8 +188,8 @@ impl Engine {
         None
     }
 
-    /// Time limit for a transfer of `tokens` tokens: the estimated time to compute them, within [`MIN_TRANSFER_TIME`] and
-    /// [`MAX_TRANSFER_TIME`].
+    /// Time limit for a transfer of `tokens` tokens: the estimated time to compute them, within
+    /// [`MIN_TRANSFER_TIME`] and [`MAX_TRANSFER_TIME`].
     fn transfer_time(&self, tokens: u32) -> Duration {
         let rate = self.rates.prefill();
         let computing = match rate > 0.0 {
@@ -203,8 +203,8 @@ impl Engine {
     pub(super) fn finish_transfers(&mut self, now: Instant) {
         let mut ended = Vec::new();
         for mut transfer in std::mem::take(&mut self.kv_receiver.transfers) {
-            let late = (now >= transfer.until).then_some(Err(PullFailure::Patience));
-            match transfer.receive().or(late) {
+            let timed_out = (now >= transfer.until).then_some(Err(PullFailure::TimedOut));
+            match transfer.receive().or(timed_out) {
                 Some(outcome) => ended.push((transfer, outcome)),
                 None => self.kv_receiver.transfers.push(transfer),
             }
@@ -216,7 +216,7 @@ impl Engine {
                 let Some(RequestState::ReceivingKv { request, source }) = self.take_state(id) else {
                     continue;
                 };
-                // The transfer may have brought part of what another source has. After a failed transfer, or one
+                // Another source may have more than the transfer brought. After a failed transfer, or one
                 // that the arena has no room for, the request computes.
                 let source =
                     source.filter(|_| outcome.is_ok() && matches!(result, TransferResult::Tokens(_)));
@@ -247,13 +247,18 @@ impl Engine {
         let failure = outcome.err().or(put.is_none().then_some(PullFailure::NoRoom));
         match failure {
             None => self.metrics.transfers.succeeded(took),
-            Some(why) => {
-                tracing::info!(reason = why.name(), bytes, ?took, "a KV transfer brought less than expected");
-                self.metrics.transfers.failed(why);
+            Some(failure) => {
+                tracing::info!(
+                    reason = failure.name(),
+                    bytes,
+                    ?took,
+                    "a KV transfer brought less than expected"
+                );
+                self.metrics.transfers.failed(failure);
             }
         }
         match (put.unwrap_or(0), failure) {
-            (0, Some(why)) => TransferResult::Nothing(why),
+            (0, Some(failure)) => TransferResult::Failed(failure),
             (tokens, _) => TransferResult::Tokens(tokens),
         }
     }
@@ -275,12 +280,12 @@ impl Engine {
             return Some(0);
         }
         // Copy pieces that are already here before allocating: allocation may evict these very blocks.
-        let lacking: Vec<(usize, u32)> =
+        let missing: Vec<(usize, u32)> =
             self.scheduler.shape(deepest).filter(|piece| !transfer.arrived.contains_key(piece)).collect();
-        let place = |piece: &(usize, u32)| Some((piece.0, *here.get(piece)?));
-        let Some(places) = lacking.iter().map(place).collect::<Option<Vec<_>>>() else { return Some(0) };
-        match self.executor.read_blocks(&places) {
-            Ok(read) => transfer.arrived.extend(lacking.into_iter().zip(read.into_iter().map(Arc::from))),
+        let block = |piece: &(usize, u32)| Some((piece.0, *here.get(piece)?));
+        let Some(blocks) = missing.iter().map(block).collect::<Option<Vec<_>>>() else { return Some(0) };
+        match self.executor.read_blocks(&blocks) {
+            Ok(read) => transfer.arrived.extend(missing.into_iter().zip(read.into_iter().map(Arc::from))),
             Err(error) => {
                 tracing::error!(%error, "cannot read blocks from the arena");
                 return Some(0);
@@ -299,7 +304,7 @@ impl Engine {
                 (Some(TransferResult::Tokens(before)), TransferResult::Tokens(more)) => {
                     TransferResult::Tokens(before + more)
                 }
-                (Some(before @ TransferResult::Tokens(1..)), TransferResult::Nothing(_)) => before,
+                (Some(before @ TransferResult::Tokens(1..)), TransferResult::Failed(_)) => before,
                 (_, last) => last,
             });
         }

@@ -63,7 +63,7 @@ impl KvReads {
 
     /// Runs one queued read, if there is one. Between two layers this is sound because a resume point
     /// consists of completed steps only: the step in flight writes none of its blocks.
-    pub(super) fn run_one(&self, blocks: &mut dyn KvBlocks, scheduler: &Scheduler, tiers: Option<&Tiers>) {
+    pub(super) fn run_next(&self, blocks: &mut dyn KvBlocks, scheduler: &Scheduler, tiers: Option<&Tiers>) {
         if let Some(read) = self.next() {
             read(&mut self.sender(blocks, scheduler, tiers));
         }
@@ -106,7 +106,7 @@ impl KvSender<'_> {
             return Err(PullRefusal::NotHeld);
         }
         let arena = self.scheduler.resume_point(root, tokens).map_or(0, |point| point.tokens);
-        let deepest = arena.max(self.kept(root, tokens));
+        let deepest = arena.max(self.tokens_in_tiers(root, tokens));
         if deepest <= have {
             return Err(PullRefusal::NotHeld);
         }
@@ -118,7 +118,7 @@ impl KvSender<'_> {
     }
 
     /// Tokens of the deepest resume point whose pieces are all in tiers.
-    fn kept(&self, root: BlockId, tokens: &[u32]) -> u32 {
+    fn tokens_in_tiers(&self, root: BlockId, tokens: &[u32]) -> u32 {
         let Some(tiers) = self.tiers else { return 0 };
         let names = tiers.names(root, tokens);
         let has = |group, end| names.piece(group, end).is_some_and(|key| tiers.holds(key));
@@ -142,30 +142,30 @@ impl KvSender<'_> {
             .collect();
         let tiers = self.tiers.map(|tiers| (tiers, tiers.names(root, tokens)));
         let mut copies = Vec::with_capacity(pieces.len());
-        let mut places = Vec::new();
-        for (at, (group, end, _)) in pieces.iter().enumerate() {
+        let mut reads = Vec::new();
+        for (index, (group, end, _)) in pieces.iter().enumerate() {
             match offsets.get(&(*group, *end)) {
                 Some(offset) => {
-                    places.push((at, (*group as usize, *offset)));
+                    reads.push((index, (*group as usize, *offset)));
                     copies.push(SentPiece::Copy(Vec::new()));
                 }
                 None => {
-                    let kept = tiers.as_ref().and_then(|(tiers, names)| {
+                    let from_tier = tiers.as_ref().and_then(|(tiers, names)| {
                         let key = names.piece(*group as usize, *end)?;
                         let copy = tiers.peek(key).map(|bytes| SentPiece::Copy(bytes.to_vec()));
                         copy.or_else(|| tiers.file(key).map(SentPiece::File))
                     });
-                    copies.push(kept.ok_or(PullRefusal::NotHeld)?);
+                    copies.push(from_tier.ok_or(PullRefusal::NotHeld)?);
                 }
             }
         }
-        let (at, places): (Vec<usize>, Vec<(usize, u32)>) = places.into_iter().unzip();
-        let read = self.blocks.read_blocks(&places).map_err(|error| {
+        let (indices, reads): (Vec<usize>, Vec<(usize, u32)>) = reads.into_iter().unzip();
+        let read = self.blocks.read_blocks(&reads).map_err(|error| {
             tracing::error!(%error, "cannot read blocks from the arena");
             PullRefusal::Internal
         })?;
-        for (at, bytes) in at.into_iter().zip(read) {
-            copies[at] = SentPiece::Copy(bytes);
+        for (index, bytes) in indices.into_iter().zip(read) {
+            copies[index] = SentPiece::Copy(bytes);
         }
         Ok(copies)
     }

@@ -75,12 +75,12 @@ impl Engine {
     pub(super) fn expire(&mut self, now: Instant) {
         self.expire_pins(now);
         self.expire_warming();
-        let late = self.requests.iter().filter_map(|(id, request)| {
+        let expired = self.requests.iter().filter_map(|(id, request)| {
             let age = now.saturating_duration_since(request.received);
             request.deadline.filter(|deadline| age >= *deadline).map(|_| (*id, age))
         });
-        let late: Vec<(SeqId, Duration)> = late.collect();
-        for (id, age) in late {
+        let expired: Vec<(SeqId, Duration)> = expired.collect();
+        for (id, age) in expired {
             self.remove(id, Removal::DeadlineExceeded(age));
         }
     }

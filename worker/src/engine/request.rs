@@ -1,5 +1,5 @@
 //! The table of requests. A request enters it when it is submitted and leaves it through [`Engine::remove`],
-//! whatever it waits for and why ever it ends.
+//! whatever it waits for and for whatever reason it ends.
 
 use super::guided::Guided;
 use super::kv_receive::TransferResult;
@@ -37,7 +37,7 @@ pub(super) struct Request {
     pub(super) traced: Option<Traced>,
 }
 
-/// Place of a request in the engine. A waiting state owns the request to the scheduler.
+/// Place of a request in the engine. A waiting state holds the [`SequenceRequest`] until it is scheduled.
 pub(super) enum RequestState {
     /// `leader` computes an equal prompt, from whose end this request continues.
     WaitingForLeader { leader: SeqId, request: SequenceRequest },
@@ -77,14 +77,14 @@ impl Engine {
         }
     }
 
-    /// Ends the waiting of a request and returns what it waited for. The caller schedules it or lets it wait
+    /// Ends the waiting of a request and returns its previous state. The caller schedules it or lets it wait
     /// again. `None` if the request was removed.
     pub(super) fn take_state(&mut self, id: SeqId) -> Option<RequestState> {
         let request = self.requests.get_mut(&id)?;
         Some(std::mem::replace(&mut request.state, RequestState::Scheduled))
     }
 
-    /// Checks that the tables of what requests wait for name the requests that wait, and no others.
+    /// Checks that the tables of waiting requests name exactly the requests that wait.
     pub(super) fn check_waiting(&self) -> Result<(), Error> {
         let mut waiting = [const { Vec::new() }; 3];
         for (id, request) in &self.requests {
@@ -101,7 +101,9 @@ impl Engine {
             states.sort_unstable();
             table.sort_unstable();
             if states != table {
-                return Err(Error::Invariant(format!("{states:?} wait, but {table:?} are waited for")));
+                return Err(Error::Invariant(format!(
+                    "requests waiting: {states:?}; listed in the tables: {table:?}"
+                )));
             }
         }
         Ok(())
@@ -117,7 +119,7 @@ impl Engine {
     pub(super) fn remove(&mut self, id: SeqId, removal: Removal) {
         let spoiled = matches!(removal, Removal::NotFinite);
         match spoiled {
-            true => self.forget_kept(id),
+            true => self.forget_stored(id),
             false => self.remember_live(id),
         }
         let Some(mut request) = self.requests.remove(&id) else { return };

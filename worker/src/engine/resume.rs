@@ -16,7 +16,7 @@ use crate::snapshot::{Origin, Snapshot};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::message::TenantTurn;
 use proto::sequence::{PinInfo, SequenceError, SequenceInfo, SequenceName};
-use remembered::Remembered;
+use remembered::EndedSequences;
 use saving::Saving;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -45,7 +45,7 @@ impl Capture {
 #[derive(Debug)]
 pub(super) struct Resume {
     origin: Arc<Origin>,
-    remembered: Remembered,
+    remembered: EndedSequences,
     saving: VecDeque<Saving>,
     /// Prompts that are computed in order to be saved or pinned.
     warming: HashMap<SeqId, Warming>,
@@ -97,7 +97,7 @@ impl Resume {
     pub(super) fn new(origin: Origin) -> Self {
         Self {
             origin: Arc::new(origin),
-            remembered: Remembered::default(),
+            remembered: EndedSequences::default(),
             saving: VecDeque::new(),
             warming: HashMap::new(),
             pins: BTreeMap::new(),
@@ -165,8 +165,8 @@ impl Engine {
             return Err(SequenceError::NotThisSnapshot(format!("position {position} is not a resume point")));
         }
         if !prefix.is_empty() {
-            let begun = self.scheduler.begin_restore(position);
-            let (id, point) = begun.ok_or(SequenceError::NoRoom { tokens: position })?;
+            let restore = self.scheduler.begin_restore(position);
+            let (id, point) = restore.ok_or(SequenceError::NoRoom { tokens: position })?;
             let written = self.write(&point, snapshot);
             let named = self.scheduler.end_restore(id, written.is_ok().then_some((key.root, prefix)));
             written?;
@@ -192,18 +192,18 @@ impl Engine {
     pub fn reset(&mut self, key: &SequenceKey, keep: u32) -> Result<SequenceInfo, SequenceError> {
         self.not_live(key)?;
         let tokens = self.resume.remembered.get(key).ok_or_else(|| unknown(&key.name))?;
-        let Some(kept) = tokens.get(..keep as usize).filter(|kept| !kept.is_empty()) else {
+        let Some(prefix) = tokens.get(..keep as usize).filter(|prefix| !prefix.is_empty()) else {
             return Err(field(
                 "keep",
                 format!("{keep} tokens, must be 1 to {}, the sequence's length", tokens.len()),
             ));
         };
-        let info = self.remember(key.clone(), kept);
+        let info = self.remember(key.clone(), prefix);
         // A fork has no blocks of its own: compare the tokens of all named sequences.
         let shared =
             self.resume.remembered.iter().filter(|(other, _)| *other != key && other.root == key.root);
         let shared = shared.map(|(_, other)| other.iter().zip(&*tokens).take_while(|(a, b)| a == b).count());
-        let keep = shared.fold(kept.len(), usize::max);
+        let keep = shared.fold(prefix.len(), usize::max);
         self.scheduler.cut(key.root, &tokens, keep as u32);
         Ok(info)
     }
@@ -300,7 +300,7 @@ impl Engine {
 
     /// Stores the tokens of a live request that is about to end, so that it can be named afterwards.
     pub(super) fn remember_live(&mut self, id: SeqId) {
-        self.keep_ended(id);
+        self.queue_for_tiers(id);
         let key = self.requests.get(&id).and_then(|live| live.key.clone());
         if let (Some(key), Some(tokens)) = (key, self.scheduler.tokens(id)) {
             self.resume.remembered.insert(key, tokens);
@@ -384,8 +384,8 @@ impl Engine {
 
     /// Fills the blocks of a resume point from a snapshot.
     fn write(&mut self, point: &ResumePoint, snapshot: &Snapshot) -> Result<(), SequenceError> {
-        let wanted = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
-        if !wanted.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {
+        let expected = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
+        if !expected.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {
             let reason = "the pieces do not form a resume point of this model".to_owned();
             return Err(SequenceError::NotThisSnapshot(reason));
         }
@@ -405,10 +405,11 @@ impl Engine {
         tokens: Arc<[u32]>,
         until: Option<Instant>,
     ) -> Result<PinInfo, SequenceError> {
-        let known = self.resume.pins.iter().find(|(_, known)| known.root == root && known.tokens == tokens);
-        let known = known.map(|(number, known)| (*number, known.pin, known.covered));
-        let (number, pin, covered) = match known {
-            Some(known) => known,
+        let existing =
+            self.resume.pins.iter().find(|(_, existing)| existing.root == root && existing.tokens == tokens);
+        let existing = existing.map(|(number, existing)| (*number, existing.pin, existing.covered));
+        let (number, pin, covered) = match existing {
+            Some(existing) => existing,
             None => {
                 let (pin, covered) = self.scheduler.pin(root, &tokens).map_err(|refused| match refused {
                     PinRefused::NotCached => SequenceError::NoRoom { tokens: tokens.len() as u32 },

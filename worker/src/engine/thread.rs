@@ -243,7 +243,7 @@ fn serve(
         }
         shared.progress.set_load(engine.load());
         let sequence = shared.events.lock().last_sequence();
-        newest.send_if_modified(|known| std::mem::replace(known, sequence) != sequence);
+        newest.send_if_modified(|current| std::mem::replace(current, sequence) != sequence);
     }
 }
 

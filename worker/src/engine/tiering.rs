@@ -22,10 +22,10 @@ use std::time::Instant;
 /// Maximum number of sequences that wait to be copied. The oldest is dropped when there are more.
 const MAX_ENDED: usize = 256;
 /// Minimum number of tokens that restoring a resume point must save.
-const LEAST_GAIN: u32 = 32;
+const MIN_GAIN: u32 = 32;
 /// A resume point is restored whole, so it must save at least one in this number of its tokens: copying a
 /// token is faster than computing it, but not by an unlimited factor.
-const GAIN_PART: u32 = 16;
+const GAIN_DIVISOR: u32 = 16;
 
 /// The engine's side of the tiers.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ struct MissingPiece {
     piece: (u32, usize),
     key: PieceKey,
     bytes: u64,
-    place: (usize, u32),
+    address: (usize, u32),
 }
 
 /// A request that waits for files.
@@ -84,8 +84,8 @@ impl Tiering {
 }
 
 impl Engine {
-    /// Copies part of what has ended. Returns whether more can be copied at once. Called by every step and
-    /// between requests.
+    /// Copies resume points of ended sequences to the tiers. Returns whether more can be copied at once.
+    /// Called by every step and between requests.
     pub fn copy_out(&mut self) -> bool {
         let mut left = self.copy_bytes;
         while left > 0 {
@@ -93,7 +93,7 @@ impl Engine {
                 return false;
             };
             let Some(mut ended) = tiering.ended.pop_front() else { return false };
-            let (copied, done) = self.keep(&mut ended, left);
+            let (copied, done) = self.copy_to_tiers(&mut ended, left);
             left = left.saturating_sub(copied);
             if let Some(tiering) = self.tiering.as_mut().filter(|_| !done) {
                 tiering.ended.push_front(ended);
@@ -103,7 +103,7 @@ impl Engine {
     }
 
     /// Queues the path of a live sequence that is about to end to be copied to the tiers.
-    pub(super) fn keep_ended(&mut self, id: SeqId) {
+    pub(super) fn queue_for_tiers(&mut self, id: SeqId) {
         let Some(tiering) = &mut self.tiering else { return };
         let (Some(request), Some(tokens)) = (self.requests.get(&id), self.scheduler.tokens(id)) else {
             return;
@@ -121,28 +121,28 @@ impl Engine {
     }
 
     /// Removes the tiers' pieces of a live sequence's tokens.
-    pub(super) fn forget_kept(&mut self, id: SeqId) {
+    pub(super) fn forget_stored(&mut self, id: SeqId) {
         let Some(tiering) = &mut self.tiering else { return };
         let (Some(request), Some(tokens)) = (self.requests.get(&id), self.scheduler.tokens(id)) else {
             return;
         };
         let names = tiering.tiers.names(request.root, tokens);
-        for (group, end) in self.scheduler.places(tokens.len() as u32) {
+        for (group, end) in self.scheduler.possible_pieces(tokens.len() as u32) {
             if let Some(key) = names.piece(group, end) {
                 tiering.tiers.forget(key);
             }
         }
     }
 
-    /// Copies the resume points of a path that are in the arena and in no tier, about `most` bytes at most.
+    /// Copies the resume points of a path that are in the arena and in no tier, about `max_bytes` at most.
     /// Returns the number of bytes, and whether all are copied.
     ///
     /// Copies each piece once, from the end of the path on: when room runs out, or pieces age, the end is
     /// lost first and a shorter prefix remains.
-    fn keep(&mut self, ended: &mut Ended, most: u64) -> (u64, bool) {
+    fn copy_to_tiers(&mut self, ended: &mut Ended, max_bytes: u64) -> (u64, bool) {
         let Ended { root, tokens, .. } = &*ended;
         let pieces: BTreeMap<(u32, usize), u32> = self
-            .points_to_keep(ended)
+            .points_to_store(ended)
             .iter()
             .flat_map(|point| &point.blocks)
             .map(|block| ((block.tokens.end, block.group), block.offset))
@@ -154,33 +154,33 @@ impl Engine {
         let to_do: Vec<MissingPiece> = to_do
             .filter_map(|(piece, offset)| {
                 let (key, bytes) = (names.piece(piece.1, piece.0)?, blocks.block_bytes(piece.1) as u64);
-                Some(MissingPiece { piece, key, bytes, place: (piece.1, offset) })
+                Some(MissingPiece { piece, key, bytes, address: (piece.1, offset) })
             })
             .collect();
         // Read several pieces ahead at once: they may be at other workers.
         let mut read = HashMap::new();
         let mut copied = 0;
-        for (at, wanted) in to_do.iter().enumerate() {
-            if copied >= most {
+        for (at, missing) in to_do.iter().enumerate() {
+            if copied >= max_bytes {
                 return (copied, false);
             }
-            ended.done = Some(wanted.piece);
-            if !tiering.tiers.lacks(wanted.key, wanted.bytes) {
+            ended.done = Some(missing.piece);
+            if !tiering.tiers.lacks(missing.key, missing.bytes) {
                 continue;
             }
-            if !read.contains_key(&wanted.key) {
-                let mut left = most - copied;
+            if !read.contains_key(&missing.key) {
+                let mut left = max_bytes - copied;
                 let next = to_do[at..]
                     .iter()
-                    .filter(|next| next.key == wanted.key || !tiering.tiers.holds(next.key));
+                    .filter(|next| next.key == missing.key || !tiering.tiers.holds(next.key));
                 let next = next.take_while(|next| {
                     let begins = left > 0;
                     left = left.saturating_sub(next.bytes);
                     begins
                 });
-                let (keys, places): (Vec<PieceKey>, Vec<(usize, u32)>) =
-                    next.map(|next| (next.key, next.place)).unzip();
-                match blocks.read_blocks(&places) {
+                let (keys, addresses): (Vec<PieceKey>, Vec<(usize, u32)>) =
+                    next.map(|next| (next.key, next.address)).unzip();
+                match blocks.read_blocks(&addresses) {
                     Ok(pieces) => read.extend(keys.into_iter().zip(pieces)),
                     Err(error) => {
                         tracing::error!(%error, "cannot read blocks from the arena");
@@ -188,15 +188,15 @@ impl Engine {
                     }
                 }
             }
-            if let Some(bytes) = read.remove(&wanted.key) {
+            if let Some(bytes) = read.remove(&missing.key) {
                 copied += bytes.len() as u64;
-                tiering.tiers.put(wanted.key, bytes);
+                tiering.tiers.put(missing.key, bytes);
             }
         }
         (copied, true)
     }
 
-    fn points_to_keep(&mut self, ended: &Ended) -> Vec<ResumePoint> {
+    fn points_to_store(&mut self, ended: &Ended) -> Vec<ResumePoint> {
         let Ended { root, tokens, prompt, .. } = ended;
         let recurrent = self.executor.decoder().spec().is_recurrent();
         let mut points = Vec::new();
@@ -215,8 +215,8 @@ impl Engine {
         points
     }
 
-    /// Copies back what the tiers have of a prompt beyond the arena, then returns the request. `None` if the
-    /// request waits for files.
+    /// Copies back the part of a prompt's prefix that the tiers have and the arena lacks, then returns the
+    /// request. `None` if the request waits for files.
     pub(super) fn restore_or_load(
         &mut self,
         now: Instant,
@@ -233,7 +233,7 @@ impl Engine {
         let keys = self.scheduler.shape(deepest).filter_map(|(group, end)| names.piece(group, end));
         let keys: Vec<PieceKey> = keys.collect();
         if keys.iter().any(|key| !tiering.tiers.is_here(*key)) && tiering.tiers.load(&keys) {
-            let until = now + tiering.tiers.patience();
+            let until = now + tiering.tiers.load_timeout();
             let id = request.id;
             tiering.loading.push(id);
             self.set_state(id, RequestState::LoadingTier(TierLoad { request, keys, until }));
@@ -263,7 +263,7 @@ impl Engine {
         }
     }
 
-    /// Releases what is being read or held for a request.
+    /// Releases the pieces that are being read or held for a request.
     pub(super) fn drop_tier_load(&mut self, id: SeqId, load: &TierLoad) {
         if let Some(tiering) = &mut self.tiering {
             tiering.loading.retain(|loading| *loading != id);
@@ -271,7 +271,8 @@ impl Engine {
         }
     }
 
-    /// Copies into the arena what host memory has of a prompt beyond the arena, if that is worth it.
+    /// Copies into the arena the part of a prompt's prefix that host memory has and the arena lacks, if that
+    /// is worth it.
     fn restore_from_tiers(&mut self, root: BlockId, prompt: &[u32]) {
         let prefix = &prompt[..savable(prompt.len())];
         let Some(names) = self.tiering.as_ref().map(|tiering| tiering.tiers.names(root, prefix)) else {
@@ -336,5 +337,5 @@ pub(super) fn put_back(
 /// Whether restoring a resume point of `deepest` tokens is worth it if the arena serves `arena` tokens.
 pub(super) fn worthwhile(arena: u32, deepest: u32) -> bool {
     let gain = deepest.saturating_sub(arena);
-    gain >= LEAST_GAIN && gain >= deepest / GAIN_PART
+    gain >= MIN_GAIN && gain >= deepest / GAIN_DIVISOR
 }

@@ -21,7 +21,7 @@ pub(super) struct Traced {
     whole: Span,
     scheduled: bool,
     steps: u32,
-    /// As long as one clone lives there is something to record.
+    /// A clone of [`Engine`]'s counter: spans are recorded as long as a clone exists.
     _recorded: Arc<()>,
 }
 
@@ -103,14 +103,14 @@ impl Engine {
 }
 
 /// Writes the times that the stages spent on a step into the spans of its requests.
-pub(super) fn note(spans: Vec<Span>, spent: &StepSpent) {
+pub(super) fn record_times(spans: Vec<Span>, spent: &StepSpent) {
     let micros = |us: u32| Duration::from_micros(us.into());
-    let later: Duration = spent.ranks.iter().skip(1).map(|stage| micros(stage.computed_us)).sum();
+    let downstream: Duration = spent.ranks.iter().skip(1).map(|stage| micros(stage.computed_us)).sum();
     for mut span in spans {
         // The first stage computes before the step is sent on.
         let first = spent.ranks.first().map_or(Duration::ZERO, |first| micros(first.computed_us));
         span.set("kvasir.first_stage_seconds", first);
-        span.set("kvasir.stages_seconds", later);
-        span.set("kvasir.hop_seconds", spent.in_flight.saturating_sub(later));
+        span.set("kvasir.stages_seconds", downstream);
+        span.set("kvasir.hop_seconds", spent.in_flight.saturating_sub(downstream));
     }
 }

@@ -101,12 +101,12 @@ fn run(
     plan: &StepPlan,
     between_layers: &mut dyn FnMut(Blocks<'_>),
 ) -> Result<(), Error> {
-    let part = |sequence: &PlannedSequence| StepSequence {
+    let step_sequence = |sequence: &PlannedSequence| StepSequence {
         rows: sequence.rows.start as usize..sequence.rows.end as usize,
         context: sequence.context_before as usize,
         segment_start: None,
     };
-    let sequences: Vec<StepSequence> = plan.sequences.iter().map(part).collect();
+    let sequences: Vec<StepSequence> = plan.sequences.iter().map(step_sequence).collect();
     let strides = decoder.block_strides();
     let table = |sequence: &PlannedSequence, group: usize| {
         table_of(scheduler.tables(sequence.slot).get(group), strides[group])
@@ -119,7 +119,7 @@ fn run(
     let copies: Vec<KvCopy> =
         plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
     let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
-    decoder.forward_beside(&copies, &input, between_layers)
+    decoder.forward_with(&copies, &input, between_layers)
 }
 
 /// A sequence's block table in the form of the decoder's input.

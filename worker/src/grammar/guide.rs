@@ -3,7 +3,7 @@
 //! The engine's thread passes drawn tokens to a guide and reads the mask of the next token. Other threads
 //! compute the masks.
 
-use super::pool::{Paid, Pool, Share};
+use super::pool::{Pool, RunningJob, Share};
 use crate::sampling::TokenMask;
 use crate::telemetry::GrammarMetrics;
 use llguidance::{CancellationHandle, Matcher};
@@ -87,19 +87,19 @@ impl Guide {
         let share = Share::default();
         let mut guide = Self { field, tokenizer, pool, share, metrics, wake, trigger, shared, cancellation };
         let waits = guide.trigger.is_some();
-        let mut said = Vec::new();
+        let mut tokens = Vec::new();
         let mut free = Ok(());
         for &token in emitted {
             match guide.note(token) {
                 Noted::Nothing => {}
                 Noted::Began(rest) => free = Err(rest),
-                Noted::Token => said.push(token),
+                Noted::Token => tokens.push(token),
             }
         }
         match free {
             // The rest of the token that completed the trigger comes before the tokens that follow it.
-            Err(rest) => guide.work(Take::Both(rest, said)),
-            Ok(()) if !waits => guide.work(Take::Tokens(said)),
+            Err(rest) => guide.work(Take::Both(rest, tokens)),
+            Ok(()) if !waits => guide.work(Take::Tokens(tokens)),
             Ok(()) => {}
         }
         guide
@@ -147,8 +147,8 @@ impl Guide {
                 Noted::Began(rest)
             }
             None => {
-                let kept = trigger.text.len().saturating_sub(1).min(trigger.tail.len());
-                trigger.tail.drain(..trigger.tail.len() - kept);
+                let overlap = trigger.text.len().saturating_sub(1).min(trigger.tail.len());
+                trigger.tail.drain(..trigger.tail.len() - overlap);
                 Noted::Nothing
             }
         }
@@ -169,17 +169,17 @@ impl Guide {
         };
         let (shared, wake, metrics) =
             (Arc::clone(&self.shared), Arc::clone(&self.wake), self.metrics.clone());
-        let job = move |paid: Paid| {
+        let job = move |running: RunningJob| {
             let since = Instant::now();
             let mut matcher = matcher;
             let look = next(&mut matcher, &take);
             metrics.mask_seconds.0.observe(since.elapsed().as_secs_f64());
-            let goes_on = matches!(look, Look::Mask(_));
+            let continues = matches!(look, Look::Mask(_));
             // Charge the share before the request can submit its next job.
-            drop(paid);
+            drop(running);
             {
                 let mut shared = shared.lock();
-                shared.matcher = goes_on.then_some(matcher);
+                shared.matcher = continues.then_some(matcher);
                 shared.look = look;
             }
             wake();
@@ -198,7 +198,7 @@ enum Noted {
     Token,
 }
 
-/// What the matcher must consume.
+/// Input that the matcher must consume.
 enum Take {
     Tokens(Vec<u32>),
     /// Bytes that are the end of a token, and then tokens.
@@ -252,7 +252,7 @@ pub(super) fn plain(error: &impl Display) -> String {
 }
 
 fn first_line(text: &str) -> String {
-    const MOST: usize = 300;
+    const MAX_CHARS: usize = 300;
     let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or("it cannot be used");
-    line.chars().take(MOST).collect()
+    line.chars().take(MAX_CHARS).collect()
 }

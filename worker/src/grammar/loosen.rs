@@ -60,11 +60,11 @@ pub(super) fn build(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) 
     };
     let mut loosener = Loosener { factory, tries: 0, first: None };
     let mut changed = false;
-    let mut made = String::with_capacity(text.len());
+    let mut rebuilt = String::with_capacity(text.len());
     for part in parts(syntax, text) {
         let (before, mut schema) = match part {
             GrammarPart::Text(text) => {
-                made += text;
+                rebuilt += text;
                 continue;
             }
             GrammarPart::Schema(before, schema) => (before, schema),
@@ -76,12 +76,12 @@ pub(super) fn build(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) 
             }
             changed = true;
         }
-        made += before;
-        made += &schema.to_string();
-        made.push('\n');
+        rebuilt += before;
+        rebuilt += &schema.to_string();
+        rebuilt.push('\n');
     }
     match changed {
-        true => compile(factory, syntax, &made).map_err(|reason| Refused { field: None, reason }),
+        true => compile(factory, syntax, &rebuilt).map_err(|reason| Refused { field: None, reason }),
         false => Err(whole),
     }
 }
@@ -224,9 +224,10 @@ impl Loosener<'_> {
             }
         }
         self.note(path, None, reason);
-        let kept = |key: &&str| *key == "type" || *key == OPTIONS || *key == FIELD;
-        let kept = node.as_object().into_iter().flatten().filter(|(key, _)| kept(&key.as_str()));
-        let of_type: Value = Value::Object(kept.map(|(key, value)| (key.clone(), value.clone())).collect());
+        let retained = |key: &&str| *key == "type" || *key == OPTIONS || *key == FIELD;
+        let retained = node.as_object().into_iter().flatten().filter(|(key, _)| retained(&key.as_str()));
+        let of_type: Value =
+            Value::Object(retained.map(|(key, value)| (key.clone(), value.clone())).collect());
         *node = of_type;
         if self.compiles(node, context).is_err() {
             node.as_object_mut().and_then(|node| node.shift_remove("type"));
@@ -293,12 +294,12 @@ fn children(node: &mut Value) -> Vec<(Vec<String>, &mut Value)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::vocabulary::{Names, stand_in};
+    use super::super::vocabulary::{Names, byte_factory};
     use super::*;
     use serde_json::json;
 
     fn factory() -> ParserFactory {
-        stand_in(&Names { tokens: 300, named: vec![(299, "</s>".into())], ends: vec![299] }).unwrap()
+        byte_factory(&Names { tokens: 300, named: vec![(299, "</s>".into())], ends: vec![299] }).unwrap()
     }
 
     fn built(schema: &Value, lenient: bool) -> Result<Matcher, Refused> {

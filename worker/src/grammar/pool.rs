@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// A job must drop its [`Paid`] when its work is done, before it reports its result.
-pub(super) type Job = Box<dyn FnOnce(Paid) + Send>;
+/// A job must drop its [`RunningJob`] when its work is done, before it reports its result.
+pub(super) type Job = Box<dyn FnOnce(RunningJob) + Send>;
 
 /// A job of `t` ns that is shorter than this counts as `t * t / SHORT` ns.
 const SHORT: u64 = 1_000_000;
@@ -77,20 +77,20 @@ fn serve(inside: &Inside) {
                 }
             }
         };
-        let paid = Paid { start, share, since: Instant::now() };
+        let running = RunningJob { start, share, since: Instant::now() };
         // A panic affects only its job; the waiting request has a deadline.
-        drop(catch_unwind(AssertUnwindSafe(|| job(paid))));
+        drop(catch_unwind(AssertUnwindSafe(|| job(running))));
     }
 }
 
 /// A running job. Dropping it charges its time to the request.
-pub(super) struct Paid {
+pub(super) struct RunningJob {
     start: u64,
     share: Share,
     since: Instant,
 }
 
-impl Drop for Paid {
+impl Drop for RunningJob {
     fn drop(&mut self) {
         let took = u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.share.spend(self.start, took);
@@ -110,12 +110,12 @@ struct Queue<T> {
     waiting: BTreeMap<(u64, u64), (Share, T)>,
     /// Start clock of the job that was started last.
     now: u64,
-    came: u64,
+    pushed: u64,
 }
 
 impl<T> Default for Queue<T> {
     fn default() -> Self {
-        Self { waiting: BTreeMap::new(), now: 0, came: 0 }
+        Self { waiting: BTreeMap::new(), now: 0, pushed: 0 }
     }
 }
 
@@ -123,8 +123,8 @@ impl<T> Queue<T> {
     fn push(&mut self, share: &Share, job: T) {
         // An idle request gains no credit.
         let start = share.0.load(Ordering::Acquire).max(self.now);
-        self.came += 1;
-        self.waiting.insert((start, self.came), (share.clone(), job));
+        self.pushed += 1;
+        self.waiting.insert((start, self.pushed), (share.clone(), job));
     }
 
     /// The next job, with its start clock.
@@ -141,52 +141,52 @@ mod tests {
     use std::sync::mpsc::channel;
 
     #[test]
-    fn who_needs_little_waits_for_one_job_of_those_who_need_much_and_none_is_left_out() {
-        const DEAR: u64 = 17_000_000;
+    fn a_cheap_job_waits_for_at_most_one_expensive_job_and_none_starves() {
+        const EXPENSIVE: u64 = 17_000_000;
         const CHEAP: u64 = 50_000;
         let shares: Vec<Share> = (0..33).map(|_| Share::default()).collect();
         let mut queue = Queue::default();
-        for (who, share) in shares.iter().enumerate() {
-            queue.push(share, who);
+        for (request, share) in shares.iter().enumerate() {
+            queue.push(share, request);
         }
         let mut turns = vec![0; shares.len()];
-        let (mut behind, mut waited, mut comes) = (0u32, Vec::new(), false);
+        let (mut jobs_between, mut waited, mut comes) = (0u32, Vec::new(), false);
         for step in 0..20_000u64 {
-            let (start, share, who) = queue.pop().unwrap();
-            turns[who] += 1;
-            let took = if who == 0 { CHEAP } else { DEAR + step * 1_037_389 % 3_400_000 };
+            let (start, share, request) = queue.pop().unwrap();
+            turns[request] += 1;
+            let took = if request == 0 { CHEAP } else { EXPENSIVE + step * 1_037_389 % 3_400_000 };
             share.spend(start, took);
             if std::mem::take(&mut comes) {
                 queue.push(&shares[0], 0);
             }
-            if who == 0 {
+            if request == 0 {
                 // Its next job arrives while another job runs.
-                waited.push(std::mem::take(&mut behind));
+                waited.push(std::mem::take(&mut jobs_between));
                 comes = true;
             } else {
-                behind += 1;
-                queue.push(&share, who);
+                jobs_between += 1;
+                queue.push(&share, request);
             }
         }
         // At first all clocks are equal. Later the job runs next, or nearly so, whenever it arrives.
         assert!(waited[2..].iter().all(|waited| *waited <= 3), "{:?}", waited[2..].iter().max());
-        let dear = &turns[1..];
-        let (least, most) = (dear.iter().min().unwrap(), dear.iter().max().unwrap());
-        assert!(turns[0] > 9_000 && *least > 280 && most - least <= 8, "{turns:?}");
+        let expensive = &turns[1..];
+        let (min, max) = (expensive.iter().min().unwrap(), expensive.iter().max().unwrap());
+        assert!(turns[0] > 9_000 && *min > 280 && max - min <= 8, "{turns:?}");
     }
 
     #[test]
     fn jobs_run_after_a_panic_and_threads_end_with_the_pool() {
         let pool = Pool::start(1).unwrap();
         let inside = Arc::downgrade(&pool.0);
-        let (told, heard) = channel();
+        let (sender, receiver) = channel();
         let share = Share::default();
         pool.run(&share, Box::new(|_| panic!("a job of a test breaks")));
         for n in 0..3 {
-            let told = told.clone();
-            pool.run(&Share::default(), Box::new(move |_| told.send(n).unwrap()));
+            let sender = sender.clone();
+            pool.run(&Share::default(), Box::new(move |_| sender.send(n).unwrap()));
         }
-        assert_eq!([0, 1, 2].map(|_| heard.recv().unwrap()), [0, 1, 2]);
+        assert_eq!([0, 1, 2].map(|_| receiver.recv().unwrap()), [0, 1, 2]);
         assert!(share.0.load(Ordering::Acquire) > 0, "it has paid for what it broke");
         drop(pool);
         let ended = Instant::now();

@@ -62,7 +62,7 @@ struct Task {
 }
 
 /// Tries a grammar of a model with these token names. Blocks the calling thread for at most [`CPU_WAIT`].
-pub(super) fn attempted(syntax: GrammarSyntax, text: &str, names: &Names) -> Tried {
+pub(super) fn try_grammar(syntax: GrammarSyntax, text: &str, names: &Names) -> Tried {
     let Some(program) = PROGRAM.get() else { return Tried::Untried };
     let task = Task { syntax, text: text.to_owned(), names: names.clone() };
     match serde_json::to_vec(&task).map_err(io::Error::from).and_then(|task| run(program, task, CPU_WAIT)) {
@@ -71,21 +71,21 @@ pub(super) fn attempted(syntax: GrammarSyntax, text: &str, names: &Names) -> Tri
     }
 }
 
-fn run(program: &Program, task: Vec<u8>, patience: Duration) -> io::Result<Tried> {
+fn run(program: &Program, task: Vec<u8>, timeout: Duration) -> io::Result<Tried> {
     let mut command = Command::new(&program.path);
     command.args(&program.arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = Ended(command.spawn()?);
     let (input, output) = (child.0.stdin.take(), child.0.stdout.take());
-    let (told, ended) = channel();
+    let (ended_tx, ended_rx) = channel();
     spawn("kvasir-trial", move || {
-        // A child may end before it has read everything; its exit status tells how.
+        // A child may end before it has read everything. The write then fails, and the exit status counts.
         drop(input.map(|mut input| input.write_all(&task)));
         let closed = output.map(|mut output| io::copy(&mut output, &mut io::sink()));
         // The receiver is gone if the wait timed out.
-        let _ = told.send(closed.is_some());
+        let _ = ended_tx.send(closed.is_some());
     })
     .map_err(|error| io::Error::other(error.to_string()))?;
-    if ended.recv_timeout(patience).is_err() {
+    if ended_rx.recv_timeout(timeout).is_err() {
         return Ok(Tried::Unfinished);
     }
     let status = child.0.wait()?;
@@ -115,7 +115,7 @@ pub fn attempt(input: impl Read) -> io::Result<()> {
     let mut task = Vec::new();
     input.take(MAX_TASK).read_to_end(&mut task)?;
     let Task { syntax, text, names } = serde_json::from_slice(&task)?;
-    let factory = vocabulary::stand_in(&names).map_err(io::Error::other)?;
+    let factory = vocabulary::byte_factory(&names).map_err(io::Error::other)?;
     // Only termination matters; the result is ignored.
     drop(build(&factory, syntax, &text));
     Ok(())
@@ -132,9 +132,9 @@ mod tests {
 
     #[test]
     fn a_process_that_goes_on_is_ended_and_how_it_ends_is_told() {
-        const PATIENCE: Duration = Duration::from_secs(60);
+        const TIMEOUT: Duration = Duration::from_secs(60);
         let task = || vec![b'x'; 1 << 20];
-        let tried = |script: &str| run(&shell(script), task(), PATIENCE).unwrap();
+        let tried = |script: &str| run(&shell(script), task(), TIMEOUT).unwrap();
         assert_eq!(tried("cat > /dev/null"), Tried::Ended);
         assert_eq!(tried("exit 0"), Tried::Ended, "it need not read");
         assert_eq!(tried("exit 3"), Tried::Failed("it ends with 3".into()));
@@ -143,9 +143,9 @@ mod tests {
         let since = Instant::now();
         let stopped = run(&shell("kill -STOP $$"), task(), Duration::from_millis(200)).unwrap();
         assert_eq!(stopped, Tried::Unfinished);
-        assert!(since.elapsed() < PATIENCE / 6, "{:?}", since.elapsed());
+        assert!(since.elapsed() < TIMEOUT / 6, "{:?}", since.elapsed());
         let none = Program { path: "/nonexistent/program".into(), arguments: Vec::new() };
-        assert!(run(&none, Vec::new(), PATIENCE).is_err());
+        assert!(run(&none, Vec::new(), TIMEOUT).is_err());
     }
 
     #[test]
@@ -156,7 +156,7 @@ mod tests {
             let task = Task { syntax: GrammarSyntax::Lark, text: text.to_owned(), names: names.clone() };
             serde_json::to_vec(&task).unwrap()
         };
-        let factory = vocabulary::stand_in(&names).unwrap();
+        let factory = vocabulary::byte_factory(&names).unwrap();
         for (text, good) in [
             ("start: <tool> \"x\"", true),
             ("start: <[258]> \"x\"", true),

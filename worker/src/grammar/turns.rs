@@ -1,6 +1,6 @@
 //! Schedules grammar compilation by tenant: the tenant that has used the least compile time goes next.
 //!
-//! At most [`OF_ONE`] grammars of a tenant and [`OF_ALL`] in total are compiled at once, so that slow
+//! At most [`MAX_PER_TENANT`] grammars of a tenant and [`MAX_TOTAL`] in total are compiled at once. So slow
 //! grammars of one tenant leave room for other tenants.
 
 use parking_lot::Mutex;
@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 /// Maximum compilations of one tenant at a time.
-const OF_ONE: usize = 2;
+const MAX_PER_TENANT: usize = 2;
 /// Maximum compilations at a time. One that exceeds its limit counts until it has ended.
-const OF_ALL: usize = 4;
+const MAX_TOTAL: usize = 4;
 /// Maximum waiting requests of a tenant; more are refused at once.
 const MAX_WAITING: usize = 256;
 
@@ -42,12 +42,12 @@ impl Turns {
     /// Waits for a permit. `None` if too many requests of the tenant wait already. Dropping the future
     /// cancels the wait.
     pub(super) async fn take(&self, turn: TenantTurn) -> Option<CompilePermit> {
-        let (sender, place) = oneshot::channel();
+        let (sender, permit) = oneshot::channel();
         if !self.0.lock().push(turn, sender, oneshot::Sender::is_closed) {
             return None;
         }
         self.hand_out();
-        place.await.ok()
+        permit.await.ok()
     }
 
     fn hand_out(&self) {
@@ -68,7 +68,7 @@ struct Queue<W> {
     /// Clock of the tenant that was served last.
     now: u64,
     /// Number of requests so far.
-    came: u64,
+    pushed: u64,
 }
 
 #[derive(Debug)]
@@ -82,14 +82,14 @@ struct Lane<W> {
 
 impl<W> Default for Queue<W> {
     fn default() -> Self {
-        Self { lanes: HashMap::new(), under_way: 0, now: 0, came: 0 }
+        Self { lanes: HashMap::new(), under_way: 0, now: 0, pushed: 0 }
     }
 }
 
 impl<W> Queue<W> {
-    /// Adds a request. Returns `false` if too many requests of the tenant wait. Requests that are `gone` are
-    /// dropped first.
-    fn push(&mut self, turn: TenantTurn, who: W, gone: impl Fn(&W) -> bool) -> bool {
+    /// Adds a request. Returns `false` if too many requests of the tenant wait. Drops cancelled requests
+    /// first.
+    fn push(&mut self, turn: TenantTurn, waiter: W, is_cancelled: impl Fn(&W) -> bool) -> bool {
         let now = self.now;
         self.lanes.retain(|_, lane| lane.under_way > 0 || !lane.waiting.is_empty() || lane.clock > now);
         let new = || Lane { weight: 1, clock: now, under_way: 0, waiting: VecDeque::new() };
@@ -100,34 +100,34 @@ impl<W> Queue<W> {
             lane.clock = lane.clock.max(now);
         }
         if lane.waiting.len() >= MAX_WAITING {
-            lane.waiting.retain(|(_, who)| !gone(who));
+            lane.waiting.retain(|(_, waiter)| !is_cancelled(waiter));
         }
         let room = lane.waiting.len() < MAX_WAITING;
         if room {
-            self.came += 1;
-            lane.waiting.push_back((self.came, who));
+            self.pushed += 1;
+            lane.waiting.push_back((self.pushed, waiter));
         }
         room
     }
 
     /// The next request, if fewer than the maximum are being compiled.
-    fn pop(&mut self, gone: impl Fn(&W) -> bool) -> Option<(u64, W)> {
-        if self.under_way >= OF_ALL {
+    fn pop(&mut self, is_cancelled: impl Fn(&W) -> bool) -> Option<(u64, W)> {
+        if self.under_way >= MAX_TOTAL {
             return None;
         }
         for lane in self.lanes.values_mut() {
-            while lane.waiting.pop_front_if(|(_, who)| gone(who)).is_some() {}
+            while lane.waiting.pop_front_if(|(_, waiter)| is_cancelled(waiter)).is_some() {}
         }
-        let open = self.lanes.iter_mut().filter(|(_, lane)| lane.under_way < OF_ONE);
+        let open = self.lanes.iter_mut().filter(|(_, lane)| lane.under_way < MAX_PER_TENANT);
         let heads =
             open.filter_map(|(&tenant, lane)| Some(((lane.clock, lane.waiting.front()?.0), tenant, lane)));
         let (_, tenant, lane) = heads.min_by_key(|(order, ..)| *order)?;
-        let (_, who) = lane.waiting.pop_front()?;
+        let (_, waiter) = lane.waiting.pop_front()?;
         self.now = self.now.max(lane.clock);
         lane.clock += nanos(ASSUMED) / lane.weight;
         lane.under_way += 1;
         self.under_way += 1;
-        Some((tenant, who))
+        Some((tenant, waiter))
     }
 
     /// Records that a compilation of the tenant ended after `took`.
@@ -153,7 +153,7 @@ mod tests {
         TenantTurn { tenant, weight }
     }
 
-    fn present(_: &u32) -> bool {
+    fn never_cancelled(_: &u32) -> bool {
         false
     }
 
@@ -161,14 +161,14 @@ mod tests {
     fn a_tenants_grammars_wait_for_its_own_and_not_for_anothers() {
         let mut queue = Queue::default();
         for n in 0..16 {
-            assert!(queue.push(turn(1, 1), n, present));
+            assert!(queue.push(turn(1, 1), n, never_cancelled));
         }
-        let of_one = std::iter::from_fn(|| queue.pop(present)).collect::<Vec<_>>();
-        assert_eq!(of_one, [(1, 0), (1, 1)], "a tenant has two places, although there are more");
+        let granted = std::iter::from_fn(|| queue.pop(never_cancelled)).collect::<Vec<_>>();
+        assert_eq!(granted, [(1, 0), (1, 1)], "a tenant has two places, although there are more");
         // Another tenant's grammar gets a permit at once, and so does its next one.
         for n in 100..105 {
-            assert!(queue.push(turn(2, 1), n, present));
-            assert_eq!(queue.pop(present), Some((2, n)));
+            assert!(queue.push(turn(2, 1), n, never_cancelled));
+            assert_eq!(queue.pop(never_cancelled), Some((2, n)));
             queue.ended(2, Duration::from_millis(100));
         }
     }
@@ -179,45 +179,45 @@ mod tests {
         let mut queue = Queue::default();
         let tenants = [(1, 1, 500), (2, 1, 50), (3, 2, 200)];
         for (tenant, weight, _) in tenants {
-            (0..200).for_each(|n| assert!(queue.push(turn(tenant, weight), n, present)));
+            (0..200).for_each(|n| assert!(queue.push(turn(tenant, weight), n, never_cancelled)));
         }
-        let mut had: HashMap<u64, u64> = HashMap::new();
+        let mut used: HashMap<u64, u64> = HashMap::new();
         // By end time.
         let (mut under_way, mut now) = (Vec::new(), 0);
         for _ in 0..150 {
-            while let Some((tenant, _)) = queue.pop(present) {
+            while let Some((tenant, _)) = queue.pop(never_cancelled) {
                 let (.., took) = tenants.into_iter().find(|(name, ..)| *name == tenant).unwrap();
                 under_way.push((now + took, tenant, took));
             }
-            assert!(under_way.len() <= OF_ALL);
+            assert!(under_way.len() <= MAX_TOTAL);
             under_way.sort();
             let (over, tenant, took) = under_way.remove(0);
             now = over;
-            *had.entry(tenant).or_default() += took;
+            *used.entry(tenant).or_default() += took;
             queue.ended(tenant, Duration::from_millis(took));
         }
-        let (a, b, c) = (had[&1] as f64, had[&2] as f64, had[&3] as f64);
-        assert!((0.6..1.6).contains(&(a / b)) && (1.4..2.8).contains(&(c / a)), "{had:?}");
+        let (a, b, c) = (used[&1] as f64, used[&2] as f64, used[&3] as f64);
+        assert!((0.6..1.6).contains(&(a / b)) && (1.4..2.8).contains(&(c / a)), "{used:?}");
     }
 
     #[test]
     fn canceled_requests_are_skipped_and_the_queue_is_bounded() {
         let mut queue = Queue::default();
-        let gone = |n: &u32| *n < 1_000;
+        let is_cancelled = |n: &u32| *n < 1_000;
         for n in 0..MAX_WAITING as u32 {
-            assert!(queue.push(turn(1, 1), n, gone));
+            assert!(queue.push(turn(1, 1), n, is_cancelled));
         }
-        assert!(queue.push(turn(1, 1), 2_000, gone), "those that left do not count");
-        assert_eq!(queue.pop(gone), Some((1, 2_000)));
-        assert_eq!(queue.pop(gone), None);
-        (0..MAX_WAITING as u32).for_each(|n| assert!(queue.push(turn(1, 1), 1_000 + n, gone)));
-        assert!(!queue.push(turn(1, 1), 3_000, gone));
-        assert!(queue.push(turn(2, 1), 3_000, gone), "another tenant's may");
+        assert!(queue.push(turn(1, 1), 2_000, is_cancelled), "those that left do not count");
+        assert_eq!(queue.pop(is_cancelled), Some((1, 2_000)));
+        assert_eq!(queue.pop(is_cancelled), None);
+        (0..MAX_WAITING as u32).for_each(|n| assert!(queue.push(turn(1, 1), 1_000 + n, is_cancelled)));
+        assert!(!queue.push(turn(1, 1), 3_000, is_cancelled));
+        assert!(queue.push(turn(2, 1), 3_000, is_cancelled), "another tenant's may");
         // An idle tenant is removed once the others have caught up with its clock.
         queue.ended(1, Duration::ZERO);
         for tenant in 10..1_000 {
-            assert!(queue.push(turn(tenant, 1), 1_000, gone));
-            let (next, _) = queue.pop(gone).unwrap();
+            assert!(queue.push(turn(tenant, 1), 1_000, is_cancelled));
+            let (next, _) = queue.pop(is_cancelled).unwrap();
             queue.ended(next, Duration::from_secs(1));
         }
         assert!(queue.lanes.len() < 1_000);
@@ -226,14 +226,14 @@ mod tests {
     #[tokio::test]
     async fn a_permit_is_handed_on_when_it_is_dropped_or_not_taken() {
         let turns = Turns::default();
-        let (one, two) = (turns.take(turn(1, 1)).await.unwrap(), turns.take(turn(1, 1)).await.unwrap());
+        let (first, second) = (turns.take(turn(1, 1)).await.unwrap(), turns.take(turn(1, 1)).await.unwrap());
         let mut left = Box::pin(turns.take(turn(1, 1)));
         let mut waits = Box::pin(turns.take(turn(1, 1)));
         assert!(futures_now(&mut left).is_none() && futures_now(&mut waits).is_none());
         drop(left);
-        drop(one);
+        drop(first);
         assert!(waits.await.is_some());
-        drop(two);
+        drop(second);
         assert_eq!(turns.0.lock().under_way, 0);
     }
 

@@ -36,11 +36,11 @@ pub(super) struct Names {
     pub(super) ends: Vec<u32>,
 }
 
-/// What a grammar may name of a tokenizer's vocabulary.
+/// The parts of a tokenizer's vocabulary that a grammar may name.
 pub(super) fn names(tokenizer: &Tokenizer) -> Names {
     let tokens = tokenizer.vocab_size() as u32;
     let name = |id| Some((id, tokenizer.token_text(id)?.to_owned()));
-    let named = (0..tokens).filter(|id| steers(tokenizer, *id)).filter_map(name).collect();
+    let named = (0..tokens).filter(|id| is_structural(tokenizer, *id)).filter_map(name).collect();
     Names { tokens, named, ends: tokenizer.eos_ids().collect() }
 }
 
@@ -52,7 +52,7 @@ pub(super) fn factory(tokenizer: &Tokenizer) -> Result<ParserFactory, String> {
 }
 
 /// Like [`factory`] for the vocabulary with these names, but over single bytes.
-pub(super) fn stand_in(names: &Names) -> Result<ParserFactory, String> {
+pub(super) fn byte_factory(names: &Names) -> Result<ParserFactory, String> {
     let mut words = vec![Vec::new(); (names.tokens as usize).min(MAX_TOKENS)];
     for (id, name) in &names.named {
         if let Some(word) = words.get_mut(*id as usize) {
@@ -90,7 +90,7 @@ fn limited(words: &[Vec<u8>], ends: &[u32]) -> Result<ParserFactory, String> {
 }
 
 /// Whether a token is a control token or marks an answer's structure. Grammars name such tokens.
-fn steers(tokenizer: &Tokenizer, id: u32) -> bool {
+fn is_structural(tokenizer: &Tokenizer, id: u32) -> bool {
     tokenizer.is_eog(id)
         || matches!(tokenizer.kind(id), Some(Kind::Control | Kind::Unknown))
         || is_mark(tokenizer, id)
@@ -98,7 +98,7 @@ fn steers(tokenizer: &Tokenizer, id: u32) -> bool {
 
 /// Bytes of a token's text. For control tokens: a marker that no text contains, and the name.
 fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
-    if steers(tokenizer, id) {
+    if is_structural(tokenizer, id) {
         let text = tokenizer.token_text(id).unwrap_or_default();
         return [&[TokTrie::SPECIAL_TOKEN_MARKER], text.as_bytes()].concat();
     }

@@ -82,7 +82,7 @@ pub(crate) struct Hit {
     /// With recurrent layers, units from the prompt's start whose KV is present in every group that needs all
     /// units. It exceeds the served units if only a state or a window is missing. Without recurrent layers,
     /// the units found in the tree.
-    pub(crate) known: usize,
+    pub(crate) kv_units: usize,
     pub(crate) stop: HitStop,
 }
 
@@ -116,7 +116,7 @@ impl KvCache {
         let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
         let at_boundary = (sequence.len() as usize).is_multiple_of(HASH_UNIT_TOKENS);
         let Some(cursor) = sequence.cursor.filter(|_| at_boundary) else {
-            return Hit { from, path: Vec::new(), known: from, stop: HitStop::Disabled };
+            return Hit { from, path: Vec::new(), kv_units: from, stop: HitStop::Disabled };
         };
         let mut path = Vec::new();
         let mut stop = HitStop::PromptEnd;
@@ -140,7 +140,7 @@ impl KvCache {
                 }
             }
         }
-        let known = if self.has_states() { self.known(&path) } else { path.len() };
+        let kv_units = if self.has_states() { self.kv_units(&path) } else { path.len() };
         let mut end = path.len();
         loop {
             let before = end;
@@ -148,9 +148,9 @@ impl KvCache {
                 let served = self.served(group, need, &path[..end]);
                 if served < end {
                     stop = if self.state_group() == Some(group) {
-                        HitStop::StateGone { token: ((from + end.min(known)) * HASH_UNIT_TOKENS) as u32 }
+                        HitStop::StateGone { token: ((from + end.min(kv_units)) * HASH_UNIT_TOKENS) as u32 }
                     } else {
-                        self.why(group, need, &path, served, end, from)
+                        self.stop_reason(group, need, &path, served, end, from)
                     };
                     end = served;
                 }
@@ -160,11 +160,11 @@ impl KvCache {
             }
         }
         path.truncate(end);
-        Hit { from, path, known: from + known, stop }
+        Hit { from, path, kv_units: from + kv_units, stop }
     }
 
     /// Leading units of `path` that are present in every group which needs all units.
-    fn known(&self, path: &[u32]) -> usize {
+    fn kv_units(&self, path: &[u32]) -> usize {
         let all = |&&node: &&u32| {
             let mut needs = self.tree.needs().iter().enumerate();
             needs.all(|(group, &need)| need != BoundaryNeed::All || self.tree.has(node, group))
@@ -186,7 +186,7 @@ impl KvCache {
         served
     }
 
-    fn why(
+    fn stop_reason(
         &self,
         group: usize,
         need: BoundaryNeed,

@@ -26,12 +26,13 @@ impl MemInfo for ProcMemInfo {
 pub enum MemoryRefused {
     /// The allocation would leave less than the floor.
     #[error(
-        "cannot allocate {wanted} bytes for {purpose}: {available} are available and {floor} must stay free"
+        "cannot allocate {requested} bytes for {purpose}: {available} are available and {floor} must stay \
+         free"
     )]
     BelowFloor {
         purpose: &'static str,
         /// Requested bytes.
-        wanted: u64,
+        requested: u64,
         /// Bytes that can be allocated now.
         available: u64,
         /// Bytes that must stay free.
@@ -50,14 +51,19 @@ pub struct MemoryFloor {
 }
 
 impl MemoryFloor {
-    /// Checks whether `wanted` bytes can be allocated. Large allocations repeat the check before each part,
-    /// because other processes allocate too.
-    pub fn admit(self, info: &dyn MemInfo, purpose: &'static str, wanted: u64) -> Result<(), MemoryRefused> {
+    /// Checks whether `requested` bytes can be allocated. Large allocations repeat the check before each
+    /// part, because other processes allocate too.
+    pub fn admit(
+        self,
+        info: &dyn MemInfo,
+        purpose: &'static str,
+        requested: u64,
+    ) -> Result<(), MemoryRefused> {
         let available = info.available_bytes()?;
-        if wanted.checked_add(self.bytes).is_some_and(|needed| needed <= available) {
+        if requested.checked_add(self.bytes).is_some_and(|needed| needed <= available) {
             Ok(())
         } else {
-            Err(MemoryRefused::BelowFloor { purpose, wanted, available, floor: self.bytes })
+            Err(MemoryRefused::BelowFloor { purpose, requested, available, floor: self.bytes })
         }
     }
 

@@ -129,17 +129,16 @@ impl KvCache {
         let placed = self.placed(node).ok_or(PinRefused::NotCached)?;
         let blocks: Vec<(usize, u32)> = placed.iter().map(|p| (p.group, p.block)).collect();
         let new = blocks.iter().filter(|block| !self.pins.counts.contains_key(block));
-        let wanted =
-            self.pins.bytes + new.map(|&(group, _)| self.spec.groups[group].block_bytes).sum::<u64>();
-        if wanted > budget {
-            return Err(PinRefused::OverBudget { wanted, budget });
+        let total = self.pins.bytes + new.map(|&(group, _)| self.spec.groups[group].block_bytes).sum::<u64>();
+        if total > budget {
+            return Err(PinRefused::OverBudget { wanted: total, budget });
         }
         for &(group, block) in &blocks {
             self.pool.retain(group, block);
             *self.pins.counts.entry((group, block)).or_default() += 1;
         }
         self.tree.pin(node);
-        self.pins.bytes = wanted;
+        self.pins.bytes = total;
         self.pins.last += 1;
         let id = PinId(self.pins.last);
         self.pins.pins.insert(id, Pin { node, blocks });
@@ -183,7 +182,7 @@ impl KvCache {
         // Forgetting a node may remove empty nodes above it, but never one that others need.
         for &node in path.iter().skip(keep).rev() {
             let Some(blocks) = self.tree.forget(node) else { return };
-            self.no_longer_known(&blocks);
+            self.clear_hashed_flags(&blocks);
         }
     }
 
@@ -194,11 +193,11 @@ impl KvCache {
         // The cursor is still pinned, so none of these nodes is removed meanwhile.
         let path: Vec<u32> = self.tree.upwards(cursor).collect();
         let blocks: Vec<BlockAt> = path.into_iter().flat_map(|node| self.tree.forget_unit(node)).collect();
-        self.no_longer_known(&blocks);
+        self.clear_hashed_flags(&blocks);
         self.tree.unpin(cursor);
-        let gone: HashSet<(usize, u32)> = blocks.iter().map(|at| (at.group, at.block)).collect();
+        let removed: HashSet<(usize, u32)> = blocks.iter().map(|at| (at.group, at.block)).collect();
         let pins =
-            self.pins.pins.iter().filter(|(_, pin)| pin.blocks.iter().any(|block| gone.contains(block)));
+            self.pins.pins.iter().filter(|(_, pin)| pin.blocks.iter().any(|block| removed.contains(block)));
         let pins: Vec<PinId> = pins.map(|(id, _)| *id).collect();
         pins.into_iter().map(|id| u64::from(self.unpin(id))).sum()
     }
@@ -220,19 +219,19 @@ impl KvCache {
         if self.extents.is_some() {
             return None;
         }
-        let mut wanted = Vec::new();
+        let mut needed = Vec::new();
         for group in 0..self.spec.groups.len() {
-            wanted.extend(self.unit_ranges(group, units).map(|units| (group, units)));
+            needed.extend(self.unit_ranges(group, units).map(|units| (group, units)));
         }
         let mut needs = vec![0; self.spec.groups.len()];
-        wanted.iter().for_each(|&(group, _)| needs[group] += 1);
+        needed.iter().for_each(|&(group, _)| needs[group] += 1);
         if !self.pool.fits(&needs) {
             return None;
         }
         // As for a sequence: retry in compact mode if one group's cached blocks leave none for another group.
-        let placed = self.take_placed(&wanted).or_else(|| {
+        let placed = self.take_placed(&needed).or_else(|| {
             let compact = self.pool.set_compact(true);
-            let placed = self.take_placed(&wanted);
+            let placed = self.take_placed(&needed);
             self.pool.set_compact(compact);
             placed
         })?;
@@ -244,9 +243,9 @@ impl KvCache {
     }
 
     /// Allocates a block for each item, or none at all.
-    fn take_placed(&mut self, wanted: &[(usize, Range<u32>)]) -> Option<Vec<Placed>> {
-        let mut placed: Vec<Placed> = Vec::with_capacity(wanted.len());
-        for (group, units) in wanted {
+    fn take_placed(&mut self, needed: &[(usize, Range<u32>)]) -> Option<Vec<Placed>> {
+        let mut placed: Vec<Placed> = Vec::with_capacity(needed.len());
+        for (group, units) in needed {
             let Some(block) = self.alloc(*group) else {
                 placed.iter().for_each(|p| self.pool.release(p.group, p.block));
                 return None;

@@ -86,8 +86,8 @@ impl CheckpointPolicy {
         let newest_end = path.iter().rposition(|point| point.kind == CheckpointKind::PromptEnd);
         (0..path.len()).filter(|&at| !path[at].fixed).min_by_key(|&at| {
             let newest = Some(at) == newest_end || at + 1 == path.len();
-            let kept = newest || path[at].kind == CheckpointKind::Junction;
-            (kept, loss(path, at))
+            let protected = newest || path[at].kind == CheckpointKind::Junction;
+            (protected, loss(path, at))
         })
     }
 }
@@ -121,7 +121,7 @@ mod tests {
     use super::CheckpointKind::*;
     use super::*;
 
-    fn kept(max_per_path: usize, prompt_len: u32, boundaries: &[u32]) -> Vec<(u32, CheckpointKind)> {
+    fn checkpoints(max_per_path: usize, prompt_len: u32, boundaries: &[u32]) -> Vec<(u32, CheckpointKind)> {
         CheckpointPolicy { max_per_path }.of_prompt(prompt_len, boundaries)
     }
 
@@ -141,7 +141,7 @@ mod tests {
             (96, &[96], [spaced(&[1, 2, 3, 4]), vec![(5, PromptEnd), (6, Turn)]].concat()),
             (40, &[15, 41, 4000], vec![(1, Spacing), (2, PromptEnd)]),
         ] {
-            assert_eq!(kept(100, prompt_len, boundaries), expected, "{prompt_len} {boundaries:?}");
+            assert_eq!(checkpoints(100, prompt_len, boundaries), expected, "{prompt_len} {boundaries:?}");
         }
     }
 
@@ -160,15 +160,15 @@ mod tests {
 
     #[test]
     fn long_prompts_keep_no_more_than_the_cap() {
-        assert_eq!(kept(0, 1000, &[500]), []);
-        assert_eq!(kept(1, 1000, &[500]), [(62, PromptEnd)]);
-        assert_eq!(kept(2, 1000, &[500]), [(31, Turn), (62, PromptEnd)]);
-        let units: Vec<u32> = kept(8, 32 << 10, &[]).into_iter().map(|(unit, _)| unit).collect();
+        assert_eq!(checkpoints(0, 1000, &[500]), []);
+        assert_eq!(checkpoints(1, 1000, &[500]), [(62, PromptEnd)]);
+        assert_eq!(checkpoints(2, 1000, &[500]), [(31, Turn), (62, PromptEnd)]);
+        let units: Vec<u32> = checkpoints(8, 32 << 10, &[]).into_iter().map(|(unit, _)| unit).collect();
         assert_eq!(units.len(), 8);
         // The remaining checkpoints still cover all orders of magnitude below the longest half.
         assert!(units.windows(2).all(|pair| pair[1] <= 4 * pair[0]), "{units:?}");
         let turns: Vec<u32> = (0..1000).map(|turn| turn * 30).collect();
-        assert_eq!(kept(8, 30_000, &turns).len(), 8);
+        assert_eq!(checkpoints(8, 30_000, &turns).len(), 8);
     }
 
     #[test]

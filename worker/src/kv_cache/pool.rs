@@ -173,14 +173,14 @@ impl BlockPool {
     /// Whether `needs[group]` blocks can be allocated now in all groups, evicting cached content if
     /// necessary.
     pub(super) fn fits(&self, needs: &[u32]) -> bool {
-        let (mut wanted, mut spare) = (0u64, self.free_slabs.len() as u64);
+        let (mut needed_slabs, mut spare_slabs) = (0u64, self.free_slabs.len() as u64);
         for (g, &need) in self.groups.iter().zip(needs) {
             match need.checked_sub(g.free) {
-                Some(short) => wanted += u64::from(short.div_ceil(g.per_slab)),
-                None => spare += u64::from(g.idle_slabs.min((g.free - need) / g.per_slab)),
+                Some(short) => needed_slabs += u64::from(short.div_ceil(g.per_slab)),
+                None => spare_slabs += u64::from(g.idle_slabs.min((g.free - need) / g.per_slab)),
             }
         }
-        wanted <= spare
+        needed_slabs <= spare_slabs
     }
 
     /// Whether `group` must take another slab to get `need` blocks.
@@ -435,10 +435,10 @@ impl BlockPool {
     /// bytes).
     #[cfg(debug_assertions)]
     pub(super) fn unused(&self) -> Vec<(u32, u64)> {
-        let mut places = Vec::new();
+        let mut ranges = Vec::new();
         for (at, slab) in (0u64..).zip(&self.slabs) {
             let Some(owner) = slab.owner else {
-                places.push(((at * self.slab_units) as u32, self.slab_units * OFFSET_UNIT));
+                ranges.push(((at * self.slab_units) as u32, self.slab_units * OFFSET_UNIT));
                 continue;
             };
             let g = &self.groups[usize::from(owner)];
@@ -447,13 +447,13 @@ impl BlockPool {
                 let Block { refs, hashed, .. } = g.blocks[*block as usize];
                 refs == 0 && !hashed
             });
-            places
+            ranges
                 .extend(blocks.map(|block| (self.offset(owner.into(), block), g.block_units * OFFSET_UNIT)));
         }
-        places
+        ranges
     }
 
-    /// Whether the pool's flag says that the prefix tree has content in this block.
+    /// The pool's flag for blocks in which the prefix tree has content.
     pub(super) fn is_hashed(&self, group: usize, block: u32) -> bool {
         self.groups[group].blocks[block as usize].hashed
     }

@@ -184,7 +184,7 @@ impl KvCache {
     ) {
         for (group, (table, need)) in sequence.tables.iter().zip(needs).enumerate() {
             if self.state_group() == Some(group) {
-                *need += u32::from(self.wants_slot(sequence));
+                *need += u32::from(self.needs_new_slot(sequence));
                 continue;
             }
             *need += self.spec.peak_blocks(group, len, step_tokens).saturating_sub(table.live() as u32);

@@ -79,7 +79,7 @@ mod tests {
             block_tokens in prop::sample::select(vec![16, 32, 64]),
             missing in prop::collection::btree_set((0usize..3, 1u32..24), 0..12),
             states in prop::collection::btree_set(1u32..24, 0..4),
-            most in 0u32..24,
+            max_units in 0u32..24,
         ) {
             let cache = cache(&kinds, block_tokens);
             let has = |group: usize, end: u32| match kinds[group] {
@@ -87,22 +87,22 @@ mod tests {
                 _ => !missing.contains(&(group, end)),
             };
             let whole = |units: &u32| cache.shape(*units).all(|(group, end)| has(group, end));
-            let want = (1..=most).rev().find(whole).unwrap_or(0);
-            prop_assert_eq!(cache.deepest_whole(most, has), want);
+            let expected = (1..=max_units).rev().find(whole).unwrap_or(0);
+            prop_assert_eq!(cache.deepest_whole(max_units, has), expected);
         }
     }
 
     #[test]
     fn a_long_prefix_without_its_first_block_needs_few_checks() {
         let cache = cache(&[GroupKind::Full, GroupKind::Sliding { window: 512 }], 16);
-        let mut asked = BTreeSet::new();
+        let mut checked = BTreeSet::new();
         let mut times = 0u32;
         let deepest = cache.deepest_whole(8000, |group, end| {
-            asked.insert((group, end));
+            checked.insert((group, end));
             times += 1;
             (group, end) != (0, 1)
         });
         assert_eq!(deepest, 0);
-        assert!(times < 100 && asked.contains(&(0, 1)), "{times}");
+        assert!(times < 100 && checked.contains(&(0, 1)), "{times}");
     }
 }

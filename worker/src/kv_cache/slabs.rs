@@ -76,9 +76,10 @@ impl Slabs {
         let blocks = self.groups.get(group)?;
         let (slab, inside) = (u64::from(offset) / self.units, u64::from(offset) % self.units);
         let index = inside.checked_div(blocks.units)?;
-        let lies = slab < u64::from(self.count) && index < u64::from(blocks.per_slab);
+        let in_range = slab < u64::from(self.count) && index < u64::from(blocks.per_slab);
         // No overflow: the number is below `per_slab * count`, which fits into 32 bits.
-        (lies && index * blocks.units == inside).then(|| (slab * u64::from(blocks.per_slab) + index) as u32)
+        (in_range && index * blocks.units == inside)
+            .then(|| (slab * u64::from(blocks.per_slab) + index) as u32)
     }
 
     /// Offset of a block in units of [`OFFSET_UNIT`], or `None` if the block does not exist. [`NULL_OFFSET`]

@@ -75,13 +75,13 @@ pub enum SpecError {
     #[error("a cache has at most one group of recurrent states, not {0}")]
     States(usize),
     /// The arena cannot hold one block of each group, or cannot be addressed.
-    #[error("an arena has {least} to {most} bytes, not {bytes}")]
+    #[error("an arena has {min} to {max} bytes, not {bytes}")]
     Arena {
         bytes: u64,
         /// One block of each group.
-        least: u64,
+        min: u64,
         /// The limit of 32-bit offsets.
-        most: u64,
+        max: u64,
     },
 }
 
@@ -118,7 +118,7 @@ impl CacheSpec {
         }
         // Offsets, and the positions of units in blocks, have 32 bits.
         let units = u64::from(NULL_OFFSET) / self.units_per_block() as u64;
-        let (mut least, mut most) = (0u64, u64::from(NULL_OFFSET) * OFFSET_UNIT);
+        let (mut min, mut max) = (0u64, u64::from(NULL_OFFSET) * OFFSET_UNIT);
         for (group, spec) in self.groups.iter().enumerate() {
             let bytes = spec.block_bytes;
             if bytes == 0 || !bytes.is_multiple_of(OFFSET_UNIT) {
@@ -127,15 +127,15 @@ impl CacheSpec {
             if spec.kind == (GroupKind::Sliding { window: 0 }) {
                 return Err(SpecError::Window(group));
             }
-            least = least.saturating_add(bytes);
-            most = most.min(bytes.saturating_mul(units));
+            min = min.saturating_add(bytes);
+            max = max.min(bytes.saturating_mul(units));
         }
         let states = self.groups.iter().filter(|group| group.kind == GroupKind::State).count();
         if states > 1 {
             return Err(SpecError::States(states));
         }
-        if self.arena_bytes < least || self.arena_bytes > most {
-            return Err(SpecError::Arena { bytes: self.arena_bytes, least, most });
+        if self.arena_bytes < min || self.arena_bytes > max {
+            return Err(SpecError::Arena { bytes: self.arena_bytes, min, max });
         }
         Ok(())
     }

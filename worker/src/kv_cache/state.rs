@@ -40,7 +40,7 @@ pub(crate) struct StateStep {
 
 /// How a state becomes a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kept {
+pub(crate) enum CheckpointSlot {
     /// The slot that the step's last row writes becomes the checkpoint.
     Left,
     /// The step writes a copy to another slot.
@@ -81,9 +81,10 @@ impl KvCache {
     }
 
     /// Whether that slot must be allocated: the sequence has no slot that it could reclaim.
-    pub(super) fn wants_slot(&self, sequence: &SequenceCache) -> bool {
-        let alone = |group| sequence.state.current.is_some_and(|slot| self.pool.refs(group, slot) == 1);
-        self.lacks_slot(sequence) && !self.state_group().is_some_and(alone)
+    pub(super) fn needs_new_slot(&self, sequence: &SequenceCache) -> bool {
+        let is_sole_reference =
+            |group| sequence.state.current.is_some_and(|slot| self.pool.refs(group, slot) == 1);
+        self.lacks_slot(sequence) && !self.state_group().is_some_and(is_sole_reference)
     }
 
     /// Whether the sequence has a slot that it may write, even if it continues from another one.
@@ -132,8 +133,8 @@ impl KvCache {
     }
 
     /// Keeps the state after `unit` units of a sequence whose rows up to its present end are computed by
-    /// `step`. Returns `None` if there is already a checkpoint, if the policy does not want this one, or if
-    /// no slot is available.
+    /// `step`. Returns `None` if there is already a checkpoint, if the policy excludes this one, or if no
+    /// slot is available.
     pub(crate) fn keep_state(
         &mut self,
         sequence: &mut SequenceCache,
@@ -141,22 +142,22 @@ impl KvCache {
         kind: CheckpointKind,
         step: u64,
         policy: CheckpointPolicy,
-    ) -> Option<Kept> {
+    ) -> Option<CheckpointSlot> {
         let (group, cursor) = (self.state_group()?, sequence.cursor?);
         let node = self.tree.ancestor(cursor, unit);
         if let Some(slot) = self.tree.block_of(node, group) {
             self.improve(slot, kind);
             return None;
         }
-        if !self.make_way(sequence, cursor, unit, kind, policy) {
+        if !self.make_room_on_path(sequence, cursor, unit, kind, policy) {
             return None;
         }
-        let (slot, kept) = if unit * HASH_UNIT_TOKENS as u32 == sequence.len {
-            (sequence.state.next.or(sequence.state.current)?, Kept::Left)
+        let (slot, checkpoint) = if unit * HASH_UNIT_TOKENS as u32 == sequence.len {
+            (sequence.state.next.or(sequence.state.current)?, CheckpointSlot::Left)
         } else {
             let slot = self.alloc(group)?;
             self.step_refs += 1;
-            (slot, Kept::Copied { offset: self.pool.offset(group, slot), held: (group, slot) })
+            (slot, CheckpointSlot::Copied { offset: self.pool.offset(group, slot), held: (group, slot) })
         };
         self.tree.place(node, group, slot, 0, step);
         self.pool.set_hashed(group, slot, true);
@@ -164,7 +165,7 @@ impl KvCache {
         if kind == CheckpointKind::Tail {
             sequence.state.tail = Some(node);
         }
-        Some(kept)
+        Some(checkpoint)
     }
 
     /// Whether a checkpoint stands after `unit` units of this sequence, so that states allow a lookup to end
@@ -174,9 +175,9 @@ impl KvCache {
         self.state_group().zip(sequence.cursor).is_some_and(|(group, cursor)| at(group, cursor))
     }
 
-    /// Evicts the checkpoints on the sequence's path that the policy no longer wants when one is added at
-    /// `unit`. Returns `false` if the new one is the least wanted.
-    fn make_way(
+    /// Evicts the checkpoints on the sequence's path that exceed the policy's maximum once one is added at
+    /// `unit`. Returns `false` if the new one would be evicted first.
+    fn make_room_on_path(
         &mut self,
         sequence: &mut SequenceCache,
         cursor: u32,
@@ -209,7 +210,7 @@ impl KvCache {
             let points: Vec<Checkpoint> = path.iter().map(|&(point, _)| point).collect();
             let Some(at) = policy.excess(&points) else { return true };
             let (_, Some(slot)) = path.remove(at) else {
-                // At a junction, keep one more than the policy wants until others can be evicted.
+                // At a junction, keep one more than the policy's maximum until others can be evicted.
                 return kind == CheckpointKind::Junction && path.iter().all(|(point, _)| point.fixed);
             };
             self.forget(group, slot);
@@ -285,8 +286,8 @@ impl KvCache {
 
     fn improve(&mut self, slot: u32, kind: CheckpointKind) {
         if let Some(states) = &mut self.states {
-            let known = &mut states.kinds[slot as usize];
-            *known = kind.max(*known);
+            let current = &mut states.kinds[slot as usize];
+            *current = kind.max(*current);
         }
     }
 

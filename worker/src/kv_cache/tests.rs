@@ -105,8 +105,10 @@ fn a_state_shortens_the_hit_to_where_it_stands() {
         assert!(cache.extend(&mut sequence, 160));
         cache.commit(&mut sequence, &ids, &all, 160, 1);
         for (unit, kind) in [(3, CheckpointKind::Spacing), (7, CheckpointKind::PromptEnd)] {
-            let kept = cache.keep_state(&mut sequence, unit, kind, 1, CheckpointPolicy::default());
-            let Some(Kept::Copied { held: (group, slot), .. }) = kept else { panic!("{kept:?}") };
+            let checkpoint = cache.keep_state(&mut sequence, unit, kind, 1, CheckpointPolicy::default());
+            let Some(CheckpointSlot::Copied { held: (group, slot), .. }) = checkpoint else {
+                panic!("{checkpoint:?}")
+            };
             assert_eq!(group, state);
             cache.step_state(&mut sequence, false).unwrap();
             // As after the step has been computed.
@@ -140,8 +142,8 @@ fn a_sequence_gets_its_last_slot_back_from_its_own_checkpoint() {
     assert!(cache.extend(&mut sequence, 16));
     cache.commit(&mut sequence, &ids, &all, 16, 1);
     let policy = CheckpointPolicy::default();
-    let kept = cache.keep_state(&mut sequence, 1, CheckpointKind::Spacing, 1, policy);
-    assert_eq!(kept, Some(Kept::Left));
+    let checkpoint = cache.keep_state(&mut sequence, 1, CheckpointKind::Spacing, 1, policy);
+    assert_eq!(checkpoint, Some(CheckpointSlot::Left));
     let first = cache.step_state(&mut sequence, false).unwrap();
     assert_eq!((first.read, first.held), (None, None));
     cache.complete(1);
@@ -277,9 +279,9 @@ fn impossible_caches_are_refused() {
     assert_eq!(refused(|s| s.groups[0].block_bytes = 0), SpecError::BlockBytes { group: 0, bytes: 0 });
     assert_eq!(refused(|s| s.groups[0].block_bytes = 96), SpecError::BlockBytes { group: 0, bytes: 96 });
     assert_eq!(refused(|s| s.groups[0].kind = GroupKind::Sliding { window: 0 }), SpecError::Window(0));
-    let most = u64::from(u32::MAX) * 64;
-    assert_eq!(refused(|s| s.arena_bytes = 63), SpecError::Arena { bytes: 63, least: 64, most });
-    assert_eq!(refused(|s| s.arena_bytes = 1 << 40), SpecError::Arena { bytes: 1 << 40, least: 64, most });
+    let max = u64::from(u32::MAX) * 64;
+    assert_eq!(refused(|s| s.arena_bytes = 63), SpecError::Arena { bytes: 63, min: 64, max });
+    assert_eq!(refused(|s| s.arena_bytes = 1 << 40), SpecError::Arena { bytes: 1 << 40, min: 64, max });
 }
 
 #[test]

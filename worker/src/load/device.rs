@@ -197,7 +197,7 @@ impl Memory {
             (Self::Own { total, free }, Self::Own { free: measured, .. }) => {
                 Self::Own { total, free: free.min(measured) }
             }
-            (one, _) => one,
+            (own, _) => own,
         }
     }
 
@@ -260,14 +260,14 @@ mod tests {
             (Cuda, None, missing, Err("device: cuda is not usable: no CUDA driver here")),
             (Cuda, Some("KVASIR_BACKEND"), found, Err("KVASIR_BACKEND selects CPU kernels")),
         ];
-        for (choice, demanded, look, wanted) in table {
-            match (choice.decide(demanded, look), wanted) {
-                (Ok((found, reason)), Ok(wanted)) => {
-                    assert_eq!(found, wanted);
+        for (choice, demanded, look, expected) in table {
+            match (choice.decide(demanded, look), expected) {
+                (Ok((found, reason)), Ok(expected)) => {
+                    assert_eq!(found, expected);
                     assert!(!reason.is_empty());
                 }
-                (Err(error), Err(wanted)) => assert!(error.to_string().contains(wanted), "{error}"),
-                (found, wanted) => panic!("{choice:?} {demanded:?}: {found:?}, not {wanted:?}"),
+                (Err(error), Err(expected)) => assert!(error.to_string().contains(expected), "{error}"),
+                (found, expected) => panic!("{choice:?} {demanded:?}: {found:?}, not {expected:?}"),
             }
         }
     }

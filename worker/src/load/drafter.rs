@@ -13,7 +13,7 @@ use crate::speculation::SpeculativeMethod;
 use crate::weight_distribution::Arrivals;
 use crate::weights::TensorSource;
 use model::costs::{DrafterCosts, DrafterStage};
-use model::spec::{AppendedSpec, AssistantSpec};
+use model::spec::{AssistantSpec, MtpHeadSpec};
 use proto::placement::{Drafter, OfferedDrafter};
 use proto::stage::StageDrafter;
 use std::path::Path;
@@ -21,7 +21,7 @@ use text::tokenizer::Tokenizer;
 
 /// A loaded drafter.
 pub(super) enum LoadedDrafter {
-    Nobody,
+    Off,
     Ngrams,
     /// `None`: an MTP head or assistant inside the decoder. `Some`: a draft model.
     Drafter(Option<Box<DraftModel>>),
@@ -34,8 +34,8 @@ const ROWS: usize = 512;
 ///
 /// # Errors
 /// [`Error::Config`] if the model has none.
-pub(super) fn appended(file: &ModelFile, arch: &str) -> Result<AppendedSpec, Error> {
-    AppendedSpec::from_file(file)?.ok_or_else(|| {
+pub(super) fn mtp_head(file: &ModelFile, arch: &str) -> Result<MtpHeadSpec, Error> {
+    MtpHeadSpec::from_file(file)?.ok_or_else(|| {
         let reason = format!(
             "draft-mtp uses the model's own MTP head, and this {arch} has none \
              ({arch}.nextn_predict_layers is not there or 0); a drafter's file is named by draft-mtp:MODEL"
@@ -53,16 +53,16 @@ pub(super) fn drafter(
     (tokenizer, sequences): (&Tokenizer, usize),
     (floor, arena_bytes): (MemoryFloor, u64),
 ) -> Result<LoadedDrafter, Error> {
-    let admit = |what: &'static str, bytes: u64| {
+    let admit = |purpose: &'static str, bytes: u64| {
         let memory = Memory::of(options)?.behind(decoder.backend().memory(), options)?;
-        let admitted = floor.admit(&memory, what, bytes);
+        let admitted = floor.admit(&memory, purpose, bytes);
         admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
     };
     match &options.speculative_method {
-        SpeculativeMethod::Off => Ok(LoadedDrafter::Nobody),
+        SpeculativeMethod::Off => Ok(LoadedDrafter::Off),
         SpeculativeMethod::Ngram => Ok(LoadedDrafter::Ngrams),
-        SpeculativeMethod::Appended => {
-            load_appended(options, file, decoder, sequences)?;
+        SpeculativeMethod::MtpHead => {
+            load_mtp_head(options, file, decoder, sequences)?;
             Ok(LoadedDrafter::Drafter(None))
         }
         SpeculativeMethod::Assistant(path) => {
@@ -94,14 +94,14 @@ pub(super) fn drafter(
     }
 }
 
-fn load_appended(
+fn load_mtp_head(
     options: &EngineOptions,
     file: &ModelFile,
     decoder: &mut Decoder,
     sequences: usize,
 ) -> Result<(), Error> {
-    let spec = appended(file, &decoder.spec().arch)?;
-    with_source(options, file, |source| decoder.load_appended(&spec, source, sequences))
+    let spec = mtp_head(file, &decoder.spec().arch)?;
+    with_source(options, file, |source| decoder.load_mtp_head(&spec, source, sequences))
 }
 
 /// Loads a drafter that reads the caches in the decoder. The first file is the model, the second the drafter.
@@ -158,8 +158,8 @@ pub(super) fn costs(
 ) -> Result<Option<DrafterCosts>, Error> {
     match speculative_method {
         SpeculativeMethod::Off | SpeculativeMethod::Ngram => Ok(None),
-        SpeculativeMethod::Appended => {
-            Ok(Some(DrafterCosts::of_appended(&appended(file, &spec.arch)?, file, spec)))
+        SpeculativeMethod::MtpHead => {
+            Ok(Some(DrafterCosts::of_mtp_head(&mtp_head(file, &spec.arch)?, file, spec)))
         }
         SpeculativeMethod::Assistant(path) => {
             let (drafter, assistant) = assistant(path)?;
@@ -184,7 +184,7 @@ pub(crate) fn offered(path: &Path, options: &EngineOptions) -> Result<Option<Off
     let drafter = match &options.speculative_method {
         SpeculativeMethod::Assistant(path) => Drafter::Assistant(digest_of(path, options)?),
         SpeculativeMethod::Model(path) => Drafter::Model(digest_of(path, options)?),
-        SpeculativeMethod::Off | SpeculativeMethod::Ngram | SpeculativeMethod::Appended => Drafter::Appended,
+        SpeculativeMethod::Off | SpeculativeMethod::Ngram | SpeculativeMethod::MtpHead => Drafter::MtpHead,
     };
     let from_layer = match costs.stage {
         DrafterStage::First => spec.layers.len(),
@@ -232,16 +232,16 @@ fn of_another_model(path: &Path) -> Error {
 ///
 /// # Errors
 /// Those of [`from_layer`].
-pub(super) fn elsewhere(
+pub(super) fn last_stage_drafter(
     options: &EngineOptions,
     (file, spec): (&ModelFile, &ModelSpec),
     sequences: usize,
 ) -> Result<Option<LastStageDrafter>, Error> {
     let drafter = match &options.speculative_method {
         SpeculativeMethod::Assistant(path) => StageDrafter::Assistant { digest: digest_of(path, options)? },
-        SpeculativeMethod::Appended => {
-            appended(file, &spec.arch)?;
-            StageDrafter::Appended { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
+        SpeculativeMethod::MtpHead => {
+            mtp_head(file, &spec.arch)?;
+            StageDrafter::MtpHead { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
         }
         SpeculativeMethod::Off | SpeculativeMethod::Ngram | SpeculativeMethod::Model(_) => return Ok(None),
     };
@@ -260,8 +260,8 @@ pub(super) fn at_last_stage(
     file: &ModelFile,
     decoder: &mut Decoder,
 ) -> Result<(), Error> {
-    if let StageDrafter::Appended { sequences } = drafter {
-        return load_appended(options, file, decoder, sequences as usize);
+    if let StageDrafter::MtpHead { sequences } = drafter {
+        return load_mtp_head(options, file, decoder, sequences as usize);
     }
     let SpeculativeMethod::Assistant(path) = &options.speculative_method else {
         return Err(Error::Invariant("this stage runs the drafter, but has no drafter file".to_owned()));
@@ -281,12 +281,12 @@ fn check_vocabulary(
     own: &Tokenizer,
     (decoder, tokenizer): (&Decoder, &Tokenizer),
 ) -> Result<(), Error> {
-    let (vocab, wanted) = (spec.vocab, decoder.spec().vocab);
-    if vocab == wanted && own.digest() == tokenizer.digest() {
+    let (vocab, expected) = (spec.vocab, decoder.spec().vocab);
+    if vocab == expected && own.digest() == tokenizer.digest() {
         return Ok(());
     }
     let reason = format!(
-        "the vocabulary of the drafter {} ({vocab} tokens) differs from the model's ({wanted})",
+        "the vocabulary of the drafter {} ({vocab} tokens) differs from the model's ({expected})",
         path.display()
     );
     Err(Error::Config { option: "spec", reason })

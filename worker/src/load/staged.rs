@@ -19,7 +19,7 @@ impl<'a> Staged<'a> {
         Self { source, floor, memory, taken: RefCell::new(None) }
     }
 
-    fn give_back(&self, next: Option<String>) {
+    fn release(&self, next: Option<String>) {
         if let Some(before) = self.taken.replace(next) {
             self.source.forget(&before);
         }
@@ -30,10 +30,10 @@ impl TensorSource for Staged<'_> {
     /// # Errors
     /// [`Error::Memory`] if less than the floor would stay free.
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
-        self.give_back(None);
+        self.release(None);
         let (_, bytes) = self.source.measure(name)?;
         self.floor.admit(self.memory, "a tensor of the weights", bytes)?;
-        self.give_back(Some(name.to_owned()));
+        self.release(Some(name.to_owned()));
         self.source.tensor(name)
     }
 
@@ -44,7 +44,7 @@ impl TensorSource for Staged<'_> {
 
 impl Drop for Staged<'_> {
     fn drop(&mut self) {
-        self.give_back(None);
+        self.release(None);
     }
 }
 

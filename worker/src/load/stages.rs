@@ -6,7 +6,7 @@ use super::{
 };
 use crate::Error;
 use crate::decoder::Decoder;
-use crate::defaults::{MIB, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE, arena_cap, most_sequences};
+use crate::defaults::{MIB, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE, arena_cap, max_sequences};
 use crate::kv_cache::memory::MemoryFloor;
 use crate::pipeline::{Replica, stage_ranges};
 use crate::speculation::SpeculativeMethod;
@@ -54,16 +54,16 @@ pub(crate) fn prepare_replica(
     let (needs, host) = (plan.needs, plan.host);
     // As in `defaults`, summed over all stages: no more than is useful, and no more than the cap of each
     // machine.
-    let most_sequences = most_sequences(host, needs);
+    let max_sequences = max_sequences(host, needs);
     let longest = u64::from(needs.max_context).saturating_mul(needs.kv_bytes_per_token);
     let states = STATES_PER_SEQUENCE.saturating_mul(needs.state_bytes);
     let useful =
-        longest.saturating_add(states).saturating_mul(most_sequences).div_ceil(MIB).saturating_mul(MIB);
+        longest.saturating_add(states).saturating_mul(max_sequences).div_ceil(MIB).saturating_mul(MIB);
     let quarters = arena_cap(host).saturating_mul(replica.stages() as u64);
     let kv_bytes = options.kv_bytes.unwrap_or(useful.min(quarters)).min(cache_bytes) / MIB * MIB;
     let short =
         TOKENS_PER_SEQUENCE.saturating_mul(needs.kv_bytes_per_token).saturating_add(needs.state_bytes);
-    let fit = (kv_bytes / short.max(1)).clamp(1, most_sequences) as usize;
+    let fit = (kv_bytes / short.max(1)).clamp(1, max_sequences) as usize;
     let options = EngineOptions {
         kv_bytes: Some(kv_bytes),
         max_sequences: options.max_sequences.or(Some(fit)),

@@ -23,41 +23,41 @@ pub(crate) struct Gathered {
     element: ActivationType,
     values: Vec<f32>,
     /// The first bytes of an incomplete element.
-    begun: [u8; 4],
-    begun_len: usize,
+    partial: [u8; 4],
+    partial_len: usize,
 }
 
 impl Gathered {
     pub(crate) fn new(element: ActivationType) -> Self {
-        Self { element, values: Vec::new(), begun: [0; 4], begun_len: 0 }
+        Self { element, values: Vec::new(), partial: [0; 4], partial_len: 0 }
     }
 
     pub(crate) fn push(&mut self, mut bytes: &[u8]) {
         let width = self.element.bytes();
-        if self.begun_len > 0 {
-            let (end, rest) = bytes.split_at(bytes.len().min(width - self.begun_len));
-            self.begin(end);
+        if self.partial_len > 0 {
+            let (end, rest) = bytes.split_at(bytes.len().min(width - self.partial_len));
+            self.push_partial(end);
             bytes = rest;
-            if self.begun_len == width {
-                let begun = self.begun;
-                self.decode(&begun[..width]);
-                self.begun_len = 0;
+            if self.partial_len == width {
+                let partial = self.partial;
+                self.decode(&partial[..width]);
+                self.partial_len = 0;
             }
         }
         let (whole, rest) = bytes.split_at(bytes.len() / width * width);
         self.decode(whole);
-        self.begin(rest);
+        self.push_partial(rest);
     }
 
     /// Returns all elements since the last call.
     pub(crate) fn take(&mut self) -> Vec<f32> {
-        self.begun_len = 0;
+        self.partial_len = 0;
         std::mem::take(&mut self.values)
     }
 
-    fn begin(&mut self, bytes: &[u8]) {
-        self.begun.iter_mut().skip(self.begun_len).zip(bytes).for_each(|(into, byte)| *into = *byte);
-        self.begun_len += bytes.len();
+    fn push_partial(&mut self, bytes: &[u8]) {
+        self.partial.iter_mut().skip(self.partial_len).zip(bytes).for_each(|(into, byte)| *into = *byte);
+        self.partial_len += bytes.len();
     }
 
     fn decode(&mut self, bytes: &[u8]) {
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn brain_floats_round_to_nearest_even() {
         let bits = |value: u32| decode(Bf16, &encode(Bf16, &[f32::from_bits(value)]), 1)[0].to_bits();
-        for (value, want) in [
+        for (value, expected) in [
             (0x3f80_0000, 0x3f80_0000),
             (0x3f80_7fff, 0x3f80_0000),
             (0x3f80_8000, 0x3f80_0000),
@@ -116,7 +116,7 @@ mod tests {
             (0x7f7f_ffff, 0x7f80_0000),
             (0xff80_0000, 0xff80_0000),
         ] {
-            assert_eq!(bits(value), want, "{value:x}");
+            assert_eq!(bits(value), expected, "{value:x}");
         }
         assert!(f32::from_bits(bits(0x7f80_0001)).is_nan());
     }

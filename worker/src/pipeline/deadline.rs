@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 /// Minimum limit, since machines stall briefly.
-const FLOOR: Duration = Duration::from_secs(2);
+const MIN_LIMIT: Duration = Duration::from_secs(2);
 /// Limit before any step was measured, when weights may still be read from disk; also the maximum.
 const UNKNOWN: Duration = Duration::from_secs(60);
 /// Ratio of the limit to the longest measured time.
-const PATIENCE: f64 = 8.0;
+const LIMIT_RATIO: f64 = 8.0;
 /// Factor on the longest time at each step that took less.
 const FADE: f64 = 0.99;
 /// Number of size classes; class `i` has up to `2^i` rows.
@@ -42,10 +42,10 @@ impl Deadline {
     pub(super) fn limit(&self, rows: usize) -> Duration {
         let size = size(rows);
         let smaller = self.longest[..=size].iter().enumerate().rev();
-        let mut known = smaller.filter_map(|(at, time)| time.map(|time| time * f64::from(1 << (size - at))));
-        let known = known.next().or_else(|| self.longest[size..].iter().flatten().next().copied());
-        let limit = known.and_then(|time| Duration::try_from_secs_f64(time * PATIENCE).ok());
-        limit.map_or(UNKNOWN, |limit| limit.clamp(FLOOR, UNKNOWN))
+        let mut scaled = smaller.filter_map(|(at, time)| time.map(|time| time * f64::from(1 << (size - at))));
+        let longest = scaled.next().or_else(|| self.longest[size..].iter().flatten().next().copied());
+        let limit = longest.and_then(|time| Duration::try_from_secs_f64(time * LIMIT_RATIO).ok());
+        limit.map_or(UNKNOWN, |limit| limit.clamp(MIN_LIMIT, UNKNOWN))
     }
 }
 
@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(deadline.limit(200), ms(8000), "by its rows");
         assert_eq!(deadline.limit(1 << 20), UNKNOWN);
         deadline.took(1, ms(5));
-        assert_eq!(deadline.limit(1), FLOOR);
+        assert_eq!(deadline.limit(1), MIN_LIMIT);
         deadline.took(128, ms(1));
         assert!((ms(3900)..ms(4000)).contains(&deadline.limit(128)), "{:?}", deadline.limit(128));
     }

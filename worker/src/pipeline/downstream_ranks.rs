@@ -11,7 +11,7 @@ use super::handshake::LostStage;
 use super::lm_head_share::HeadShare;
 use super::lm_head_split::HeadSplit;
 use super::microbatch::{MicrobatchChoice, Pace};
-use super::remote_blocks::Parts;
+use super::remote_blocks::RemoteBlocks;
 use super::send_queue::{Queue, SendQueue, Writes};
 use super::step;
 use super::wait_policy::WaitPolicy;
@@ -34,7 +34,7 @@ use tokio::task::JoinSet;
 use transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
 
 /// Time to wait for a result before all stages are polled for their progress; also the polling interval.
-const ASK_AFTER: Duration = Duration::from_millis(250);
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// A stage that sends nothing for this long counts as lost, even if its connection is open.
 const SILENCE: Duration = Duration::from_millis(2500);
 /// When a stage reports a lost neighbour, the time to wait for a report that names the stage that failed.
@@ -54,16 +54,16 @@ pub(super) struct Layout {
 pub(crate) struct DownstreamRanks {
     runtime: Handle,
     layout: Layout,
-    parts: Parts,
-    patience: WaitPolicy,
+    remote_blocks: RemoteBlocks,
+    wait_policy: WaitPolicy,
     steps: SendQueue<ActivationSender>,
     reports: StageReports,
-    heard: mpsc::UnboundedReceiver<StageSignal>,
-    /// The sender of `heard`, kept so that the channel stays open if no task has a sender.
-    _tell: mpsc::UnboundedSender<StageSignal>,
+    signals: mpsc::UnboundedReceiver<StageSignal>,
+    /// The sender of `signals`, kept so that the channel stays open if no task has a sender.
+    _signals_tx: mpsc::UnboundedSender<StageSignal>,
     /// One channel for each later stage; a message polls its progress. Dropping it closes the stage's control
     /// stream, which ends the replica there.
-    asks: Vec<mpsc::Sender<()>>,
+    polls: Vec<mpsc::Sender<()>>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
     under_way: VecDeque<UnderWay>,
     stages: Vec<StageStatus>,
@@ -87,7 +87,7 @@ pub(crate) struct DownstreamRanks {
 struct StageStatus {
     deadline: Deadline,
     progress: StageProgressReport,
-    heard: Instant,
+    last_report: Instant,
 }
 
 /// A step that was sent to the other stages and has no result yet.
@@ -99,7 +99,7 @@ struct UnderWay {
     /// The choice that the step was planned with; `None` next to prompts.
     choice: Option<MicrobatchChoice>,
     /// Expected numbers of tokens, samples and rows of logits.
-    wanted: [usize; 3],
+    expected: [usize; 3],
     /// Rows whose residual stream is expected back.
     returned: Vec<u32>,
     /// Maximum number of draft tokens for each sequence that requested some.
@@ -136,11 +136,11 @@ pub(super) enum Rest {
 #[derive(Debug)]
 pub(super) struct RankResult {
     pub(super) step: u64,
-    /// For each row of [`WantedRows::argmax`].
+    /// For each row of [`RequestedRows::argmax`].
     pub(super) tokens: Vec<u32>,
-    /// For each of [`WantedRows::samples`].
+    /// For each of [`RequestedRows::samples`].
     pub(super) samples: Vec<StageSampled>,
-    /// Each row of [`WantedRows::logits`].
+    /// Each row of [`RequestedRows::logits`].
     pub(super) logits: Vec<Vec<f32>>,
     /// The residual stream of rows for which the last stage computed no tokens or logits: their row numbers
     /// in ascending order, and their values, `[rows, hidden]`. `None` if the last stage computed the results.
@@ -181,44 +181,44 @@ impl DownstreamRanks {
     pub(super) fn new(
         runtime: Handle,
         held: (Arc<Endpoint>, JoinSet<()>),
-        (layout, parts): (Layout, Parts),
+        (layout, remote_blocks): (Layout, RemoteBlocks),
         sender: ActivationSender,
         controls: impl Iterator<Item = StageControl>,
     ) -> Result<Self, Error> {
-        let (tell, heard) = mpsc::unbounded_channel();
+        let (signals_tx, signals) = mpsc::unbounded_channel();
         let handover = sender.handover();
         let (steps, queue) = SendQueue::new(runtime.clone(), sender, handover);
-        let mut tasks = vec![runtime.spawn(pass_steps(queue, tell.clone()))];
-        let (mut asks, mut last) = (Vec::new(), None);
+        let mut tasks = vec![runtime.spawn(send_steps(queue, signals_tx.clone()))];
+        let (mut polls, mut last) = (Vec::new(), None);
         for (stage, StageControl { orders, reports }) in (1..).zip(controls) {
-            let (ask, asked) = mpsc::channel(1);
-            asks.push(ask);
-            tasks.push(runtime.spawn(pass_questions(orders, asked)));
+            let (poll, polls_rx) = mpsc::channel(1);
+            polls.push(poll);
+            tasks.push(runtime.spawn(forward_polls(orders, polls_rx)));
             if let Some((stage, reports)) = last.replace((stage, reports)) {
-                tasks.push(runtime.spawn(listen(stage, reports, tell.clone())));
+                tasks.push(runtime.spawn(read_reports(stage, reports, signals_tx.clone())));
             }
         }
         let Some((last, reports)) = last else {
             return Err(Error::Invariant("a replica of one stage".to_owned()));
         };
-        let known = StageStatus {
+        let status = StageStatus {
             deadline: Deadline::default(),
             progress: StageProgressReport::default(),
-            heard: Instant::now(),
+            last_report: Instant::now(),
         };
         Ok(Self {
             runtime,
             layout,
-            parts,
-            patience: WaitPolicy::default(),
+            remote_blocks,
+            wait_policy: WaitPolicy::default(),
             steps,
             reports,
-            heard,
-            _tell: tell,
-            asks,
+            signals,
+            _signals_tx: signals_tx,
+            polls,
             tasks,
             under_way: VecDeque::new(),
-            stages: vec![known; last + 1],
+            stages: vec![status; last + 1],
             pace: Pace::new(last + 1),
             answered: Instant::now(),
             counts: StageCounts { stages: vec![StageCount::default(); last + 1], ..StageCounts::default() },
@@ -237,12 +237,12 @@ impl DownstreamRanks {
     /// Whether a stage failed to read or write its part of blocks. The next [`Self::result`] returns the
     /// error.
     pub(super) fn is_lost(&self) -> bool {
-        self.parts.is_lost()
+        self.remote_blocks.is_lost()
     }
 
     /// Bytes of a block, summed over all stages.
     pub(super) fn block_bytes(&self, group: usize) -> usize {
-        self.parts.block_bytes(group)
+        self.remote_blocks.block_bytes(group)
     }
 
     /// Reads whole blocks: the parts of `first` (this stage's blocks) and of all other stages. Blocks of
@@ -250,10 +250,10 @@ impl DownstreamRanks {
     pub(super) fn read_blocks(
         &mut self,
         first: Blocks<'_>,
-        wanted: &[(usize, u32)],
+        blocks: &[(usize, u32)],
     ) -> Result<Vec<Vec<u8>>, Error> {
-        let limit = self.patience();
-        self.parts.read(first, wanted, limit)
+        let limit = self.block_timeout();
+        self.remote_blocks.read(first, blocks, limit)
     }
 
     /// Writes blocks that no step in flight uses.
@@ -262,22 +262,22 @@ impl DownstreamRanks {
         first: Blocks<'_>,
         pieces: &[(usize, u32, &[u8])],
     ) -> Result<(), Error> {
-        let limit = self.patience();
-        self.parts.write(first, pieces, limit)
+        let limit = self.block_timeout();
+        self.remote_blocks.write(first, pieces, limit)
     }
 
     /// Reads the recurrent states of all layers in a slot.
     pub(super) fn read_states(&mut self, first: Blocks<'_>, slot: u32) -> Result<Vec<LayerState>, Error> {
-        let limit = self.patience();
-        self.parts.states(first, slot, limit)
+        let limit = self.block_timeout();
+        self.remote_blocks.states(first, slot, limit)
     }
 
     /// Time limit for a stage to read or write its part of a few blocks. The stage does so only after the
     /// layer that it is computing.
-    fn patience(&self) -> Duration {
+    fn block_timeout(&self) -> Duration {
         let steps = self.under_way.iter().map(|step| step.rows);
-        let limits = steps.flat_map(|rows| self.stages.iter().map(move |known| known.deadline.limit(rows)));
-        match self.parts.waits() {
+        let limits = steps.flat_map(|rows| self.stages.iter().map(move |stage| stage.deadline.limit(rows)));
+        match self.remote_blocks.waits() {
             // The order waits for accepted rows that follow these steps on their stream.
             true => limits.fold(SILENCE, Duration::saturating_add),
             false => limits.fold(SILENCE, Duration::max),
@@ -291,7 +291,7 @@ impl DownstreamRanks {
 
     /// Maximum number of steps in flight.
     pub(super) fn max_steps(&self) -> u32 {
-        self.pace.most()
+        self.pace.max_steps()
     }
 
     /// Sends the number of accepted rows of each sequence whose state update a finished step deferred. The
@@ -299,7 +299,7 @@ impl DownstreamRanks {
     pub(super) fn counted(&mut self, step: u64, rows: &[usize]) {
         let rows = rows.iter().map(|rows| *rows as u32).collect();
         self.steps.send((StageFrame::Counted(StageCounted { step, rows }), Vec::new()));
-        self.parts.counted(step);
+        self.remote_blocks.counted(step);
     }
 
     /// Returns the counters and resets [`StageCounts::hops`].
@@ -316,7 +316,7 @@ impl DownstreamRanks {
         decoder: &mut Decoder,
         scheduler: &Scheduler,
         plan: &StepPlan,
-        StepRequest { wanted, drafts, traces }: StepRequest,
+        StepRequest { rows: requested, drafts, traces }: StepRequest,
     ) -> Result<(), Error> {
         let since = Instant::now();
         let Layout { blocks, own, state_group, activations } = &self.layout;
@@ -332,25 +332,25 @@ impl DownstreamRanks {
         // A step that is alone in the pipeline splits its logits to minimize latency.
         let alone = self.under_way.is_empty();
         let vocab = decoder.spec().vocab;
-        let split = shared && alone && wanted.is_one() && decoder.splits_head();
+        let split = shared && alone && requested.is_one() && decoder.splits_head();
         let split = split.then(|| {
-            let best = !wanted.argmax.is_empty();
+            let best = !requested.argmax.is_empty();
             HeadSplitChoice { from: self.head_splits[usize::from(best)].next(vocab), best }
         });
         step.head = split.and_then(|split| Some(StageHead { from: split.from?, best: split.best }));
         if step.head.is_some() || (shared && !alone && self.head_share.takes_next()) {
-            step.returned = wanted.distinct();
+            step.returned = requested.distinct();
         } else {
-            step.argmax = wanted.argmax;
-            step.logits = wanted.logits;
-            step.samples = wanted.samples;
+            step.argmax = requested.argmax;
+            step.logits = requested.logits;
+            step.samples = requested.samples;
         }
         let under_way = UnderWay {
             step: plan.step,
             rows: plan.tokens.len(),
             decodes,
             choice: self.pace.choice(),
-            wanted: [step.argmax.len(), step.samples.len(), step.logits.len()],
+            expected: [step.argmax.len(), step.samples.len(), step.logits.len()],
             returned: step.returned.clone(),
             draft_tokens: step.draft_requests.iter().map(|draft_token| draft_token.most).collect(),
             widths: (vocab, decoder.spec().hidden),
@@ -376,16 +376,16 @@ impl DownstreamRanks {
     /// the result has not arrived.
     pub(super) fn result(&mut self, wait: bool) -> Result<Option<RankResult>, Error> {
         let (since, runtime) = (Instant::now(), self.runtime.clone());
-        if let Some(lost) = self.parts.take_lost() {
+        if let Some(lost) = self.remote_blocks.take_lost() {
             return Err(runtime.block_on(self.blame(lost)).into());
         }
-        let mut patience = std::mem::take(&mut self.patience);
-        let heard = match wait {
-            true => patience.block_on(&runtime, self.hear(true)),
-            false => runtime.block_on(self.hear(false)),
+        let mut wait_policy = std::mem::take(&mut self.wait_policy);
+        let received = match wait {
+            true => wait_policy.block_on(&runtime, self.receive_result(true)),
+            false => runtime.block_on(self.receive_result(false)),
         };
-        self.patience = patience;
-        let Some((drawn, rows)) = heard? else { return Ok(None) };
+        self.wait_policy = wait_policy;
+        let Some((drawn, rows)) = received? else { return Ok(None) };
         let Some(mut under_way) = self.under_way.pop_front() else { return Ok(None) };
         let StageDrawn { step, tokens, samples, spent, drafted, drafting_us, .. } = drawn;
         self.account(&under_way, &spent);
@@ -427,10 +427,10 @@ impl DownstreamRanks {
         // The step stays in flight until its logits arrive, so that timeouts apply to it.
         self.under_way.push_front(halved);
         let (since, runtime) = (Instant::now(), self.runtime.clone());
-        let mut patience = std::mem::take(&mut self.patience);
-        let heard = patience.block_on(&runtime, self.hear_rest());
-        self.patience = patience;
-        let (rest, logits) = heard?;
+        let mut wait_policy = std::mem::take(&mut self.wait_policy);
+        let received = wait_policy.block_on(&runtime, self.receive_rest());
+        self.wait_policy = wait_policy;
+        let (rest, logits) = received?;
         let waited = since.elapsed();
         if let Some(halved) = self.under_way.pop_front() {
             self.counts.divided += 1;
@@ -458,11 +458,11 @@ impl DownstreamRanks {
         let since_last = now - std::mem::replace(&mut self.answered, now);
         self.pace.answered(under_way.choice.filter(|_| under_way.decodes), since_last);
         let times = || {
-            let later = spent.iter().map(|spent| Duration::from_micros(spent.computed_us.into()));
-            std::iter::once(under_way.computed).chain(later)
+            let downstream = spent.iter().map(|spent| Duration::from_micros(spent.computed_us.into()));
+            std::iter::once(under_way.computed).chain(downstream)
         };
-        for (known, took) in self.stages.iter_mut().zip(times()) {
-            known.deadline.took(under_way.rows, took);
+        for (stage, took) in self.stages.iter_mut().zip(times()) {
+            stage.deadline.took(under_way.rows, took);
         }
         for (count, took) in self.counts.stages.iter_mut().zip(times()) {
             count.computed += took.as_secs_f64();
@@ -485,43 +485,43 @@ impl DownstreamRanks {
 
     /// Receives the oldest step's result and its rows. `None` if there is no step, or if `wait` is false and
     /// no result has arrived.
-    async fn hear(&mut self, wait: bool) -> Result<Option<(StageDrawn, Vec<Vec<f32>>)>, Error> {
+    async fn receive_result(&mut self, wait: bool) -> Result<Option<(StageDrawn, Vec<Vec<f32>>)>, Error> {
         match self.report(wait).await? {
             None => Ok(None),
             Some(StageReport::Drawn(drawn)) => self.rows_of(drawn).await.map(Some),
-            Some(other) => Err(self.blame(self.not_awaited(other)).await.into()),
+            Some(other) => Err(self.blame(self.unexpected(other)).await.into()),
         }
     }
 
     /// Receives the last stage's part of the oldest step's logits.
-    async fn hear_rest(&mut self) -> Result<(StageRest, Vec<f32>), Error> {
+    async fn receive_rest(&mut self) -> Result<(StageRest, Vec<f32>), Error> {
         let split = |step: &UnderWay| Some((step.step, step.widths.0, step.split?.from?, step.split?.best));
         let Some((step, vocab, from, best)) = self.under_way.front().and_then(split) else {
             return Err(Error::Invariant("logits of no step".to_owned()));
         };
         let logits = if best { 0 } else { vocab - from as usize };
         let answers = |rest: &StageRest| {
-            let of_part = |(token, _)| token >= from && (token as usize) < vocab;
-            let said = (rest.step, rest.logits as usize, rest.best.is_some());
-            said == (step, logits, best) && rest.best.is_none_or(of_part)
+            let in_part = |(token, _)| token >= from && (token as usize) < vocab;
+            let actual = (rest.step, rest.logits as usize, rest.best.is_some());
+            actual == (step, logits, best) && rest.best.is_none_or(in_part)
         };
         match self.report(true).await? {
             Some(StageReport::Rest(rest)) if answers(&rest) => {
-                let stage = self.asks.len();
+                let stage = self.polls.len();
                 let row = self.reports.row(logits).await;
                 Ok((rest, row.map_err(|source| LostStage { stage, source })?))
             }
             Some(StageReport::Rest(rest)) => {
                 Err(Error::Invariant(format!("{logits} logits of step {step} are answered by {rest:?}")))
             }
-            Some(other) => Err(self.blame(self.not_awaited(other)).await.into()),
+            Some(other) => Err(self.blame(self.unexpected(other)).await.into()),
             None => Err(Error::Invariant("logits that nobody makes".to_owned())),
         }
     }
 
     /// Error for a report that the last stage sent at the wrong time.
-    fn not_awaited(&self, report: StageReport) -> LostStage {
-        LostStage { stage: self.asks.len(), source: not_awaited(Ok(report)) }
+    fn unexpected(&self, report: StageReport) -> LostStage {
+        LostStage { stage: self.polls.len(), source: unexpected(Ok(report)) }
     }
 
     /// Receives the last stage's next result. `None` if there is no step, or if `wait` is false and no result
@@ -530,35 +530,35 @@ impl DownstreamRanks {
         if self.under_way.is_empty() {
             return Ok(None);
         }
-        let (since, last) = (Instant::now(), self.asks.len());
-        let mut ask_at = since + ASK_AFTER;
+        let (since, last) = (Instant::now(), self.polls.len());
+        let mut poll_at = since + POLL_INTERVAL;
         loop {
-            let heard = tokio::select! {
+            let signal = tokio::select! {
                 biased;
                 report = self.reports.next() => match report {
                     Ok(report @ (StageReport::Drawn(_) | StageReport::Rest(_))) => return Ok(Some(report)),
                     Ok(StageReport::Progress(progress)) => StageSignal::Progress(last, progress),
-                    report => StageSignal::Lost(LostStage { stage: last, source: not_awaited(report) }),
+                    report => StageSignal::Lost(LostStage { stage: last, source: unexpected(report) }),
                 },
-                Some(heard) = self.heard.recv() => heard,
+                Some(signal) = self.signals.recv() => signal,
                 () = std::future::ready(()), if !wait => return Ok(None),
-                () = tokio::time::sleep_until(ask_at.into()) => {
-                    if let Some(late) = self.late(since) {
-                        return Err(late.into());
+                () = tokio::time::sleep_until(poll_at.into()) => {
+                    if let Some(overdue_stage) = self.overdue_stage(since) {
+                        return Err(overdue_stage.into());
                     }
                     // A stage that has not answered the last poll is not polled again.
-                    for ask in &self.asks {
-                        let _ = ask.try_send(());
+                    for poll in &self.polls {
+                        let _ = poll.try_send(());
                     }
-                    ask_at = Instant::now() + ASK_AFTER;
+                    poll_at = Instant::now() + POLL_INTERVAL;
                     continue;
                 }
             };
-            match heard {
+            match signal {
                 StageSignal::Lost(lost) => return Err(self.blame(lost).await.into()),
                 StageSignal::Progress(stage, progress) => {
-                    if let Some(known) = self.stages.get_mut(stage) {
-                        (known.progress, known.heard) = (progress, Instant::now());
+                    if let Some(status) = self.stages.get_mut(stage) {
+                        (status.progress, status.last_report) = (progress, Instant::now());
                     }
                 }
             }
@@ -570,19 +570,19 @@ impl DownstreamRanks {
         let Some(oldest) = self.under_way.front() else {
             return Err(Error::Invariant("an answer to no step".to_owned()));
         };
-        let ([tokens, samples, logits], returned) = (oldest.wanted, oldest.returned.len());
-        let said = (drawn.step, drawn.tokens.len(), drawn.samples.len());
+        let ([tokens, samples, logits], returned) = (oldest.expected, oldest.returned.len());
+        let actual = (drawn.step, drawn.tokens.len(), drawn.samples.len());
         let rows = (drawn.rows as usize, drawn.returned as usize);
-        let later = self.asks.len();
-        if said != (oldest.step, tokens, samples) || rows != (logits, returned) || drawn.spent.len() != later
+        let last = self.polls.len();
+        if actual != (oldest.step, tokens, samples) || rows != (logits, returned) || drawn.spent.len() != last
         {
-            return Err(Error::Invariant(format!("{oldest:?} is answered by {said:?}, {rows:?}")));
+            return Err(Error::Invariant(format!("{oldest:?} is answered by {actual:?}, {rows:?}")));
         }
         let (vocab, hidden) = oldest.widths;
         if !draft::answers(&drawn.drafted, &oldest.draft_tokens, vocab) {
-            let asked = &oldest.draft_tokens;
+            let requested = &oldest.draft_tokens;
             return Err(Error::Invariant(format!(
-                "{asked:?} draft tokens are answered by {:?}",
+                "{requested:?} draft tokens are answered by {:?}",
                 drawn.drafted
             )));
         }
@@ -590,27 +590,27 @@ impl DownstreamRanks {
         let mut rows = Vec::with_capacity(logits + returned);
         for width in widths {
             let row = self.reports.row(width).await;
-            rows.push(row.map_err(|source| LostStage { stage: later, source })?);
+            rows.push(row.map_err(|source| LostStage { stage: last, source })?);
         }
         Ok((drawn, rows))
     }
 
     /// Returns the stage that delayed the oldest step beyond its limit, if any. `since` is the start of the
     /// wait.
-    fn late(&self, since: Instant) -> Option<LostStage> {
+    fn overdue_stage(&self, since: Instant) -> Option<LostStage> {
         let oldest = self.under_way.front()?;
         let mut before = Duration::ZERO;
-        for (stage, known) in self.stages.iter().enumerate().skip(1) {
+        for (stage, status) in self.stages.iter().enumerate().skip(1) {
             let timeout = |what, limit: Duration| {
                 let source = transport::Error::Timeout { what, limit_ms: limit.as_millis() as u64 };
                 Some(LostStage { stage, source })
             };
-            if known.heard.max(since).elapsed() > SILENCE {
+            if status.last_report.max(since).elapsed() > SILENCE {
                 return timeout("saying how far it is", SILENCE);
             }
-            let StageProgressReport { done, computes, for_us } = known.progress;
+            let StageProgressReport { done, computes, for_us } = status.progress;
             let computed = self.under_way.iter().find(|step| step.step == computes);
-            let limit = known.deadline.limit(computed.map_or(oldest.rows, |step| step.rows));
+            let limit = status.deadline.limit(computed.map_or(oldest.rows, |step| step.rows));
             before += limit;
             if computed.is_some() && Duration::from_micros(for_us) > limit {
                 return timeout("computing a step", limit);
@@ -634,18 +634,18 @@ impl DownstreamRanks {
                     | transport::Error::StreamEnded(_)
             )
         };
-        let (until, last) = (Instant::now() + BLAME, self.asks.len());
-        let mut hears_last = lost.stage != last;
+        let (until, last) = (Instant::now() + BLAME, self.polls.len());
+        let mut reads_last = lost.stage != last;
         while second_hand(&lost.source) {
-            let heard = tokio::select! {
-                Some(heard) = self.heard.recv() => heard,
-                report = self.reports.next(), if hears_last => {
-                    hears_last = false;
-                    StageSignal::Lost(LostStage { stage: last, source: not_awaited(report) })
+            let signal = tokio::select! {
+                Some(signal) = self.signals.recv() => signal,
+                report = self.reports.next(), if reads_last => {
+                    reads_last = false;
+                    StageSignal::Lost(LostStage { stage: last, source: unexpected(report) })
                 }
                 () = tokio::time::sleep_until(until.into()) => break,
             };
-            match heard {
+            match signal {
                 StageSignal::Lost(other) if !second_hand(&other.source) => return other,
                 StageSignal::Lost(_) | StageSignal::Progress(..) => {}
             }
@@ -655,7 +655,7 @@ impl DownstreamRanks {
 }
 
 /// Converts an unexpected report, or a receive error, into the error that ends the replica.
-fn not_awaited(report: Result<StageReport, transport::Error>) -> transport::Error {
+fn unexpected(report: Result<StageReport, transport::Error>) -> transport::Error {
     report.map_or_else(|error| error, |_| transport::Error::Protocol("a report at the wrong time"))
 }
 
@@ -672,15 +672,15 @@ impl Writes for ActivationSender {
 }
 
 /// Sends queued messages until the queue ends or a write fails.
-async fn pass_steps(queue: Queue<ActivationSender>, heard: mpsc::UnboundedSender<StageSignal>) {
+async fn send_steps(queue: Queue<ActivationSender>, signals_tx: mpsc::UnboundedSender<StageSignal>) {
     if let Err(source) = queue.write_all().await {
         // The send fails only if the engine is gone.
-        let _ = heard.send(StageSignal::Lost(LostStage { stage: 1, source }));
+        let _ = signals_tx.send(StageSignal::Lost(LostStage { stage: 1, source }));
     }
 }
 
-async fn pass_questions(mut orders: StageOrders, mut asked: mpsc::Receiver<()>) {
-    while asked.recv().await.is_some() {
+async fn forward_polls(mut orders: StageOrders, mut polls: mpsc::Receiver<()>) {
+    while polls.recv().await.is_some() {
         // The reader of the stage's reports notices a lost stage.
         if orders.send(&StageOrder::TellProgress).await.is_err() {
             return;
@@ -688,15 +688,19 @@ async fn pass_questions(mut orders: StageOrders, mut asked: mpsc::Receiver<()>) 
     }
 }
 
-async fn listen(stage: usize, mut reports: StageReports, heard: mpsc::UnboundedSender<StageSignal>) {
+async fn read_reports(
+    stage: usize,
+    mut reports: StageReports,
+    signals_tx: mpsc::UnboundedSender<StageSignal>,
+) {
     loop {
-        let told = match reports.next().await {
+        let signal = match reports.next().await {
             Ok(StageReport::Progress(progress)) => StageSignal::Progress(stage, progress),
-            report => StageSignal::Lost(LostStage { stage, source: not_awaited(report) }),
+            report => StageSignal::Lost(LostStage { stage, source: unexpected(report) }),
         };
-        let last = matches!(told, StageSignal::Lost(_));
+        let last = matches!(signal, StageSignal::Lost(_));
         // The send fails only if the engine is gone.
-        if heard.send(told).is_err() || last {
+        if signals_tx.send(signal).is_err() || last {
             return;
         }
     }

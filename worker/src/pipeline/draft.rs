@@ -14,25 +14,28 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 /// A step's request for draft tokens of one sequence.
-pub(crate) struct Asked<'a> {
+pub(crate) struct DraftRequest<'a> {
     sequence: &'a StageSequence,
     /// The step's rows of the sequence.
     rows: Range<usize>,
     /// The first row that a token is drawn from.
     first: usize,
-    most: usize,
+    max_tokens: usize,
 }
 
 /// Returns the draft requests of a step.
 ///
 /// # Errors
 /// [`Error::StageStep`] if a request is invalid or this stage has no drafter.
-pub(crate) fn asked<'a>(step: &'a StageStep, decoder: &Decoder) -> Result<Vec<Asked<'a>>, Error> {
+pub(crate) fn draft_requests<'a>(
+    step: &'a StageStep,
+    decoder: &Decoder,
+) -> Result<Vec<DraftRequest<'a>>, Error> {
     let refuse = |reason: String| Err(Error::StageStep { reason });
     if !step.draft_requests.is_empty() && !decoder.drafts() {
         return refuse("draft tokens are asked for, and nothing draft tokens here".to_owned());
     }
-    let mut asked = Vec::with_capacity(step.draft_requests.len());
+    let mut requests = Vec::with_capacity(step.draft_requests.len());
     let (mut draft_tokens, mut start) = (step.draft_requests.iter().peekable(), 0usize);
     for (index, sequence) in (0u32..).zip(&step.sequences) {
         let rows = start..start.saturating_add(sequence.rows as usize);
@@ -40,26 +43,26 @@ pub(crate) fn asked<'a>(step: &'a StageStep, decoder: &Decoder) -> Result<Vec<As
         let Some(draft_token) = draft_tokens.next_if(|draft_token| draft_token.sequence == index) else {
             continue;
         };
-        let (first, most) = (draft_token.first as usize, draft_token.most as usize);
-        if !rows.contains(&first) || most > MAX_STAGE_DRAFT_TOKENS {
+        let (first, max_tokens) = (draft_token.first as usize, draft_token.most as usize);
+        if !rows.contains(&first) || max_tokens > MAX_STAGE_DRAFT_TOKENS {
             return refuse(format!(
                 "{draft_token:?} of rows {rows:?}, the limit is {MAX_STAGE_DRAFT_TOKENS} draft tokens"
             ));
         }
-        asked.push(Asked { sequence, rows, first, most });
+        requests.push(DraftRequest { sequence, rows, first, max_tokens });
     }
     match draft_tokens.next() {
         Some(draft_token) => refuse(format!("{draft_token:?} is of no sequence behind the one before it")),
-        None => Ok(asked),
+        None => Ok(requests),
     }
 }
 
-/// Whether these are valid draft tokens: in the vocabulary, and at most `asked[i]` for the i-th sequence.
-pub(crate) fn answers(drafted: &[StageDraftTokens], asked: &[u32], vocab: usize) -> bool {
-    let fits = |(StageDraftTokens { tokens }, most): (&StageDraftTokens, &u32)| {
-        tokens.len() <= *most as usize && tokens.iter().all(|token| (*token as usize) < vocab)
+/// Whether these are valid draft tokens: in the vocabulary, and at most `requested[i]` for the i-th sequence.
+pub(crate) fn answers(drafted: &[StageDraftTokens], requested: &[u32], vocab: usize) -> bool {
+    let fits = |(StageDraftTokens { tokens }, max_tokens): (&StageDraftTokens, &u32)| {
+        tokens.len() <= *max_tokens as usize && tokens.iter().all(|token| (*token as usize) < vocab)
     };
-    drafted.len() == asked.len() && drafted.iter().zip(asked).all(fits)
+    drafted.len() == requested.len() && drafted.iter().zip(requested).all(fits)
 }
 
 /// Drafts tokens after the tokens `drawn` (row, token) of a step that has just passed the last layer.
@@ -67,48 +70,48 @@ pub(crate) fn answers(drafted: &[StageDraftTokens], asked: &[u32], vocab: usize)
 pub(crate) fn draft(
     decoder: &mut Decoder,
     slabs: &Slabs,
-    (step, asked): (&StageStep, &[Asked<'_>]),
+    (step, requests): (&StageStep, &[DraftRequest<'_>]),
     drawn: impl Iterator<Item = (u32, u32)>,
 ) -> Result<Vec<StageDraftTokens>, Error> {
     let drawn: HashMap<u32, u32> = drawn.collect();
-    let newest = |asked: &Asked<'_>| {
+    let newest = |request: &DraftRequest<'_>| {
         let of = |row: usize| drawn.get(&(row as u32)).copied();
-        let mut row = asked.first;
+        let mut row = request.first;
         // While the token of the next row equals the one drawn from this row, that draft token was accepted.
-        while row + 1 < asked.rows.end && of(row).is_some_and(|token| step.tokens[row + 1] == token) {
+        while row + 1 < request.rows.end && of(row).is_some_and(|token| step.tokens[row + 1] == token) {
             row += 1;
         }
-        Some((row, of(row).filter(|_| asked.most > 0)?))
+        Some((row, of(row).filter(|_| request.max_tokens > 0)?))
     };
-    let newest: Vec<Option<(usize, u32)>> = asked.iter().map(newest).collect();
+    let newest: Vec<Option<(usize, u32)>> = requests.iter().map(newest).collect();
     let rows: Vec<u32> = newest.iter().flatten().map(|(row, _)| *row as u32).collect();
-    let mut results = vec![StageDraftTokens::default(); asked.len()];
+    let mut results = vec![StageDraftTokens::default(); requests.len()];
     if rows.is_empty() {
         return Ok(results);
     }
-    let tables = |asked: &Asked<'_>| {
-        let groups = asked.sequence.tables.iter().enumerate();
+    let tables = |request: &DraftRequest<'_>| {
+        let groups = request.sequence.tables.iter().enumerate();
         groups.map(|(group, table)| step::offsets(slabs, group, table)).collect::<Result<Vec<_>, Error>>()
     };
-    let tables: Vec<Vec<Vec<u32>>> = asked.iter().map(tables).collect::<Result<_, Error>>()?;
+    let tables: Vec<Vec<Vec<u32>>> = requests.iter().map(tables).collect::<Result<_, Error>>()?;
     let mut hidden = decoder.hidden(&rows)?.into_iter();
     let mut from = Vec::with_capacity(rows.len());
-    for ((asked, newest), tables) in asked.iter().zip(&newest).zip(&tables) {
+    for ((request, newest), tables) in requests.iter().zip(&newest).zip(&tables) {
         let Some((row, token)) = *newest else { continue };
         from.push(DraftFrom {
             token,
-            context: asked.sequence.context as usize + row + 1 - asked.rows.start,
+            context: request.sequence.context as usize + row + 1 - request.rows.start,
             hidden: hidden.next().unwrap_or_default(),
             tables: tables.iter().map(|offsets| BlockTable::Paged(offsets)).collect(),
-            most: asked.most,
+            most: request.max_tokens,
         });
     }
     let rounds = from.iter().map(|from| from.most).max().unwrap_or(0);
     let mut drafted = decoder.draft(&from, rounds)?.into_iter();
-    let drafting = results.iter_mut().zip(asked).zip(&newest).filter(|(_, newest)| newest.is_some());
-    for (((result, asked), _), drafted) in drafting.zip(&mut drafted) {
+    let drafting = results.iter_mut().zip(requests).zip(&newest).filter(|(_, newest)| newest.is_some());
+    for (((result, request), _), drafted) in drafting.zip(&mut drafted) {
         result.tokens = drafted.tokens;
-        result.tokens.truncate(asked.most);
+        result.tokens.truncate(request.max_tokens);
     }
     Ok(results)
 }
@@ -177,7 +180,7 @@ mod tests {
     #[test]
     fn sec_draft_tokens_oob() {
         let (decoder, _) = stage(true);
-        assert_eq!(asked(&good(), &decoder).unwrap().len(), 2);
+        assert_eq!(draft_requests(&good(), &decoder).unwrap().len(), 2);
         let spoils: [Spoil; 7] = [
             ("a sequence", |step| step.draft_requests[1].sequence = 2),
             ("twice", |step| step.draft_requests[1].sequence = 0),
@@ -190,13 +193,13 @@ mod tests {
         for (what, spoil) in spoils {
             let mut step = good();
             spoil(&mut step);
-            let refused = asked(&step, &decoder).err();
+            let refused = draft_requests(&step, &decoder).err();
             assert!(matches!(refused, Some(Error::StageStep { .. })), "{what}: {refused:?}");
         }
         let (without, _) = stage(false);
-        assert!(matches!(asked(&good(), &without).err(), Some(Error::StageStep { .. })));
+        assert!(matches!(draft_requests(&good(), &without).err(), Some(Error::StageStep { .. })));
         let none = StageStep { draft_requests: Vec::new(), ..good() };
-        assert!(asked(&none, &without).unwrap().is_empty());
+        assert!(draft_requests(&none, &without).unwrap().is_empty());
     }
 
     /// Draft tokens continue the last accepted row, which depends on the drawn tokens.
@@ -208,8 +211,8 @@ mod tests {
             (0..5 * decoder.spec().hidden).map(|i| ((i * i) % 17) as f32 / 8.0 - 1.0).collect();
         let mut draft_token = |step: &StageStep, drawn: &[(u32, u32)]| -> Vec<Vec<u32>> {
             step::forward(&mut decoder, &slabs, step, Some(&activations), &mut |_| {}).unwrap();
-            let asked = asked(step, &decoder).unwrap();
-            let drafted = draft(&mut decoder, &slabs, (step, &asked), drawn.iter().copied()).unwrap();
+            let requests = draft_requests(step, &decoder).unwrap();
+            let drafted = draft(&mut decoder, &slabs, (step, &requests), drawn.iter().copied()).unwrap();
             assert!(answers(&drafted, &[3, 2], decoder.spec().vocab));
             drafted.into_iter().map(|drafted| drafted.tokens).collect()
         };

@@ -4,7 +4,7 @@
 use super::downstream_ranks::DownstreamRanks;
 use super::lease::{self, ReplicaClaim};
 use super::ranges::{LastStageDrafter, check_ranges, stage_ranges};
-use super::remote_blocks::Parts;
+use super::remote_blocks::RemoteBlocks;
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
@@ -23,12 +23,12 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use transport::{Connection, Endpoint, EndpointConfig, StageControl};
 
-/// The later stages of a replica, before they are asked to join.
+/// The downstream stages of a replica, before they join.
 #[derive(Debug)]
 pub struct Replica {
     runtime: Handle,
     endpoint: Arc<Endpoint>,
-    later: Vec<StageAddress>,
+    downstream: Vec<StageAddress>,
     activations: ActivationType,
     plan: Option<Plan>,
     lost: watch::Sender<Option<String>>,
@@ -51,12 +51,12 @@ pub struct LostStage {
 }
 
 impl Replica {
-    /// Creates a replica of this process and `later` workers, at least one, in the order of their layers.
-    /// `runtime` does the network I/O. Methods that block must not be called on its threads.
+    /// Creates a replica of this process and the `downstream` workers, at least one, in the order of their
+    /// layers. `runtime` does the network I/O. Methods that block must not be called on its threads.
     pub fn new(
         runtime: Handle,
         identity: &Identity,
-        later: Vec<StageAddress>,
+        downstream: Vec<StageAddress>,
         activations: ActivationType,
     ) -> Result<Self, Error> {
         let _runtime = runtime.enter();
@@ -64,7 +64,7 @@ impl Replica {
         let config = super::attentive(EndpointConfig::new(Epoch(since_1970.as_micros() as u64), []));
         let endpoint = Endpoint::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), identity, config)?;
         let (endpoint, lost) = (Arc::new(endpoint), watch::Sender::new(None));
-        Ok(Self { runtime: runtime.clone(), endpoint, later, activations, plan: None, lost })
+        Ok(Self { runtime: runtime.clone(), endpoint, downstream, activations, plan: None, lost })
     }
 
     /// Uses a coordinator's plan: one range for each stage. The other stages are then claimed and held by
@@ -86,7 +86,7 @@ impl Replica {
 
     /// Number of stages, the first one included.
     pub fn stages(&self) -> usize {
-        self.later.len() + 1
+        self.downstream.len() + 1
     }
 
     /// Suffix of the numeric class for the activations' type. `None` if the type changes no results.
@@ -103,22 +103,22 @@ impl Replica {
     pub(crate) fn join(
         self,
         spec: &ModelSpec,
-        (model_digest, class, elsewhere): ([u8; 32], String, Option<LastStageDrafter>),
+        (model_digest, class, last_stage_drafter): ([u8; 32], String, Option<LastStageDrafter>),
         max_rows: usize,
         block_tokens: usize,
     ) -> Result<(Range<usize>, Joining), Error> {
-        let last = elsewhere.map(|elsewhere| elsewhere.from_layer);
+        let last = last_stage_drafter.map(|last_stage_drafter| last_stage_drafter.from_layer);
         let ranges = match &self.plan {
             Some(plan) => check_ranges(spec, last, &plan.ranges, self.stages())?,
             None => stage_ranges(spec, last, self.stages())?,
         };
-        let replica = ReplicaId(self.fresh_id());
-        let Self { runtime, endpoint, later, activations, plan, lost } = self;
-        let mut stages = Vec::with_capacity(later.len());
+        let replica = ReplicaId(self.unique_id());
+        let Self { runtime, endpoint, downstream, activations, plan, lost } = self;
+        let mut stages = Vec::with_capacity(downstream.len());
         let mut leases = JoinSet::new();
-        for (index, address) in later.iter().enumerate() {
+        for (index, address) in downstream.iter().enumerate() {
             let range = &ranges[index + 1];
-            let is_last = index + 1 == later.len();
+            let is_last = index + 1 == downstream.len();
             let order = StageOrder::Join(StageJoin {
                 replica,
                 model_digest,
@@ -127,8 +127,10 @@ impl Replica {
                 max_rows: max_rows as u32,
                 block_tokens: block_tokens as u32,
                 activations,
-                next: later.get(index + 1).cloned(),
-                drafter: elsewhere.filter(|_| is_last).map(|elsewhere| elsewhere.drafter),
+                next: downstream.get(index + 1).cloned(),
+                drafter: last_stage_drafter
+                    .filter(|_| is_last)
+                    .map(|last_stage_drafter| last_stage_drafter.drafter),
             });
             let joined = runtime.block_on(async {
                 let connection = dial(&endpoint, address).await?;
@@ -147,11 +149,13 @@ impl Replica {
             stages.push(joined.map_err(|source| LostStage { stage: index + 1, source })?);
         }
         let first = ranges[0].clone();
-        Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations, parts: Vec::new() }))
+        Ok((
+            first,
+            Joining { runtime, endpoint, stages, leases, replica, activations, part_bytes: Vec::new() },
+        ))
     }
 
-    /// An id that no other replica has.
-    fn fresh_id(&self) -> [u8; 16] {
+    fn unique_id(&self) -> [u8; 16] {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let name = format!("{} {} {since_1970:?}", self.endpoint.name(), self.endpoint.address());
         let digest = blake3::hash(format!("{name} {}", std::process::id()).as_bytes());
@@ -191,7 +195,7 @@ pub(crate) struct Joining {
     replica: ReplicaId,
     activations: ActivationType,
     /// Bytes of a block of each group, by stage, the first one included.
-    parts: Vec<Vec<usize>>,
+    part_bytes: Vec<Vec<usize>>,
 }
 
 impl Joining {
@@ -199,7 +203,7 @@ impl Joining {
     /// stages; `first` has those of the first stage.
     pub(crate) fn block_bytes(&mut self, first: &[u64]) -> Result<Vec<u64>, Error> {
         let lengths = |bytes: &[u64]| bytes.iter().map(|bytes| *bytes as usize).collect();
-        self.parts = vec![lengths(first)];
+        self.part_bytes = vec![lengths(first)];
         let mut sums = first.to_vec();
         for (index, stage) in self.stages.iter_mut().enumerate() {
             let lost = |source| LostStage { stage: index + 1, source };
@@ -210,7 +214,7 @@ impl Joining {
             if joined.block_bytes.len() != sums.len() {
                 return Err(lost(transport::Error::Protocol("a stage has other cache groups")).into());
             }
-            self.parts.push(lengths(&joined.block_bytes));
+            self.part_bytes.push(lengths(&joined.block_bytes));
             for (sum, bytes) in sums.iter_mut().zip(joined.block_bytes) {
                 *sum = sum.saturating_add(bytes);
             }
@@ -233,14 +237,14 @@ impl Joining {
         });
         // In reverse order, because each stage connects to its successor.
         for (index, stage) in self.stages.iter_mut().enumerate().rev() {
-            let begun = self.runtime.block_on(async {
+            let started = self.runtime.block_on(async {
                 stage.control.orders.send(&order).await?;
                 match stage.control.reports.next().await? {
                     StageReport::Ready => Ok(()),
                     _ => Err(transport::Error::Protocol("a stage that is not ready reports something else")),
                 }
             });
-            begun.map_err(|source| LostStage { stage: index + 1, source })?;
+            started.map_err(|source| LostStage { stage: index + 1, source })?;
         }
         let feed = StageFeed { replica: self.replica };
         let Some(second) = self.stages.first() else {
@@ -260,8 +264,15 @@ impl Joining {
         let layout =
             super::downstream_ranks::Layout { blocks, own, state_group, activations: self.activations };
         let arenas = (layout.blocks.clone(), layout.own.clone());
-        let parts = Parts::new(self.runtime.clone(), arenas, state_group, self.parts, links);
-        DownstreamRanks::new(self.runtime, (self.endpoint, self.leases), (layout, parts), sender, controls)
+        let remote_blocks =
+            RemoteBlocks::new(self.runtime.clone(), arenas, state_group, self.part_bytes, links);
+        DownstreamRanks::new(
+            self.runtime,
+            (self.endpoint, self.leases),
+            (layout, remote_blocks),
+            sender,
+            controls,
+        )
     }
 }
 

@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     /// Waits up to a minute until `is` returns true.
-    fn soon(is: impl Fn() -> bool) -> bool {
+    fn wait_until(is: impl Fn() -> bool) -> bool {
         let since = Instant::now();
         while !is() && since.elapsed() < Duration::from_secs(60) {
             std::thread::yield_now();
@@ -131,8 +131,8 @@ mod tests {
                 .is_ok_and(|name| name.trim() == "kvasir-awake")
         });
         let took = named.map(|thread| {
-            let said = std::fs::read_to_string(thread.path().join("schedstat")).unwrap_or_default();
-            said.split_whitespace().next().and_then(|ns| ns.parse::<u64>().ok()).unwrap_or(0)
+            let text = std::fs::read_to_string(thread.path().join("schedstat")).unwrap_or_default();
+            text.split_whitespace().next().and_then(|ns| ns.parse::<u64>().ok()).unwrap_or(0)
         });
         Some(took.sum())
     }
@@ -146,20 +146,20 @@ mod tests {
 
     #[test]
     fn the_thread_runs_during_a_wait_and_ends_when_dropped() {
-        let keeper = CpuKeepAwake::start().expect("this system has threads below others");
-        let weak = Arc::downgrade(&keeper.shared);
-        keeper.begin(Duration::from_secs(600));
+        let keep_awake = CpuKeepAwake::start().expect("this system has threads below others");
+        let weak = Arc::downgrade(&keep_awake.shared);
+        keep_awake.begin(Duration::from_secs(600));
         // Next to other tests the thread runs only on an idle CPU; this thread sleeps to leave one.
         let ran = |more: u64| {
             let before = cpu_time().unwrap();
-            soon(|| {
+            wait_until(|| {
                 std::thread::sleep(Duration::from_millis(1));
                 cpu_time().unwrap() > before + more
             })
         };
         assert!(ran(1_000_000), "it has had a CPU for a millisecond");
-        keeper.end();
-        drop(keeper);
-        assert!(soon(|| weak.strong_count() == 0), "the thread has ended");
+        keep_awake.end();
+        drop(keep_awake);
+        assert!(wait_until(|| weak.strong_count() == 0), "the thread has ended");
     }
 }

@@ -20,13 +20,13 @@ const LEASE: Duration = Duration::from_secs(2);
 /// The claim of a first stage on the others.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReplicaClaim {
-    pub(crate) life: u64,
+    pub(crate) plan_index: u64,
     pub(crate) epoch: Epoch,
 }
 
 impl ReplicaClaim {
     pub(crate) fn of(self, replica: ReplicaId) -> StageClaim {
-        StageClaim { replica, life: self.life, epoch: self.epoch }
+        StageClaim { replica, plan_index: self.plan_index, epoch: self.epoch }
     }
 }
 
@@ -84,8 +84,8 @@ impl Claims {
     }
 
     /// The plan index of the claim that holds this worker, or `None`.
-    pub(crate) fn life(&self) -> Option<u64> {
-        self.0.lock().now.as_ref().map(|holder| holder.claim.life)
+    pub(crate) fn plan_index(&self) -> Option<u64> {
+        self.0.lock().now.as_ref().map(|holder| holder.claim.plan_index)
     }
 
     /// A [`Hold`] on the claim if `replica` is its holder.
@@ -97,14 +97,14 @@ impl Claims {
 
     fn claim(&self, claim: StageClaim) -> Result<(), ClaimRefusal> {
         let mut held = self.0.lock();
-        let (life, epoch) = held.latest;
-        if (claim.life, claim.epoch.0) <= (life, epoch) {
-            return Err(ClaimRefusal::Stale { life, epoch: Epoch(epoch) });
+        let (plan_index, epoch) = held.latest;
+        if (claim.plan_index, claim.epoch.0) <= (plan_index, epoch) {
+            return Err(ClaimRefusal::Stale { plan_index, epoch: Epoch(epoch) });
         }
         if held.leads {
             return Err(ClaimRefusal::Leads);
         }
-        held.latest = (claim.life, claim.epoch.0);
+        held.latest = (claim.plan_index, claim.epoch.0);
         held.now = Some(Holder { claim, lasts: watch::Sender::new(()) });
         Ok(())
     }
@@ -120,7 +120,7 @@ impl Claims {
     pub(crate) async fn serve(&self, call: LeaseCall) {
         let claim = call.claim;
         if let Err(refusal) = self.claim(claim) {
-            tracing::warn!(life = claim.life, epoch = claim.epoch.0, %refusal, "refused the claim of a first stage");
+            tracing::warn!(plan_index = claim.plan_index, epoch = claim.epoch.0, %refusal, "refused the claim of a first stage");
             // The send fails if the claimant is gone.
             let _ = call.refuse(refusal).await;
             return;
@@ -137,7 +137,7 @@ impl Claims {
             Err(error) => error.to_string(),
         };
         tracing::info!(
-            life = claim.life,
+            plan_index = claim.plan_index,
             epoch = claim.epoch.0,
             ended,
             "the claim of a first stage has ended"
@@ -150,8 +150,8 @@ impl Claims {
 mod tests {
     use super::*;
 
-    fn claim(life: u64, epoch: u64) -> StageClaim {
-        StageClaim { replica: ReplicaId([epoch as u8; 16]), life, epoch: Epoch(epoch) }
+    fn claim(plan_index: u64, epoch: u64) -> StageClaim {
+        StageClaim { replica: ReplicaId([epoch as u8; 16]), plan_index, epoch: Epoch(epoch) }
     }
 
     #[test]
@@ -159,11 +159,11 @@ mod tests {
         let claims = Claims::default();
         claims.claim(claim(5, 10)).unwrap();
         let first = claims.hold(ReplicaId([10; 16])).unwrap();
-        let stale = |life, epoch| Err(ClaimRefusal::Stale { life, epoch: Epoch(epoch) });
+        let stale = |plan_index, epoch| Err(ClaimRefusal::Stale { plan_index, epoch: Epoch(epoch) });
         assert_eq!(claims.claim(claim(5, 10)), stale(5, 10), "one attempt claims once");
         assert_eq!(claims.claim(claim(4, 99)), stale(5, 10), "an earlier life");
         claims.claim(claim(5, 11)).unwrap();
-        assert_eq!(claims.life(), Some(5));
+        assert_eq!(claims.plan_index(), Some(5));
         assert!(claims.hold(ReplicaId([10; 16])).is_none());
         assert!(first.0.has_changed().is_err(), "the earlier attempt has lost it");
         // Releasing a claim that has ended must not release its successor.
@@ -171,7 +171,7 @@ mod tests {
         assert!(claims.hold(ReplicaId([11; 16])).is_some());
         claims.claim(claim(6, 1)).unwrap();
         claims.release(&claim(6, 1));
-        assert_eq!(claims.life(), None);
+        assert_eq!(claims.plan_index(), None);
         assert_eq!(claims.claim(claim(5, 12)), stale(6, 1), "also when nobody holds it");
     }
 

@@ -18,21 +18,21 @@ pub(super) struct HeadShare {
     /// Seconds that the head takes for a step.
     head: Option<f64>,
     /// Sum of shares that were not yet used by a whole step.
-    owed: f64,
+    accumulated: f64,
 }
 
-fn blend(known: &mut Option<f64>, took: Duration) {
+fn blend(average: &mut Option<f64>, took: Duration) {
     let took = took.as_secs_f64();
-    *known = Some(known.map_or(took, |known| known + BLEND * (took - known)));
+    *average = Some(average.map_or(took, |average| average + BLEND * (took - average)));
 }
 
 impl HeadShare {
     /// Whether the first stage computes the logits of the step that is sent now.
     pub(super) fn takes_next(&mut self) -> bool {
-        self.owed += self.share();
-        let takes = self.owed >= 1.0;
+        self.accumulated += self.share();
+        let takes = self.accumulated >= 1.0;
         if takes {
-            self.owed -= 1.0;
+            self.accumulated -= 1.0;
         }
         takes
     }

@@ -114,9 +114,9 @@ mod tests {
                 return (all, false);
             };
             assert!(from > 0 && (from as usize) < vocab && (from as usize).is_multiple_of(MULTIPLE));
-            let part = f64::from(from) / vocab as f64;
-            let own = self.begins + part * self.first;
-            let other = (1.0 - part) * self.last + self.comes;
+            let share = f64::from(from) / vocab as f64;
+            let own = self.begins + share * self.first;
+            let other = (1.0 - share) * self.last + self.comes;
             let ms = |ms: f64| Duration::from_secs_f64(ms.max(0.0) / 1e3);
             split.met(ms(own - self.begins), ms(other - own));
             split.took(true, ms(own.max(other)));

@@ -15,7 +15,7 @@ use std::time::Duration;
 const STEPS_PER_FILL: u64 = 16;
 /// Minimum prompt rows of a step. Below it the cost of a row rises noticeably, because each step reads all
 /// weights.
-const FEWEST_PROMPT_ROWS: u64 = 128;
+const MIN_PROMPT_ROWS: u64 = 128;
 /// Divisor of the prompt rows of a step: a multiple of the block size and of the hash unit.
 const PROMPT_ROWS_MULTIPLE: u64 = 64;
 /// Number of rounds whose median is the time of a round. A round computes one row of each sequence.
@@ -42,7 +42,7 @@ pub(super) struct Pace {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MicrobatchChoice {
     all: u32,
-    parts: u32,
+    microbatches: u32,
 }
 
 /// Timings of both ways for one number of sequences.
@@ -132,7 +132,7 @@ impl Pace {
     }
 
     /// Maximum number of steps in flight.
-    pub(super) fn most(&self) -> u32 {
+    pub(super) fn max_steps(&self) -> u32 {
         self.stages.saturating_add(1)
     }
 
@@ -144,24 +144,25 @@ impl Pace {
     /// would read all weights for a few rows.
     pub(super) fn limits(&mut self, demand: Demand, under_way: usize) -> Option<StepLimits> {
         let whole = self.ways.get(&demand.decoding).is_some_and(|ways| ways.next_is_whole(demand));
-        let most = self.stages.min(demand.decoding).max(1);
-        let decoding = if whole { demand.decoding } else { demand.decoding.div_ceil(most).max(1) };
-        let parts = demand.decoding.div_ceil(decoding);
-        let room = if demand.prefill > 0 || parts == 0 { self.most() } else { parts };
+        let max_microbatches = self.stages.min(demand.decoding).max(1);
+        let decoding =
+            if whole { demand.decoding } else { demand.decoding.div_ceil(max_microbatches).max(1) };
+        let microbatches = demand.decoding.div_ceil(decoding);
+        let room = if demand.prefill > 0 || microbatches == 0 { self.max_steps() } else { microbatches };
         if under_way >= room as usize {
             return None;
         }
         self.choice = None;
-        if most > 1 && demand.prefill == 0 {
+        if max_microbatches > 1 && demand.prefill == 0 {
             self.ways.entry(demand.decoding).or_default().decided();
-            self.choice = Some(MicrobatchChoice { all: demand.decoding, parts });
+            self.choice = Some(MicrobatchChoice { all: demand.decoding, microbatches });
         }
         let rows = if demand.prefill == 0 {
             u32::MAX
         } else {
             let fills = STEPS_PER_FILL * u64::from(self.stages - 1).max(1);
             let rows = (demand.prefill / fills).next_multiple_of(PROMPT_ROWS_MULTIPLE);
-            u32::try_from(rows.max(FEWEST_PROMPT_ROWS)).unwrap_or(u32::MAX).saturating_add(decoding)
+            u32::try_from(rows.max(MIN_PROMPT_ROWS)).unwrap_or(u32::MAX).saturating_add(decoding)
         };
         Some(StepLimits { rows, decoding })
     }
@@ -182,13 +183,13 @@ impl Pace {
             // The previous step had another choice, so the time since then does not belong to this round.
             _ => (0, Duration::ZERO),
         };
-        if steps < choice.parts {
+        if steps < choice.microbatches {
             self.timed = Some((choice, steps, time));
             return;
         }
         self.timed = Some((choice, 0, Duration::ZERO));
         if let Some(ways) = self.ways.get_mut(&choice.all) {
-            ways.took(choice.parts == 1, time.as_secs_f64());
+            ways.took(choice.microbatches == 1, time.as_secs_f64());
         }
     }
 }
@@ -265,17 +266,17 @@ mod tests {
     fn both_ways_are_timed_and_the_faster_is_kept() {
         for (stages, all) in [(2, 8), (2, 7), (3, 8), (4, 3)] {
             let mut streams = Decoding::new(stages, all);
-            let parts = all.div_ceil(all.div_ceil(all.min(stages as u32)));
-            let faster_whole = |rows| if rows == all { 30.0 } else { 40.0 / f64::from(parts) };
-            let faster_divided = |rows| if rows == all { 40.0 } else { 30.0 / f64::from(parts) };
+            let microbatches = all.div_ceil(all.div_ceil(all.min(stages as u32)));
+            let faster_whole = |rows| if rows == all { 30.0 } else { 40.0 / f64::from(microbatches) };
+            let faster_divided = |rows| if rows == all { 40.0 } else { 30.0 / f64::from(microbatches) };
             let start = streams.whole(1.0, faster_divided);
             assert!((0.01..0.5).contains(&start), "{stages}, {all}: both were tried, {start}");
-            let later = streams.whole(60.0, faster_divided);
-            assert!((0.001..0.05).contains(&later), "{stages}, {all}: tried again now and then, {later}");
+            let share = streams.whole(60.0, faster_divided);
+            assert!((0.001..0.05).contains(&share), "{stages}, {all}: tried again now and then, {share}");
             // The undivided way becomes faster.
             streams.whole(20.0, faster_whole);
-            let later = streams.whole(60.0, faster_whole);
-            assert!((0.95..0.999).contains(&later), "{stages}, {all}: {later}");
+            let share = streams.whole(60.0, faster_whole);
+            assert!((0.95..0.999).contains(&share), "{stages}, {all}: {share}");
         }
     }
 
@@ -292,15 +293,15 @@ mod tests {
     #[test]
     fn a_trial_that_cannot_be_timed_ends() {
         let mut pace = Pace::new(2);
-        let divided = MicrobatchChoice { all: 8, parts: 2 };
+        let divided = MicrobatchChoice { all: 8, microbatches: 2 };
         (0..20).for_each(|_| pace.answered(Some(divided), ms(10.0)));
         assert!(pace.ways.is_empty(), "nobody has asked");
         assert_eq!(pace.limits(decoding(8), 0).unwrap().decoding, 4);
         (0..20).for_each(|_| pace.answered(Some(divided), ms(10.0)));
         let tried = (0..200).filter(|_| pace.limits(decoding(8), 0).unwrap().decoding == 8).count();
         assert_eq!(tried, TRIAL as usize);
-        let beside = Demand { decoding: 8, prefill: 100 };
-        assert_eq!(pace.limits(beside, 0).unwrap().decoding, 4);
+        let with_prompts = Demand { decoding: 8, prefill: 100 };
+        assert_eq!(pace.limits(with_prompts, 0).unwrap().decoding, 4);
         assert_eq!(pace.choice(), None, "nothing is learnt beside prompts");
     }
 }

@@ -20,8 +20,8 @@ pub(crate) fn stage_ranges(
 ) -> Result<Vec<Range<usize>>, Error> {
     let last = last.unwrap_or(spec.layers.len());
     spec.stage_ranges_before(shards, last).ok_or_else(|| {
-        let most = spec.cut_points().iter().filter(|cut| **cut <= last).count() + 1;
-        Error::Shards { shards, most }
+        let max = spec.cut_points().iter().filter(|cut| **cut <= last).count() + 1;
+        Error::Shards { shards, most: max }
     })
 }
 

@@ -19,10 +19,10 @@ use transport::StageBlocks;
 /// Maximum bytes that one order moves, summed over all stages, not counting its last block.
 const SLICE_BYTES: usize = 4 << 20;
 /// Minimum bytes per second of a link between stages. Extends the time limit for long blocks.
-const LEAST_RATE: f64 = (16 << 20) as f64;
+const MIN_RATE: f64 = (16 << 20) as f64;
 
 #[derive(Debug)]
-pub(super) struct Parts {
+pub(super) struct RemoteBlocks {
     runtime: Handle,
     /// Layout of the scheduler's cache.
     blocks: Slabs,
@@ -44,10 +44,10 @@ pub(super) struct Parts {
 struct Lost {
     stage: usize,
     /// The error, until it is reported once.
-    why: Option<transport::Error>,
+    error: Option<transport::Error>,
 }
 
-impl Parts {
+impl RemoteBlocks {
     pub(super) fn new(
         runtime: Handle,
         (blocks, own): (Slabs, Slabs),
@@ -75,8 +75,8 @@ impl Parts {
     }
 
     pub(super) fn take_lost(&mut self) -> Option<LostStage> {
-        let Lost { stage, why } = self.lost.as_mut()?;
-        let source = why.take().unwrap_or(transport::Error::Protocol("the stage was lost earlier"));
+        let Lost { stage, error } = self.lost.as_mut()?;
+        let source = error.take().unwrap_or(transport::Error::Protocol("the stage was lost earlier"));
         Some(LostStage { stage: *stage, source })
     }
 
@@ -89,15 +89,15 @@ impl Parts {
     pub(super) fn read(
         &mut self,
         mut first: Blocks<'_>,
-        wanted: &[(usize, u32)],
+        blocks: &[(usize, u32)],
         limit: Duration,
     ) -> Result<Vec<Vec<u8>>, Error> {
-        self.may_go_on()?;
-        let mut pieces = Vec::with_capacity(wanted.len());
-        for slice in self.slices(wanted, |block| block.0) {
+        self.check_not_lost()?;
+        let mut pieces = Vec::with_capacity(blocks.len());
+        for slice in self.slices(blocks, |block| block.0) {
             let order = StageBlocksOrder::Read(self.numbers(slice.iter().copied())?);
             let limit = limit.saturating_add(self.travel(slice.iter().map(|block| block.0)));
-            self.tell(|_| (&order, Vec::new()), limit)?;
+            self.send_order(|_| (&order, Vec::new()), limit)?;
             let from = pieces.len();
             for &(group, offset) in slice {
                 let mut piece = first.read(group, self.own_offset(group, offset)?)?;
@@ -105,16 +105,16 @@ impl Parts {
                 pieces.push(piece);
             }
             for stage in 1..self.bytes.len() {
-                let parts: Vec<usize> = slice.iter().map(|(group, _)| self.bytes[stage][*group]).collect();
-                let all: usize = parts.iter().sum();
-                let bytes = self.hear(stage, limit, async |link| match link.report().await? {
+                let lengths: Vec<usize> = slice.iter().map(|(group, _)| self.bytes[stage][*group]).collect();
+                let all: usize = lengths.iter().sum();
+                let bytes = self.receive(stage, limit, async |link| match link.report().await? {
                     StageBlocksReport::Read(bytes) if bytes == all as u64 => link.bytes(all).await,
                     other => Err(refused(other)),
                 })?;
                 let mut left = bytes.as_slice();
-                for (piece, part) in pieces.iter_mut().skip(from).zip(parts) {
+                for (piece, length) in pieces.iter_mut().skip(from).zip(lengths) {
                     // `bytes` is as long as all parts together.
-                    let Some((part, behind)) = left.split_at_checked(part) else { break };
+                    let Some((part, behind)) = left.split_at_checked(length) else { break };
                     piece.extend_from_slice(part);
                     left = behind;
                 }
@@ -123,14 +123,14 @@ impl Parts {
         Ok(pieces)
     }
 
-    /// Writes blocks with bytes that [`Parts::read`] returned, here or on another worker.
+    /// Writes blocks with bytes that [`RemoteBlocks::read`] returned, here or on another worker.
     pub(super) fn write(
         &mut self,
         mut first: Blocks<'_>,
         pieces: &[(usize, u32, &[u8])],
         limit: Duration,
     ) -> Result<(), Error> {
-        self.may_go_on()?;
+        self.check_not_lost()?;
         if let Some((group, _, bytes)) =
             pieces.iter().find(|piece| piece.2.len() != self.block_bytes(piece.0))
         {
@@ -148,14 +148,14 @@ impl Parts {
                 }
                 bytes
             };
-            let parts: Vec<Vec<u8>> = (1..self.bytes.len()).map(of_stage).collect();
-            let mut parts = parts.into_iter();
-            self.tell(|_| (&order, parts.next().unwrap_or_default()), limit)?;
+            let payloads: Vec<Vec<u8>> = (1..self.bytes.len()).map(of_stage).collect();
+            let mut payloads = payloads.into_iter();
+            self.send_order(|_| (&order, payloads.next().unwrap_or_default()), limit)?;
             for (group, offset, piece) in slice {
                 first.write(*group, self.own_offset(*group, *offset)?, &piece[..self.bytes[0][*group]])?;
             }
             for stage in 1..self.bytes.len() {
-                self.hear(stage, limit, async |link| match link.report().await? {
+                self.receive(stage, limit, async |link| match link.report().await? {
                     StageBlocksReport::Written => Ok(()),
                     other => Err(refused(other)),
                 })?;
@@ -171,14 +171,14 @@ impl Parts {
         slot: u32,
         limit: Duration,
     ) -> Result<Vec<LayerState>, Error> {
-        self.may_go_on()?;
+        self.check_not_lost()?;
         let Some(group) = self.state_group else { return Ok(Vec::new()) };
         let limit = limit.saturating_add(self.travel(std::iter::once(group)));
         let order = StageBlocksOrder::States(self.number(group, slot)?);
-        self.tell(|_| (&order, Vec::new()), limit)?;
+        self.send_order(|_| (&order, Vec::new()), limit)?;
         let mut states = first.states(self.own_offset(group, slot)?)?;
         for stage in 1..self.bytes.len() {
-            let later = self.hear(stage, limit, async |link| match link.report().await? {
+            let downstream = self.receive(stage, limit, async |link| match link.report().await? {
                 StageBlocksReport::States(shapes) => {
                     let mut states = Vec::with_capacity(shapes.len());
                     for shape in shapes {
@@ -188,12 +188,12 @@ impl Parts {
                 }
                 other => Err(refused(other)),
             })?;
-            states.extend(later);
+            states.extend(downstream);
         }
         Ok(states)
     }
 
-    fn may_go_on(&self) -> Result<(), Error> {
+    fn check_not_lost(&self) -> Result<(), Error> {
         match &self.lost {
             None => Ok(()),
             Some(lost) => Err(Error::StageStep { reason: format!("stage {} is lost", lost.stage) }),
@@ -219,7 +219,7 @@ impl Parts {
     /// Maximum travel time of one block of each of these groups, all stages together.
     fn travel(&self, groups: impl Iterator<Item = usize>) -> Duration {
         let bytes: usize = groups.map(|group| self.block_bytes(group)).sum();
-        Duration::try_from_secs_f64(bytes as f64 / LEAST_RATE).unwrap_or(Duration::MAX)
+        Duration::try_from_secs_f64(bytes as f64 / MIN_RATE).unwrap_or(Duration::MAX)
     }
 
     /// Splits blocks into orders of limited size.
@@ -240,7 +240,7 @@ impl Parts {
     }
 
     /// Sends an order to all later stages, each with its own payload.
-    fn tell<'a>(
+    fn send_order<'a>(
         &mut self,
         mut order: impl FnMut(usize) -> (&'a StageBlocksOrder, Vec<u8>),
         limit: Duration,
@@ -255,14 +255,14 @@ impl Parts {
                 }
                 link.order(order, bytes).await
             };
-            async move { within(limit, sent).await.map_err(|why| (stage, why)) }
+            async move { within(limit, sent).await.map_err(|error| (stage, error)) }
         });
         let sent = self.runtime.block_on(try_join_all(sends));
-        sent.map(drop).map_err(|(stage, why)| self.lose(stage, why))
+        sent.map(drop).map_err(|(stage, error)| self.lose(stage, error))
     }
 
     /// Receives a stage's response to the last order.
-    fn hear<T>(
+    fn receive<T>(
         &mut self,
         stage: usize,
         limit: Duration,
@@ -271,13 +271,13 @@ impl Parts {
         let Some(link) = self.links.get_mut(stage - 1) else {
             return Err(Error::Invariant(format!("there is no stage {stage}")));
         };
-        let heard = self.runtime.block_on(within(limit, answer(link)));
-        heard.map_err(|why| self.lose(stage, why))
+        let received = self.runtime.block_on(within(limit, answer(link)));
+        received.map_err(|error| self.lose(stage, error))
     }
 
-    fn lose(&mut self, stage: usize, why: transport::Error) -> Error {
-        let reason = format!("stage {stage} has not moved its part of blocks: {why}");
-        self.lost = Some(Lost { stage, why: Some(why) });
+    fn lose(&mut self, stage: usize, error: transport::Error) -> Error {
+        let reason = format!("stage {stage} has not moved its part of blocks: {error}");
+        self.lost = Some(Lost { stage, error: Some(error) });
         Error::StageStep { reason }
     }
 }
@@ -286,9 +286,9 @@ async fn within<T>(
     limit: Duration,
     future: impl Future<Output = Result<T, transport::Error>>,
 ) -> Result<T, transport::Error> {
-    let late =
+    let timed_out =
         |_| Err(transport::Error::Timeout { what: "moving blocks", limit_ms: limit.as_millis() as u64 });
-    tokio::time::timeout(limit, future).await.unwrap_or_else(late)
+    tokio::time::timeout(limit, future).await.unwrap_or_else(timed_out)
 }
 
 fn refused(report: StageBlocksReport) -> transport::Error {

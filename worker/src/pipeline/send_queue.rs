@@ -157,7 +157,7 @@ mod tests {
 
     async fn read(receiver: &mut ActivationReceiver) -> (u64, Vec<u8>) {
         let mut bytes = Vec::new();
-        let mut sink = |part: &[u8]| bytes.extend_from_slice(part);
+        let mut sink = |data: &[u8]| bytes.extend_from_slice(data);
         let frame = receiver.next(ROW_BYTES, MAX_ROWS, &mut sink).await.unwrap().unwrap();
         let StageFrame::Step(step) = frame else { panic!("{frame:?}") };
         (step.step, bytes)

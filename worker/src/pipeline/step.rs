@@ -71,14 +71,14 @@ fn describe_state(
 }
 
 /// Runs a step over the layers of a stage, whose arena is laid out as `slabs`. `activations` have the shape
-/// `[rows, hidden]`; `None` on the first stage. Calls `beside` after each layer. Checks every field of the
-/// step before it computes anything.
+/// `[rows, hidden]`; `None` on the first stage. Calls `between_layers` after each layer. Checks every field
+/// of the step before it computes anything.
 pub(crate) fn forward(
     decoder: &mut Decoder,
     slabs: &Slabs,
     step: &StageStep,
     activations: Option<&[f32]>,
-    beside: &mut dyn FnMut(Blocks<'_>),
+    between_layers: &mut dyn FnMut(Blocks<'_>),
 ) -> Result<(), Error> {
     let sampled = step.samples.iter().map(|sample| &sample.row).chain(&step.returned);
     let rows = step.tokens.len();
@@ -87,8 +87,8 @@ pub(crate) fn forward(
     if let Some(token) = step.tokens.iter().find(|token| **token as usize >= vocab) {
         return refuse(format!("token {token} is outside the vocabulary of {vocab}"));
     }
-    let mut wanted = step.argmax.iter().chain(&step.logits).chain(sampled);
-    if let Some(row) = wanted.find(|row| **row as usize >= rows) {
+    let mut requested = step.argmax.iter().chain(&step.logits).chain(sampled);
+    if let Some(row) = requested.find(|row| **row as usize >= rows) {
         return refuse(format!("row {row} of {rows} is wanted"));
     }
     let groups = decoder.groups().len();
@@ -135,8 +135,8 @@ pub(crate) fn forward(
         tables.iter().map(|group| group.iter().map(|offsets| BlockTable::Paged(offsets)).collect()).collect();
     let input = StepInput { tokens: &step.tokens, sequences: &sequences, tables: &tables, states: &states };
     match activations {
-        None => decoder.forward_beside(&copies, &input, beside),
-        Some(activations) => decoder.forward_from(&copies, &input, activations, beside),
+        None => decoder.forward_with(&copies, &input, between_layers),
+        Some(activations) => decoder.forward_from(&copies, &input, activations, between_layers),
     }
 }
 

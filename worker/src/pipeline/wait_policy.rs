@@ -24,7 +24,7 @@ pub(crate) struct WaitPolicy {
     /// The last wait was shorter than [`AWAKE`].
     short: bool,
     /// Started at first use. The inner value is `None` if no thread could be started.
-    keeper: OnceCell<Option<CpuKeepAwake>>,
+    keep_awake: OnceCell<Option<CpuKeepAwake>>,
 }
 
 /// Wakes a thread that polls a future.
@@ -56,19 +56,19 @@ impl WaitPolicy {
         let mut keeps = None;
         loop {
             if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
-                keeps.inspect(|keeper: &&CpuKeepAwake| keeper.end());
+                keeps.inspect(|keep_awake: &&CpuKeepAwake| keep_awake.end());
                 self.short = since.elapsed() < AWAKE;
                 return output;
             }
             if self.short && keeps.is_none() {
-                keeps = self.keeper.get_or_init(CpuKeepAwake::start).as_ref();
-                keeps.inspect(|keeper| keeper.begin(AWAKE));
+                keeps = self.keep_awake.get_or_init(CpuKeepAwake::start).as_ref();
+                keeps.inspect(|keep_awake| keep_awake.begin(AWAKE));
             }
             while !signal.given.swap(false, Ordering::Acquire) {
                 std::thread::park();
             }
             // The notifying thread may still hold a lock on what it delivered; yield to it.
-            keeps.take().inspect(|keeper: &&CpuKeepAwake| keeper.end());
+            keeps.take().inspect(|keep_awake: &&CpuKeepAwake| keep_awake.end());
             step_aside();
         }
     }
@@ -90,20 +90,20 @@ mod tests {
     fn a_wait_ends_with_its_future_whether_or_not_its_cpu_is_kept_awake() {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let mut patience = WaitPolicy::default();
+        let mut policy = WaitPolicy::default();
         for (wait, then_short) in [(AWAKE * 2, false), (Duration::ZERO, true), (AWAKE * 2, false)] {
-            let (tell, told) = oneshot::channel();
+            let (tx, rx) = oneshot::channel();
             runtime.spawn(async move {
                 tokio::time::sleep(wait).await;
-                tell.send(wait)
+                tx.send(wait)
             });
             // A timer never fires early, but may fire late.
-            assert_eq!(patience.block_on(runtime.handle(), told), Ok(wait));
-            assert!(then_short || !patience.short, "{wait:?}");
+            assert_eq!(policy.block_on(runtime.handle(), rx), Ok(wait));
+            assert!(then_short || !policy.short, "{wait:?}");
         }
-        let late =
+        let timed_out =
             async { tokio::time::timeout(Duration::from_millis(1), std::future::pending::<()>()).await };
-        assert!(patience.block_on(runtime.handle(), late).is_err(), "the clock is the runtime's");
-        assert!(patience.block_on(runtime.handle(), async { 7 }) == 7 && patience.short);
+        assert!(policy.block_on(runtime.handle(), timed_out).is_err(), "the clock is the runtime's");
+        assert!(policy.block_on(runtime.handle(), async { 7 }) == 7 && policy.short);
     }
 }

@@ -19,7 +19,7 @@ pub(super) type BlockTask = Box<dyn FnOnce(&mut Blocks<'_>) + Send>;
 /// Receives orders for a stage's blocks.
 #[derive(Debug, Clone)]
 pub(super) struct BlockServer {
-    errands: mpsc::UnboundedSender<BlockTask>,
+    tasks: mpsc::UnboundedSender<BlockTask>,
     slabs: Slabs,
     /// Bytes of a block, by group. The last group may be that of recurrent states.
     block_bytes: Vec<usize>,
@@ -28,7 +28,7 @@ pub(super) struct BlockServer {
 }
 
 /// A block of this stage: group, offset, bytes.
-type BlockPlace = (usize, u32, usize);
+type BlockLocation = (usize, u32, usize);
 
 impl BlockServer {
     /// Creates a server for blocks of these sizes, by group, in an arena laid out as `slabs`. Returns also
@@ -39,14 +39,14 @@ impl BlockServer {
         block_bytes: Vec<usize>,
         counted: watch::Receiver<u64>,
     ) -> (Self, mpsc::UnboundedReceiver<BlockTask>) {
-        let (errands, to_do) = mpsc::unbounded_channel();
-        (Self { errands, slabs, block_bytes, counted }, to_do)
+        let (tasks, tasks_rx) = mpsc::unbounded_channel();
+        (Self { tasks, slabs, block_bytes, counted }, tasks_rx)
     }
 
     /// Executes orders until the first stage closes the stream or one fails.
     pub(super) async fn serve(mut self, mut call: StageBlocksCall) {
         while let Ok(Some(order)) = call.next().await {
-            let (report, bytes) = match self.obey(order, &mut call).await {
+            let (report, bytes) = match self.execute(order, &mut call).await {
                 Ok(Some(done)) => done,
                 Ok(None) => continue,
                 Err(error) => (StageBlocksReport::Failed(error.to_string()), Vec::new()),
@@ -59,17 +59,17 @@ impl BlockServer {
     }
 
     /// Executes an order and returns the report with its payload. `None`: the order has no report.
-    async fn obey(
+    async fn execute(
         &mut self,
         order: StageBlocksOrder,
         call: &mut StageBlocksCall,
     ) -> Result<Option<(StageBlocksReport, Vec<u8>)>, Error> {
         match order {
             StageBlocksOrder::Read(blocks) => {
-                let (places, all) = self.places(&blocks)?;
+                let (locations, all) = self.locate(&blocks)?;
                 let read = move |held: &mut Blocks<'_>| {
                     let mut bytes = Vec::with_capacity(all);
-                    for (group, offset, _) in places {
+                    for (group, offset, _) in locations {
                         bytes.extend_from_slice(&held.read(group, offset)?);
                     }
                     Ok(bytes)
@@ -78,14 +78,14 @@ impl BlockServer {
                 Ok(Some((StageBlocksReport::Read(bytes.len() as u64), bytes)))
             }
             StageBlocksOrder::Write(blocks) => {
-                let (places, all) = self.places(&blocks)?;
+                let (locations, all) = self.locate(&blocks)?;
                 let bytes = call.bytes(all).await?;
                 let write = move |held: &mut Blocks<'_>| {
                     let mut left = bytes.as_slice();
-                    for (group, offset, len) in places {
-                        let Some((part, behind)) = left.split_at_checked(len) else { break };
-                        held.write(group, offset, part)?;
-                        left = behind;
+                    for (group, offset, len) in locations {
+                        let Some((block, rest)) = left.split_at_checked(len) else { break };
+                        held.write(group, offset, block)?;
+                        left = rest;
                     }
                     Ok(())
                 };
@@ -116,8 +116,8 @@ impl BlockServer {
 
     /// Offsets of these blocks, and their total bytes. Blocks of groups in which this stage stores nothing
     /// are left out.
-    fn places(&self, blocks: &[StageBlock]) -> Result<(Vec<BlockPlace>, usize), Error> {
-        let (mut places, mut all) = (Vec::with_capacity(blocks.len()), 0);
+    fn locate(&self, blocks: &[StageBlock]) -> Result<(Vec<BlockLocation>, usize), Error> {
+        let (mut locations, mut all) = (Vec::with_capacity(blocks.len()), 0);
         for block in blocks {
             let group = block.group as usize;
             let offset = self.offset(group, block.number)?;
@@ -126,21 +126,21 @@ impl BlockServer {
                 return Err(Error::StageStep { reason: format!("more than {MAX_BYTES} bytes of blocks") });
             }
             if bytes > 0 {
-                places.push((group, offset, bytes));
+                locations.push((group, offset, bytes));
                 all += bytes;
             }
         }
-        Ok((places, all))
+        Ok((locations, all))
     }
 
     async fn run<T: Send + 'static>(
         &self,
-        errand: impl FnOnce(&mut Blocks<'_>) -> Result<T, Error> + Send + 'static,
+        task: impl FnOnce(&mut Blocks<'_>) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         let (done, result) = oneshot::channel();
         // If the receiver is gone, the replica was given up.
-        let errand = move |held: &mut Blocks<'_>| drop(done.send(errand(held)));
-        self.errands.send(Box::new(errand)).map_err(|_| Error::EngineStopped)?;
+        let task = move |held: &mut Blocks<'_>| drop(done.send(task(held)));
+        self.tasks.send(Box::new(task)).map_err(|_| Error::EngineStopped)?;
         result.await.map_err(|_| Error::EngineStopped)?
     }
 }

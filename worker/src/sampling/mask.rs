@@ -7,8 +7,8 @@ pub struct TokenMask {
 }
 
 impl TokenMask {
-    /// Bit `t % 32` of word `t / 32` says whether token `t` is in the set. Tokens beyond the last word are
-    /// not in it.
+    /// Bit `t % 32` of word `t / 32` is set if token `t` is in the set. Tokens beyond the last word are not
+    /// in it.
     pub fn new(words: Vec<u32>) -> Self {
         Self { words }
     }

@@ -68,9 +68,9 @@ fn a_draw_depends_on_seed_and_index_only() {
     };
     assert_eq!(run(1), run(1));
     assert_ne!(run(1), run(2));
-    let mut late = sampler(Sampling { seed: 1, ..params(1.0) });
-    run(1)[..7].iter().for_each(|&token| late.accept(token));
-    assert_eq!(late.draw(&mut LOGITS.clone()).unwrap().0, run(1)[7]);
+    let mut continued = sampler(Sampling { seed: 1, ..params(1.0) });
+    run(1)[..7].iter().for_each(|&token| continued.accept(token));
+    assert_eq!(continued.draw(&mut LOGITS.clone()).unwrap().0, run(1)[7]);
 }
 
 #[test]

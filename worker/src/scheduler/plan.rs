@@ -15,7 +15,7 @@ use proto::block::HASH_UNIT_TOKENS;
 use std::collections::HashMap;
 
 /// Upper limit of the growth, in tokens per sequence, for which admission keeps room.
-const MOST_LOOKAHEAD: u32 = 1024;
+const MAX_LOOKAHEAD: u32 = 1024;
 /// After this number of steps without preemption, that room is halved.
 const LOOKAHEAD_STEPS: u64 = 64;
 
@@ -36,7 +36,7 @@ pub(super) struct StepBuilder {
     /// Number of sequences that wait for units of others.
     following: usize,
     /// Whether sequences may wait for others at all.
-    patient: bool,
+    may_wait: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -98,9 +98,9 @@ impl Scheduler {
             exports: Vec::new(),
             preempted: false,
             following: 0,
-            patient: true,
+            may_wait: true,
         };
-        self.make_way(&mut builder);
+        self.yield_one_sequence(&mut builder);
         // Further rounds run only if the first one found no row while no step is in flight. Then waiting for
         // others is pointless, and preempted sequences can be admitted at once.
         for round in 0..3 {
@@ -112,7 +112,7 @@ impl Scheduler {
             if !builder.entries.is_empty() || !self.in_flight.is_empty() {
                 break;
             }
-            builder.patient = false;
+            builder.may_wait = false;
         }
         self.following = builder.following;
         self.attach_draft_tokens(&mut builder);
@@ -124,27 +124,28 @@ impl Scheduler {
     /// share the rows.
     fn schedule_running(&mut self, builder: &mut StepBuilder) {
         let Some((&oldest, others)) = self.running.split_first() else { return };
-        let one_row = |slot: u32| {
+        let needs_one_row = |slot: u32| {
             self.get(slot).is_some_and(|sequence| sequence.in_flight.is_none() && sequence.remaining() == 1)
         };
-        let (mut order, mut prompts): (Vec<u32>, Vec<u32>) = others.iter().partition(|&&slot| one_row(slot));
+        let (mut order, mut prompts): (Vec<u32>, Vec<u32>) =
+            others.iter().partition(|&&slot| needs_one_row(slot));
         let turn = |slot: &u32| self.get(*slot).map(|sequence| self.tenants.served(sequence.tenant));
         order.sort_by_key(turn);
-        order.truncate(builder.decoding as usize - usize::from(one_row(oldest)));
+        order.truncate(builder.decoding as usize - usize::from(needs_one_row(oldest)));
         prompts.sort_by_key(turn);
         // The oldest leaves one row for each of the others, but always gets at least one itself.
         let rows = builder.budget.saturating_sub(order.len() as u32).max(1);
-        let mut wants: HashMap<u64, u32> = HashMap::new();
+        let mut demands: HashMap<u64, u32> = HashMap::new();
         for sequence in
             std::iter::once(oldest).chain(prompts.iter().copied()).filter_map(|slot| self.get(slot))
         {
             let rows = sequence.remaining().min(self.step_tokens());
             if rows > 0 {
-                let want = wants.entry(sequence.tenant).or_default();
-                *want = want.saturating_add(rows);
+                let demand = demands.entry(sequence.tenant).or_default();
+                *demand = demand.saturating_add(rows);
             }
         }
-        let mut shares = (wants.len() > 1).then(|| self.tenants.share_out(rows, wants));
+        let mut shares = (demands.len() > 1).then(|| self.tenants.share_out(rows, demands));
         let own = self.get(oldest).map(|sequence| sequence.tenant);
         if let Some(share) = own.and_then(|tenant| shares.as_mut()?.get_mut(&tenant)) {
             *share = (*share).max(1);
@@ -162,26 +163,26 @@ impl Scheduler {
     fn schedule_prompt(
         &mut self,
         slot: u32,
-        most_rows: u32,
+        max_rows: u32,
         shares: &mut Option<HashMap<u64, u32>>,
         builder: &mut StepBuilder,
     ) {
         let tenant = self.get(slot).map(|sequence| sequence.tenant);
         let mut share = tenant.and_then(|tenant| shares.as_mut()?.get_mut(&tenant));
-        let most_rows = share.as_ref().map_or(most_rows, |share| most_rows.min(**share));
+        let max_rows = share.as_ref().map_or(max_rows, |share| max_rows.min(**share));
         let before = builder.budget;
-        self.schedule(slot, most_rows, builder);
+        self.schedule(slot, max_rows, builder);
         if let Some(share) = &mut share {
             **share = share.saturating_sub(before.saturating_sub(builder.budget));
         }
     }
 
-    fn schedule(&mut self, slot: u32, most_rows: u32, builder: &mut StepBuilder) {
+    fn schedule(&mut self, slot: u32, max_rows: u32, builder: &mut StepBuilder) {
         // Taken out of `sequences` meanwhile, so that code that iterates over the other sequences does not
         // see it.
         let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
         let turn = if sequence.state == State::Running && may_decode(&sequence, builder) {
-            self.move_on(&mut sequence, slot, most_rows, builder)
+            self.advance(&mut sequence, slot, max_rows, builder)
         } else {
             GrowOutcome::Over
         };
@@ -193,11 +194,11 @@ impl Scheduler {
         }
     }
 
-    fn move_on(
+    fn advance(
         &mut self,
         sequence: &mut Sequence,
         slot: u32,
-        most_rows: u32,
+        max_rows: u32,
         builder: &mut StepBuilder,
     ) -> GrowOutcome {
         if sequence.remaining() == 0 || sequence.held && sequence.remaining() == 1 {
@@ -205,12 +206,12 @@ impl Scheduler {
         }
         let copies = builder.copies.len();
         let prefill = sequence.remaining() > 1 || sequence.cache.len() < sequence.prompt_len;
-        if prefill && self.follow(sequence, slot, most_rows, builder) || most_rows == 0 {
+        if prefill && self.follow(sequence, slot, max_rows, builder) || max_rows == 0 {
             return GrowOutcome::Over;
         }
         sequence.awaited = None;
         let from = sequence.cache.len();
-        let mut rows = sequence.remaining().min(most_rows);
+        let mut rows = sequence.remaining().min(max_rows);
         if sequence.held && rows == sequence.remaining() {
             rows -= 1;
             // Copies that it has taken over require a row of it in this step: then it is no longer held.
@@ -234,7 +235,7 @@ impl Scheduler {
                 break rows;
             }
             let oldest = self.running.first() == Some(&slot);
-            match self.least_to_lose(sequence, slot, oldest, builder.step) {
+            match self.cheapest_victim(sequence, slot, oldest, builder.step) {
                 Some(victim) if victim == slot => return GrowOutcome::GivesWay,
                 Some(victim) => self.preempt(victim, builder),
                 None => {
@@ -279,7 +280,7 @@ impl Scheduler {
     /// with the least work to recompute; ties go to the youngest. Never the oldest sequence, one with rows in
     /// flight, or one that committed units in this step, because others may have taken these units over and
     /// would read blocks that nothing writes.
-    fn least_to_lose(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
+    fn cheapest_victim(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
         let own = (!oldest).then_some((slot, sequence));
         let others = self.running.iter().skip(1).filter_map(|&slot| Some((slot, self.get(slot)?)));
         own.into_iter()
@@ -294,7 +295,7 @@ impl Scheduler {
 
     fn preempt(&mut self, slot: u32, builder: &mut StepBuilder) {
         builder.preempted = true;
-        self.lookahead = (self.lookahead * 2).min(MOST_LOOKAHEAD);
+        self.lookahead = (self.lookahead * 2).min(MAX_LOOKAHEAD);
         self.lookahead_since = builder.step;
         self.counters.preemptions += 1;
         self.put_back(slot, builder);
@@ -343,14 +344,14 @@ impl Scheduler {
             };
             let Some(Next { tenant, rank, slot }) = next else { return };
             let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
-            let mut admitted = self.give_room(&mut sequence);
+            let mut admitted = self.open_if_fits(&mut sequence);
             if admitted.is_none() && self.running.is_empty() && self.in_flight.is_empty() {
                 // No sequence that ends could free blocks: pins must be removed.
                 let lost = self.cache.unpin_all();
                 self.counters.pins_lost += lost;
-                admitted = if lost > 0 { self.give_room(&mut sequence) } else { None };
+                admitted = if lost > 0 { self.open_if_fits(&mut sequence) } else { None };
             }
-            if let Some(known) = admitted {
+            if let Some(skipped_units) = admitted {
                 sequence.state = State::Running;
                 sequence.reached_before = sequence.reached;
                 sequence.following = true;
@@ -360,7 +361,7 @@ impl Scheduler {
                 }
                 sequence.seen = true;
                 let units = if sequence.cache.shares() { &sequence.units[..] } else { &[] };
-                self.planned.plan(slot, units.get(known..).unwrap_or_default());
+                self.planned.plan(slot, units.get(skipped_units..).unwrap_or_default());
             }
             self.sequences[slot as usize] = Some(sequence);
             if admitted.is_none() {
@@ -380,7 +381,7 @@ impl Scheduler {
     /// Opens the sequence's cache if its whole input fits next to the room reserved for running sequences.
     /// Returns the number of leading units that it need not plan to compute. With recurrent layers these
     /// include units with cached KV, which may wait for a state from the sequence that computed them.
-    fn give_room(&mut self, sequence: &mut Sequence) -> Option<usize> {
+    fn open_if_fits(&mut self, sequence: &mut Sequence) -> Option<usize> {
         if self.cache.is_contiguous() {
             sequence.cache = self.cache.open_contiguous(sequence.longest())?;
             return Some(0);
@@ -399,7 +400,7 @@ impl Scheduler {
             return None;
         }
         sequence.cache = cache;
-        Some(if self.cache.has_states() { hit.known } else { 0 })
+        Some(if self.cache.has_states() { hit.kv_units } else { 0 })
     }
 
     /// Tokens for which room is reserved: the sequence's input and some growth.
@@ -447,12 +448,12 @@ impl Scheduler {
             let last_chunk = to == sequence.len();
             let samples = last_chunk && sequence.max_new_tokens > 0;
             let first_logit = plan.logit_rows.len() as u32;
-            let wanted = match sequence.logit_rows {
+            let logit_positions = match sequence.logit_rows {
                 LogitRows::All => from..to.min(sequence.prompt_len),
                 LogitRows::LastOnly => from..from,
             };
-            plan.logit_rows.extend(wanted.clone().map(|position| first_row + position - from));
-            if samples && !wanted.contains(&(to - 1)) {
+            plan.logit_rows.extend(logit_positions.clone().map(|position| first_row + position - from));
+            if samples && !logit_positions.contains(&(to - 1)) {
                 plan.logit_rows.push(first_row + rows - 1);
             }
             plan.logit_rows.extend(first_row + rows..first_row + rows + draft_tokens);

@@ -157,7 +157,7 @@ impl Scheduler {
 
     /// Every piece that any resume point within `tokens` tokens may have: (group, position after its last
     /// token).
-    pub fn places(&self, tokens: u32) -> impl Iterator<Item = (usize, u32)> {
+    pub fn possible_pieces(&self, tokens: u32) -> impl Iterator<Item = (usize, u32)> {
         let unit = HASH_UNIT_TOKENS as u32;
         let ends = move |group| (1..=tokens / unit).map(move |end| (group, end * unit));
         (0..self.cache.spec().groups.len()).flat_map(ends)

@@ -21,7 +21,7 @@ pub(super) struct Sequence {
     pub(super) max_new_tokens: u32,
     pub(super) logit_rows: LogitRows,
     /// Where its state is to be kept, in ascending order: (units before it, kind).
-    pub(super) wishes: Vec<(u32, CheckpointKind)>,
+    pub(super) requested_checkpoints: Vec<(u32, CheckpointKind)>,
     pub(super) cache: SequenceCache,
     pub(super) state: State,
     /// Its last token is held back: see [`Scheduler::hold`](super::Scheduler::hold).
@@ -71,7 +71,7 @@ impl Sequence {
             units,
             max_new_tokens: request.max_new_tokens,
             logit_rows: request.logit_rows,
-            wishes: Vec::new(),
+            requested_checkpoints: Vec::new(),
             cache: SequenceCache::default(),
             state: State::Waiting,
             held: false,
@@ -135,10 +135,10 @@ impl Sequence {
     }
 
     /// Requests that its state after `unit` units is kept.
-    pub(super) fn wish(&mut self, unit: u32, kind: CheckpointKind) {
-        match self.wishes.binary_search_by_key(&unit, |&(unit, _)| unit) {
-            Ok(at) => self.wishes[at].1 = kind.max(self.wishes[at].1),
-            Err(at) => self.wishes.insert(at, (unit, kind)),
+    pub(super) fn request_checkpoint(&mut self, unit: u32, kind: CheckpointKind) {
+        match self.requested_checkpoints.binary_search_by_key(&unit, |&(unit, _)| unit) {
+            Ok(at) => self.requested_checkpoints[at].1 = kind.max(self.requested_checkpoints[at].1),
+            Err(at) => self.requested_checkpoints.insert(at, (unit, kind)),
         }
     }
 

@@ -23,15 +23,15 @@ use std::collections::{BTreeMap, HashMap};
 /// Number of tokens for which a tenant keeps its batch slot when there are more tenants than slots.
 const QUANTUM: u32 = 64;
 /// Minimum number of tokens that a sequence must progress before it yields again.
-const LEAST_PROGRESS: u32 = 16;
+const MIN_PROGRESS: u32 = 16;
 /// It must also progress by this fraction (one over it) of the tokens that yielding loses.
-const PROGRESS_PART: u32 = 2;
+const PROGRESS_DIVISOR: u32 = 2;
 /// Units of service per token, so that division by a weight keeps precision.
 const SCALE: u64 = 1 << 10;
 
 #[derive(Debug, Default)]
 pub(super) struct Tenants {
-    known: HashMap<u64, Tenant>,
+    tenants: HashMap<u64, Tenant>,
     waiting: usize,
 }
 
@@ -56,23 +56,23 @@ pub(super) struct Next {
 /// A tenant's share of the batch.
 #[derive(Debug, Default, Clone, Copy)]
 struct TenantShare {
-    places: u64,
+    slots: u64,
     tokens: u64,
 }
 
 impl Tenants {
     /// Counts one more sequence of a tenant.
-    pub(super) fn came(&mut self, turn: TenantTurn) {
-        let level = self.known.values().filter(|tenant| tenant.live > 0).map(|tenant| tenant.served).min();
+    pub(super) fn add_sequence(&mut self, turn: TenantTurn) {
+        let level = self.tenants.values().filter(|tenant| tenant.live > 0).map(|tenant| tenant.served).min();
         let Some(level) = level else {
             // No tenant has sequences: reset all counts.
-            self.known.clear();
-            self.known.insert(turn.tenant, Tenant::new(turn.weight, 0));
+            self.tenants.clear();
+            self.tenants.insert(turn.tenant, Tenant::new(turn.weight, 0));
             return;
         };
-        self.known.retain(|_, tenant| tenant.live > 0 || tenant.served > level);
+        self.tenants.retain(|_, tenant| tenant.live > 0 || tenant.served > level);
         let tenant = self
-            .known
+            .tenants
             .entry(turn.tenant)
             .or_insert_with(|| Tenant { live: 0, ..Tenant::new(turn.weight, level) });
         tenant.weight = turn.weight.max(1);
@@ -80,34 +80,34 @@ impl Tenants {
     }
 
     /// Counts one sequence less of a tenant. The sequence must not be waiting.
-    pub(super) fn went(&mut self, tenant: u64) {
-        if let Some(tenant) = self.known.get_mut(&tenant) {
+    pub(super) fn remove_sequence(&mut self, tenant: u64) {
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
             tenant.live -= 1;
         }
     }
 
     pub(super) fn queue(&mut self, tenant: u64, rank: Rank, slot: u32) {
-        if let Some(tenant) = self.known.get_mut(&tenant) {
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
             self.waiting += usize::from(tenant.waiting.insert(rank, slot).is_none());
         }
     }
 
     pub(super) fn unqueue(&mut self, tenant: u64, rank: &Rank) {
-        if let Some(tenant) = self.known.get_mut(&tenant) {
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
             self.waiting -= usize::from(tenant.waiting.remove(rank).is_some());
         }
     }
 
     /// Counts `tokens` computed tokens.
     pub(super) fn serve(&mut self, tenant: u64, tokens: u32) {
-        if let Some(tenant) = self.known.get_mut(&tenant) {
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
             tenant.served += u64::from(tokens) * SCALE / u64::from(tenant.weight);
         }
     }
 
     /// The next sequence among those that wait.
     pub(super) fn next(&self) -> Option<Next> {
-        let heads = self.known.iter().filter_map(|(&name, tenant)| {
+        let heads = self.tenants.iter().filter_map(|(&name, tenant)| {
             let (&rank, &slot) = tenant.waiting.first_key_value()?;
             Some((tenant.served, Next { tenant: name, rank, slot }))
         });
@@ -116,7 +116,7 @@ impl Tenants {
 
     /// Slots of all waiting sequences.
     pub(super) fn slots(&self) -> impl Iterator<Item = &u32> {
-        self.known.values().flat_map(|tenant| tenant.waiting.values())
+        self.tenants.values().flat_map(|tenant| tenant.waiting.values())
     }
 
     pub(super) fn len(&self) -> usize {
@@ -125,34 +125,34 @@ impl Tenants {
 
     /// Service received so far. The lower value goes first.
     pub(super) fn served(&self, tenant: u64) -> u64 {
-        self.known.get(&tenant).map_or(0, |tenant| tenant.served)
+        self.tenants.get(&tenant).map_or(0, |tenant| tenant.served)
     }
 
     /// The tenant and its weight, as its sequences were submitted.
     pub(super) fn turn(&self, tenant: u64) -> TenantTurn {
-        TenantTurn { tenant, weight: self.known.get(&tenant).map_or(1, |known| known.weight) }
+        TenantTurn { tenant, weight: self.tenants.get(&tenant).map_or(1, |tenant| tenant.weight) }
     }
 
     fn weight(&self, tenant: u64) -> u64 {
-        self.known.get(&tenant).map_or(1, |tenant| tenant.weight.into())
+        self.tenants.get(&tenant).map_or(1, |tenant| tenant.weight.into())
     }
 
-    /// Divides `rows` by weight among tenants with their wants. No tenant gets more than it wants; the others
-    /// share the rest.
-    pub(super) fn share_out(&self, mut rows: u32, wants: HashMap<u64, u32>) -> HashMap<u64, u32> {
-        let mut wants: Vec<(u64, u32, u64)> =
-            wants.into_iter().map(|(tenant, want)| (tenant, want, self.weight(tenant))).collect();
-        // Tenants that want the least by weight go first, because the others share what they leave.
-        wants.sort_by(|(a, x, v), (b, y, w)| (u64::from(*x) * w, a).cmp(&(u64::from(*y) * v, b)));
-        let mut weights: u64 = wants.iter().map(|(_, _, weight)| weight).sum();
-        let share = |(tenant, want, weight): (u64, u32, u64)| {
-            let part = (u64::from(rows) * weight).div_ceil(weights.max(1));
-            let gets = want.min(u32::try_from(part).unwrap_or(u32::MAX));
-            rows -= gets.min(rows);
+    /// Divides `rows` by weight among tenants. No tenant gets more than its demand. The others share
+    /// the rest.
+    pub(super) fn share_out(&self, mut rows: u32, demands: HashMap<u64, u32>) -> HashMap<u64, u32> {
+        let mut demands: Vec<(u64, u32, u64)> =
+            demands.into_iter().map(|(tenant, demand)| (tenant, demand, self.weight(tenant))).collect();
+        // Tenants with the least demand by weight go first: the others share the rest.
+        demands.sort_by(|(a, x, v), (b, y, w)| (u64::from(*x) * w, a).cmp(&(u64::from(*y) * v, b)));
+        let mut weights: u64 = demands.iter().map(|(_, _, weight)| weight).sum();
+        let share = |(tenant, demand, weight): (u64, u32, u64)| {
+            let quota = (u64::from(rows) * weight).div_ceil(weights.max(1));
+            let granted = demand.min(u32::try_from(quota).unwrap_or(u32::MAX));
+            rows -= granted.min(rows);
             weights -= weight;
-            (tenant, gets)
+            (tenant, granted)
         };
-        wants.into_iter().map(share).collect()
+        demands.into_iter().map(share).collect()
     }
 }
 
@@ -167,7 +167,7 @@ impl Sequence {
     /// again.
     fn may_yield(&self, lost: u32) -> bool {
         self.in_flight.is_none()
-            && (!self.has_yielded || self.progress() >= LEAST_PROGRESS.max(lost / PROGRESS_PART))
+            && (!self.has_yielded || self.progress() >= MIN_PROGRESS.max(lost / PROGRESS_DIVISOR))
     }
 
     /// Tokens computed since its admission that had not been computed before.
@@ -179,40 +179,41 @@ impl Sequence {
 impl Scheduler {
     /// Returns at most one sequence per step to the queue, if the tenant whose turn it is waits for batch
     /// slots or blocks of which another tenant has more than its share.
-    pub(super) fn make_way(&mut self, builder: &mut StepBuilder) {
+    pub(super) fn yield_one_sequence(&mut self, builder: &mut StepBuilder) {
         let Some(next) = self.tenants.next().filter(|_| self.alone.is_none()) else { return };
         let full = self.running.len() >= self.config.max_seqs;
         if !full && self.short_of_blocks != Some(next.tenant) {
             return;
         }
-        let mut parts: HashMap<u64, TenantShare> = HashMap::new();
+        let mut shares: HashMap<u64, TenantShare> = HashMap::new();
         for sequence in self.running.iter().filter_map(|&slot| self.get(slot)) {
-            let part = parts.entry(sequence.tenant).or_default();
-            part.places += 1;
-            part.tokens += u64::from(sequence.cache.len());
+            let share = shares.entry(sequence.tenant).or_default();
+            share.slots += 1;
+            share.tokens += u64::from(sequence.cache.len());
         }
-        let own = parts.remove(&next.tenant).unwrap_or_default();
-        let wants = self.get(next.slot).map_or(0, |sequence| u64::from(self.ahead(sequence)));
+        let own = shares.remove(&next.tenant).unwrap_or_default();
+        let needed_tokens = self.get(next.slot).map_or(0, |sequence| u64::from(self.ahead(sequence)));
         let weight = self.tenants.weight(next.tenant);
-        let has_more = |(tenant, part): &(&u64, &TenantShare)| {
+        let has_more = |(tenant, share): &(&u64, &TenantShare)| {
             let (has, would_have) =
-                if full { (part.places, own.places + 1) } else { (part.tokens, own.tokens + wants) };
+                if full { (share.slots, own.slots + 1) } else { (share.tokens, own.tokens + needed_tokens) };
             has * weight > would_have * self.tenants.weight(**tenant)
         };
         // The tenant with the largest share by weight.
-        let by_part = |(a, x): &(&u64, &TenantShare), (b, y): &(&u64, &TenantShare)| {
-            let has = |part: &TenantShare| if full { part.places } else { part.tokens };
+        let by_share = |(a, x): &(&u64, &TenantShare), (b, y): &(&u64, &TenantShare)| {
+            let has = |share: &TenantShare| if full { share.slots } else { share.tokens };
             (has(x) * self.tenants.weight(**b), **a).cmp(&(has(y) * self.tenants.weight(**a), **b))
         };
-        let rich = parts.iter().filter(has_more).max_by(by_part).map(|(&tenant, _)| tenant);
-        let victim = match rich {
-            Some(tenant) => self.least_lost(tenant, 0, full),
-            None if full && own.places == 0 => {
+        let largest = shares.iter().filter(has_more).max_by(by_share).map(|(&tenant, _)| tenant);
+        let victim = match largest {
+            Some(tenant) => self.cheapest_to_yield(tenant, 0, full),
+            None if full && own.slots == 0 => {
                 let served = |tenant: &u64| self.tenants.served(*tenant);
-                let most = parts.keys().copied().max_by_key(|tenant| (served(tenant), *tenant));
+                let most_served = shares.keys().copied().max_by_key(|tenant| (served(tenant), *tenant));
                 let due = served(&next.tenant) + u64::from(QUANTUM) * SCALE / weight;
-                most.filter(|tenant| served(tenant) >= due)
-                    .and_then(|tenant| self.least_lost(tenant, QUANTUM, full))
+                most_served
+                    .filter(|tenant| served(tenant) >= due)
+                    .and_then(|tenant| self.cheapest_to_yield(tenant, QUANTUM, full))
             }
             None => None,
         };
@@ -227,7 +228,7 @@ impl Scheduler {
     /// Among the sequences of a tenant that may yield and have progressed by at least `progress` tokens, the
     /// slot of the one that loses the fewest tokens; ties go to the youngest. `keeps` means that blocks are
     /// not short, so that its prefix is still cached when it returns.
-    fn least_lost(&self, tenant: u64, progress: u32, keeps: bool) -> Option<u32> {
+    fn cheapest_to_yield(&self, tenant: u64, progress: u32, keeps: bool) -> Option<u32> {
         let keeps = keeps && self.config.prefix_cache;
         let own = self.running.iter().filter_map(|&slot| Some((slot, self.get(slot)?)));
         let own =

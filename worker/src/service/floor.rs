@@ -19,18 +19,18 @@ pub(super) struct Shortage {
 
 impl Shortage {
     /// Starts as not short; reports in `metrics`.
-    pub(super) fn told_in(metrics: HostMetrics) -> Self {
+    pub(super) fn with_metrics(metrics: HostMetrics) -> Self {
         Self { metrics, ..Self::default() }
     }
 
     /// Whether no new work may be taken.
-    pub(super) fn is_here(&self) -> bool {
+    pub(super) fn is_short(&self) -> bool {
         self.short.load(Ordering::Relaxed)
     }
 
     /// Updates the state from the available bytes.
-    fn see(&self, available: u64, floor: MemoryFloor) {
-        let before = self.is_here();
+    fn update(&self, available: u64, floor: MemoryFloor) {
+        let before = self.is_short();
         // The shortage ends only at 9/8 of the floor, so that the state does not flap.
         let short = available < floor.bytes + if before { floor.bytes / 8 } else { 0 };
         self.short.store(short, Ordering::Relaxed);
@@ -56,7 +56,7 @@ impl Shortage {
         loop {
             tick.tick().await;
             match host.memory.available_bytes() {
-                Ok(available) => self.see(available, host.floor),
+                Ok(available) => self.update(available, host.floor),
                 // Keep the last state. The value was readable when the model was loaded.
                 Err(error) => tracing::warn!(%error, "cannot read the free memory of this host"),
             }
@@ -74,10 +74,10 @@ mod tests {
         for (available, short) in
             [(2000, false), (800, false), (799, true), (850, true), (899, true), (900, false), (801, false)]
         {
-            shortage.see(available, floor);
-            assert_eq!(shortage.is_here(), short, "{available}");
-            let HostMetrics { available: told, short: told_short } = &shortage.metrics;
-            assert_eq!((told.get(), told_short.get()), (available as i64, i64::from(short)));
+            shortage.update(available, floor);
+            assert_eq!(shortage.is_short(), short, "{available}");
+            let HostMetrics { available: available_gauge, short: short_gauge } = &shortage.metrics;
+            assert_eq!((available_gauge.get(), short_gauge.get()), (available as i64, i64::from(short)));
         }
     }
 }

@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use transport::{GenerateCall, GenerateReply};
 
-/// Frames of the engine that are joined at most, if the coordinator reads slower than the engine generates.
+/// Maximum number of engine frames that are joined if the coordinator reads slower than the engine generates.
 const FRAMES_AT_ONCE: usize = 256;
 
 /// Submits the call to the engine at once, in the order of calls. The returned future serves it to its end.
@@ -36,7 +36,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
             let (frames, inbox) = mpsc::unbounded_channel();
             let sink = Frames { frames, span: request.trace };
-            let ask = EngineRequest {
+            let engine_request = EngineRequest {
                 name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
                 tenant: request.turn,
@@ -51,8 +51,8 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
                 sink: Box::new(sink),
             };
             let submitted = match request.grammar {
-                None => Submitted::At(Box::pin(engine.submit(ask))),
-                Some(grammar) => Submitted::Behind(grammar, Box::new(ask)),
+                None => Submitted::At(Box::pin(engine.submit(engine_request))),
+                Some(grammar) => Submitted::Behind(grammar, Box::new(engine_request)),
             };
             Ok((engine, submitted, inbox))
         }
@@ -61,14 +61,19 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
     async move {
         match submitted {
             Ok((engine, Submitted::At(id), inbox)) => forward(&engine, id, inbox, reply).await,
-            Ok((engine, Submitted::Behind(grammar, ask), inbox)) => {
+            Ok((engine, Submitted::Behind(grammar, engine_request), inbox)) => {
                 let guide = tokio::select! {
-                    guide = engine.grammars().guide(ask.root, ask.tenant, grammar, &ask.emitted) => guide,
+                    guide = engine.grammars().guide(
+                        engine_request.root,
+                        engine_request.tenant,
+                        grammar,
+                        &engine_request.emitted,
+                    ) => guide,
                     () = reply.cancelled() => return,
                 };
                 match guide {
                     Ok(guide) => {
-                        let id = engine.submit(EngineRequest { guide: Some(guide), ..*ask });
+                        let id = engine.submit(EngineRequest { guide: Some(guide), ..*engine_request });
                         forward(&engine, id, inbox, reply).await;
                     }
                     Err(error) => refuse(reply, error).await,
@@ -141,7 +146,8 @@ async fn forward(
     id.into_iter().for_each(|id| engine.cancel(id));
 }
 
-/// Joins consecutive token frames into frames of at most [`MAX_TOKENS_PER_FRAME`] tokens: the codec refuses longer ones.
+/// Joins consecutive token frames into frames of at most [`MAX_TOKENS_PER_FRAME`] tokens. The codec refuses
+/// longer ones.
 fn coalesce(frames: impl Iterator<Item = GenerateFrame>) -> Vec<GenerateFrame> {
     let mut joined: Vec<GenerateFrame> = Vec::new();
     for frame in frames {

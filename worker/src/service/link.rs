@@ -22,9 +22,9 @@ const EVENTS_PER_BATCH: usize = 512;
 const MAX_REPLAY_EVENTS: usize = 4096;
 const CALL_LIMIT: Duration = Duration::from_secs(5);
 /// Interval between two checks for a changed weight download.
-const TELL_EVERY: Duration = Duration::from_millis(500);
+const SHIPPING_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between two checks for a changed certificate.
-const CERTIFICATE_EVERY: Duration = Duration::from_secs(5);
+const CERTIFICATE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Coordinators that refused this worker, with the reason; limits the rate of log lines.
 static REFUSED: Repeats = Repeats::new();
@@ -63,7 +63,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
             // No coordinator with the earlier key is connected any more: end this epoch, so that the next one
             // starts with the key in use.
             if matches!(error, crate::Error::OtherKey) && *node.joined.borrow() == 0 {
-                node.told()(&error);
+                node.failure_handler()(&error);
             }
             return;
         }
@@ -73,10 +73,10 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     node.joined.send_modify(|count| *count += 1);
     let reason = tokio::select! {
         reason = report(node, &api, &engine, &registered) => reason,
-        reason = tell_events(&connection, &engine) => reason,
+        reason = send_events(&connection, &engine) => reason,
         reason = serve(node, &connection, &engine) => reason,
-        reason = tell_shipping(node, &connection) => reason,
-        reason = tell_certificate(node, &connection) => reason,
+        reason = report_shipping(node, &connection) => reason,
+        reason = report_certificate(node, &connection) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "the session with a coordinator has ended");
@@ -92,48 +92,48 @@ async fn loaded(node: &Node, connection: &Connection) -> Result<Arc<Offer>, Stri
     };
     tokio::select! {
         offer = offered => offer,
-        reason = tell_shipping(node, connection) => Err(reason),
+        reason = report_shipping(node, connection) => Err(reason),
     }
 }
 
 /// Sends the coordinator the progress of the weight download whenever it changes.
-async fn tell_shipping(node: &Node, connection: &Connection) -> String {
+async fn report_shipping(node: &Node, connection: &Connection) -> String {
     let api = match connection.coordinator_api().await {
         Ok(api) => api,
         Err(error) => return error.to_string(),
     };
-    let mut told = ShippingReport::default();
-    let mut tick = tokio::time::interval(TELL_EVERY);
+    let mut last_sent = ShippingReport::default();
+    let mut tick = tokio::time::interval(SHIPPING_INTERVAL);
     loop {
         tick.tick().await;
         let report = node.shipping_report();
-        if report == told {
+        if report == last_sent {
             continue;
         }
         if let Err(error) = api.shipping(deadline(CALL_LIMIT), report.clone()).await {
             return error.to_string();
         }
-        told = report;
+        last_sent = report;
     }
 }
 
 /// Sends the coordinator the end of this worker's certificate whenever it changes.
-async fn tell_certificate(node: &Node, connection: &Connection) -> String {
+async fn report_certificate(node: &Node, connection: &Connection) -> String {
     let api = match connection.coordinator_api().await {
         Ok(api) => api,
         Err(error) => return error.to_string(),
     };
-    let mut told = None;
-    let mut tick = tokio::time::interval(CERTIFICATE_EVERY);
+    let mut last_sent = None;
+    let mut tick = tokio::time::interval(CERTIFICATE_INTERVAL);
     loop {
         tick.tick().await;
         let ends = node.identity.validities().ok().map(|validities| validities.node.ends);
-        if let Some(ends) = ends.filter(|ends| told != Some(*ends)) {
+        if let Some(ends) = ends.filter(|ends| last_sent != Some(*ends)) {
             let report = CertificateReport { ends };
             if let Err(error) = api.certificate(deadline(CALL_LIMIT), report).await {
                 tracing::debug!(%error, "cannot report the expiry of this worker's certificate to a coordinator");
             }
-            told = Some(ends);
+            last_sent = Some(ends);
         }
     }
 }
@@ -149,13 +149,13 @@ async fn register(
     let answer = api.register(deadline(CALL_LIMIT), register).await.map_err(|error| error.to_string())?;
     let registered = answer.map_err(|refusal| {
         match &refusal {
-            Refusal::StaleEpoch { known } => node.outlive(*known),
-            Refusal::AlreadyHere { .. } => node.twin.seen(connection),
+            Refusal::StaleEpoch { known } => node.raise_epoch(*known),
+            Refusal::AlreadyHere { .. } => node.twin.record(connection),
             _ => {}
         }
         refusal.to_string()
     })?;
-    node.twin.not_seen(connection);
+    node.twin.clear(connection);
     Ok((api, registered, epoch))
 }
 
@@ -165,7 +165,7 @@ async fn report(node: &Node, api: &CoordinatorApiClient, engine: &Runner, regist
     let mut tick = tokio::time::interval(every);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     // Every step that changes the cache emits events, so also report on events.
-    let mut newest = engine.news();
+    let mut newest = engine.updates();
     let mut first = true;
     loop {
         if !first {
@@ -184,7 +184,7 @@ async fn report(node: &Node, api: &CoordinatorApiClient, engine: &Runner, regist
 }
 
 /// Sends every KV event from now on. The coordinator requests earlier ones.
-async fn tell_events(connection: &Connection, engine: &Runner) -> String {
+async fn send_events(connection: &Connection, engine: &Runner) -> String {
     let sender = match connection.open_kv_events().await {
         Ok(sender) => sender,
         Err(error) => return error.to_string(),
@@ -193,7 +193,7 @@ async fn tell_events(connection: &Connection, engine: &Runner) -> String {
 }
 
 async fn stream_events(mut sender: KvEventSender, engine: &Runner) -> String {
-    let mut newest = engine.news();
+    let mut newest = engine.updates();
     let mut next = engine.events().lock().last_sequence() + 1;
     loop {
         loop {
@@ -221,13 +221,13 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     loop {
         match connection.accept().await {
             Ok(Incoming::Generate(call)) => {
-                tokio::spawn(to_the_end(node.call_begins(), generate::serve(node, *call)));
+                tokio::spawn(run_call(node.call_begins(), generate::serve(node, *call)));
             }
             Ok(Incoming::Encode(call)) => {
-                tokio::spawn(to_the_end(node.call_begins(), encode::serve(node, call)));
+                tokio::spawn(run_call(node.call_begins(), encode::serve(node, call)));
             }
             Ok(Incoming::Operation(call)) => {
-                tokio::spawn(to_the_end(node.call_begins(), operation::serve(node, *call)));
+                tokio::spawn(run_call(node.call_begins(), operation::serve(node, *call)));
             }
             Ok(Incoming::Sequence(call)) => {
                 tokio::spawn(sequences::serve(Arc::clone(node), call));
@@ -249,7 +249,7 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     }
 }
 
-async fn to_the_end(under_way: UnderWay, call: impl Future<Output = ()>) {
+async fn run_call(under_way: UnderWay, call: impl Future<Output = ()>) {
     call.await;
     drop(under_way);
 }

@@ -55,7 +55,9 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
     let failed = |error, end| End::With(OperationOutput::Failed(error), end);
     let cancelled = reply.cancelled();
     tokio::pin!(cancelled);
-    if let Err(end) = tell(reply, limits.unread, &[OperationOutput::Opened(session.opened.clone())]).await {
+    if let Err(end) =
+        send_outputs(reply, limits.unread, &[OperationOutput::Opened(session.opened.clone())]).await
+    {
         return end;
     }
     // Samples since the session was opened, and since it was opened or last reset.
@@ -80,7 +82,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
             }
         };
         let finishes = input == OperationInput::Finish;
-        let asked = match input {
+        let model_request = match input {
             OperationInput::Samples(pcm) => {
                 let more = pcm.len() as u64;
                 if samples + more > limits.samples {
@@ -88,15 +90,15 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
                 }
                 (samples, at) = (samples + more, at + more);
                 match finite(pcm) {
-                    Ok(sound) => Asked::Hear(sound),
+                    Ok(sound) => ModelRequest::Samples(sound),
                     Err(error) => return failed(error, SessionEnd::refused),
                 }
             }
-            OperationInput::Segment => Asked::Segment { last: false, at },
-            OperationInput::Finish => Asked::Segment { last: true, at },
+            OperationInput::Segment => ModelRequest::Segment { last: false, at },
+            OperationInput::Finish => ModelRequest::Segment { last: true, at },
             OperationInput::Reset => {
                 at = 0;
-                Asked::Reset
+                ModelRequest::Reset
             }
             OperationInput::Close => {
                 return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
@@ -104,22 +106,22 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
         };
         // Stop a computation of seconds when the client has left.
         let outputs = tokio::select! {
-            outputs = asked.of(&mut session.handle) => outputs,
+            outputs = model_request.apply(&mut session.handle) => outputs,
             () = &mut cancelled => return End::Cut,
         };
         match outputs {
             Ok(outputs) => {
-                if let Err(end) = tell(reply, limits.unread, &outputs).await {
+                if let Err(end) = send_outputs(reply, limits.unread, &outputs).await {
                     return end;
                 }
             }
             Err(error) => {
                 tracing::error!(%error, model = %session.opened.model, "a session has failed");
-                let told = match error {
+                let reported = match error {
                     speech::Error::NotFinite { .. } => OperationError::NotFinite,
                     _ => OperationError::Internal,
                 };
-                return failed(told, SessionEnd::error);
+                return failed(reported, SessionEnd::error);
             }
         }
         if finishes {
@@ -129,7 +131,11 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
 }
 
 /// Sends results. Returns the end of the session if the client does not read them in time.
-async fn tell(reply: &mut OperationReplier, limit: Duration, outputs: &[OperationOutput]) -> Result<(), End> {
+async fn send_outputs(
+    reply: &mut OperationReplier,
+    limit: Duration,
+    outputs: &[OperationOutput],
+) -> Result<(), End> {
     for output in outputs {
         match timeout(limit, reply.send(output)).await {
             Ok(Ok(())) => {}
@@ -140,16 +146,16 @@ async fn tell(reply: &mut OperationReplier, limit: Duration, outputs: &[Operatio
 }
 
 /// A request to the model.
-enum Asked {
-    Hear(Vec<f32>),
+enum ModelRequest {
+    Samples(Vec<f32>),
     Segment { last: bool, at: u64 },
     Reset,
 }
 
-impl Asked {
-    async fn of(self, session: &mut SessionHandle) -> Result<Vec<OperationOutput>, speech::Error> {
+impl ModelRequest {
+    async fn apply(self, session: &mut SessionHandle) -> Result<Vec<OperationOutput>, speech::Error> {
         match self {
-            Self::Hear(sound) => session.hear(sound).await,
+            Self::Samples(sound) => session.push(sound).await,
             Self::Segment { last, at } => {
                 let mut outputs = session.segment(last).await?;
                 outputs.push(OperationOutput::Segmented { at });

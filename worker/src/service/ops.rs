@@ -18,9 +18,9 @@ const MAX_CONNECTIONS: usize = 64;
 const HEADER_TIME: Duration = Duration::from_secs(5);
 
 pub(super) async fn serve(listener: TcpListener, node: watch::Receiver<Arc<Node>>) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -39,7 +39,7 @@ pub(super) async fn serve(listener: TcpListener, node: watch::Receiver<Arc<Node>
             server.timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_headers(64);
             // A disconnect of the client is not an error.
             let _ = server.serve_connection(TokioIo::new(stream), answer).await;
-            drop(place);
+            drop(permit);
         });
     }
 }
@@ -57,10 +57,10 @@ async fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes
             [] => probe(node.alive()),
             stopped => text(StatusCode::SERVICE_UNAVAILABLE, format!("{} is stuck\n", stopped.join(" and "))),
         },
-        "/readyz" if node.shortage.is_here() => {
+        "/readyz" if node.shortage.is_short() => {
             text(StatusCode::SERVICE_UNAVAILABLE, "free memory is below the floor\n".to_owned())
         }
-        "/readyz" if node.twin.is_there() => text(
+        "/readyz" if node.twin.is_present() => text(
             StatusCode::SERVICE_UNAVAILABLE,
             "another process with this worker's identity is alive\n".to_owned(),
         ),

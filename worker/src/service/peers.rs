@@ -1,7 +1,7 @@
 //! KV transfers between workers: fetches prefixes from a holder, and sends them to workers that request them.
 //!
-//! A transfer ends when nobody waits for it any more. It costs the holder a few copies between steps. If it
-//! fails, the receiver computes the prefix instead.
+//! A transfer ends when no request waits for it any more. It costs the holder a few copies between steps. If
+//! it fails, the receiver computes the prefix instead.
 
 use super::Node;
 use super::runner::Runner;
@@ -24,7 +24,7 @@ use transport::{Connection, Endpoint, Error, Incoming, PullCall, PullReply};
 
 /// Time limit of a transfer to another worker. A receiver that does not read must not block others.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
-/// Maximum number of kept connections to other workers.
+/// Maximum number of open connections to other workers.
 const MAX_PEERS: usize = 256;
 
 /// Connections to other workers.
@@ -81,14 +81,14 @@ impl Peers {
     async fn connect(&self, source: &PullSource) -> Result<Connection, String> {
         let address: SocketAddr =
             source.quic.parse().map_err(|_| format!("{:?} is not an address", source.quic))?;
-        let place = {
+        let link_lock = {
             let mut links = self.links.lock();
             if links.len() >= MAX_PEERS && !links.contains_key(&source.node) {
                 links.clear();
             }
             Arc::clone(links.entry(source.node.clone()).or_default())
         };
-        let mut link = place.lock().await;
+        let mut link = link_lock.lock().await;
         let usable = link.as_ref().filter(|link| link.address == address && !link.connection.is_closed());
         if let Some(link) = usable {
             return Ok(link.connection.clone());
@@ -155,16 +155,16 @@ pub(super) async fn serve(node: watch::Receiver<Arc<Node>>, endpoint: Arc<Endpoi
             _ = beats.tick() => continue,
         };
         let Some(connection) = connection else { return };
-        tokio::spawn(serve_one(node.clone(), connection));
+        tokio::spawn(serve_connection(node.clone(), connection));
     }
 }
 
-async fn serve_one(node: watch::Receiver<Arc<Node>>, connection: Connection) {
+async fn serve_connection(node: watch::Receiver<Arc<Node>>, connection: Connection) {
     loop {
         let incoming = connection.accept().await;
         let now = Arc::clone(&node.borrow());
         let incoming = match (incoming, &now.pool) {
-            (Ok(incoming), Some(pool)) => match pool.host().take(incoming) {
+            (Ok(incoming), Some(pool)) => match pool.rank_server().take(incoming) {
                 Some(other) => Ok(other),
                 None => continue,
             },
@@ -172,7 +172,7 @@ async fn serve_one(node: watch::Receiver<Arc<Node>>, connection: Connection) {
         };
         match incoming {
             Ok(Incoming::Pull(call)) => {
-                tokio::spawn(send(now, call));
+                tokio::spawn(serve_pull(now, call));
             }
             Ok(Incoming::Shard(call)) => {
                 tokio::spawn(Arc::clone(&now.holdings).answer(call));
@@ -188,11 +188,11 @@ async fn serve_one(node: watch::Receiver<Arc<Node>>, connection: Connection) {
     }
 }
 
-async fn send(node: Arc<Node>, call: PullCall) {
+async fn serve_pull(node: Arc<Node>, call: PullCall) {
     let PullCall { request, reply } = call;
     let cancelled = reply.cancelled();
     let sent = tokio::select! {
-        sent = give(&node, request, reply) => sent,
+        sent = send_pieces(&node, request, reply) => sent,
         () = cancelled => return,
         () = tokio::time::sleep(SEND_LIMIT) => return,
     };
@@ -201,8 +201,8 @@ async fn send(node: Arc<Node>, call: PullCall) {
     }
 }
 
-async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result<(), Error> {
-    let Ok(_place) = node.peers.sends.try_acquire() else { return reply.fail(PullRefusal::Busy).await };
+async fn send_pieces(node: &Node, request: PullRequest, mut reply: PullReply) -> Result<(), Error> {
+    let Ok(_permit) = node.peers.sends.try_acquire() else { return reply.fail(PullRefusal::Busy).await };
     let Some(Runner::Generates(engine)) = node.engine() else {
         return reply.fail(PullRefusal::NotHeld).await;
     };
@@ -229,7 +229,7 @@ async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result
             let Some(key) = names.piece(*group as usize, *end) else {
                 return reply.fail(PullRefusal::Internal).await;
             };
-            // The receiver computes what is damaged or was evicted meanwhile.
+            // The receiver computes pieces that are damaged or were evicted meanwhile.
             let Some(bytes) = bytes_of(piece).await.filter(|bytes| bytes.len() == *length) else {
                 return reply.fail(PullRefusal::NotHeld).await;
             };

@@ -1,4 +1,4 @@
-//! A worker of the pool. By the coordinators' plan it is free, a later stage of a replica, or its first
+//! A worker of the pool. By the coordinators' plan it is free, a downstream stage of a replica, or its first
 //! stage.
 //!
 //! Coordinators repeatedly send the replica that this worker leads ([`Pool::place`]). The worker then claims
@@ -6,7 +6,7 @@
 //! worker. When a stage is lost or the plan changes, that epoch ends with all its state, and the worker is
 //! free again. While the plan stands it retries, each time in a new epoch.
 
-use super::{Loaded, Node, NodeContext, NodeRun, present_epoch};
+use super::{Loaded, Node, NodeContext, NodeRun, current_epoch};
 use crate::Error;
 use crate::load::{self, EngineOptions, Prepared};
 use crate::pipeline::{Claims, Replica, ReplicaClaim};
@@ -36,7 +36,7 @@ pub(super) struct Pool {
     capacity: Capacity,
     /// The drafter of its own model.
     drafter: Option<OfferedDrafter>,
-    host: Arc<RankServer>,
+    rank_server: Arc<RankServer>,
     shipper: Arc<Shipper>,
     identity: Identity,
     /// `None`: models placed on this worker are fetched from other workers.
@@ -62,10 +62,10 @@ impl Pool {
     ) -> Self {
         let (model_path, engine) = (stage.model_path.clone(), stage.engine.clone());
         let shipper = Arc::clone(&holds.shipper);
-        let host = RankServer::new(stage, endpoint, holds, Some(Claims::default()));
-        let nothing = PlaceOrder { version: 0, lead: None, holders: Vec::new(), drafter: None };
-        let (orders, leads) = (watch::Sender::new(nothing), Mutex::new(None));
-        Self { capacity, drafter, host, shipper, identity, model_path, engine, orders, leads }
+        let rank_server = RankServer::new(stage, endpoint, holds, Some(Claims::default()));
+        let no_order = PlaceOrder { version: 0, lead: None, holders: Vec::new(), drafter: None };
+        let (orders, leads) = (watch::Sender::new(no_order), Mutex::new(None));
+        Self { capacity, drafter, rank_server, shipper, identity, model_path, engine, orders, leads }
     }
 
     pub(super) fn capacity(&self) -> &Capacity {
@@ -77,51 +77,56 @@ impl Pool {
     }
 
     /// Serves stages for replicas that other workers lead.
-    pub(super) fn host(&self) -> &Arc<RankServer> {
-        &self.host
+    pub(super) fn rank_server(&self) -> &Arc<RankServer> {
+        &self.rank_server
     }
 
     /// Applies an order of a coordinator and returns this worker's placement state.
     pub(super) fn place(&self, order: PlaceOrder) -> PlaceReport {
-        self.orders.send_if_modified(|known| {
+        self.orders.send_if_modified(|current| {
             // Ignore a coordinator with an older version of the plan.
-            let news = order.version >= known.version && order != *known;
-            if news {
-                self.shipper.tell(order.holders.clone());
-                *known = order;
+            let changed = order.version >= current.version && order != *current;
+            if changed {
+                self.shipper.set_holders(order.holders.clone());
+                *current = order;
             }
-            news
+            changed
         });
-        let holds = self.host.claims().and_then(Claims::life);
+        let holds = self.rank_server.claims().and_then(Claims::plan_index);
         PlaceReport { leads: self.leads.lock().clone(), holds }
     }
 
     /// Runs epochs as coordinators plan them. `free` is the current epoch, which serves no model.
-    pub(super) async fn live(&self, ground: &NodeContext, free: NodeRun, present: &watch::Sender<Arc<Node>>) {
+    pub(super) async fn run_epochs(
+        &self,
+        context: &NodeContext,
+        free: NodeRun,
+        node_tx: &watch::Sender<Arc<Node>>,
+    ) {
         let (mut free, mut epoch) = (free, free_epoch(&Epoch(0)));
         let mut orders = self.orders.subscribe();
         loop {
-            let (lead, drafter) = wanted(&mut orders).await;
-            self.lead(true);
-            self.stands(&lead, LeadState::Forming, None);
+            let (lead, drafter) = next_lead(&mut orders).await;
+            self.set_leads(true);
+            self.set_state(&lead, LeadState::Forming, None);
             let formed = self.form((&lead, drafter), &mut epoch, &mut orders).await;
             let Formed { prepared, mut lost } = match formed {
                 Ok(formed) => formed,
                 Err(error) => {
-                    tracing::warn!(life = lead.life, %error, "cannot form the replica");
+                    tracing::warn!(plan_index = lead.plan_index, %error, "cannot form the replica");
                     self.give_up(&lead, &error, &mut orders).await;
                     continue;
                 }
             };
             free.end();
-            let (told, mut broken) = mpsc::unbounded_channel();
+            let (reason_tx, mut broken) = mpsc::unbounded_channel();
             epoch = free_epoch(&epoch);
-            let life = ground.begin(epoch, Some(told));
-            life.loaded(Loaded::Generator(Box::new(prepared)), Some(&lead.model));
-            present.send_replace(Arc::clone(&life.node));
-            self.stands(&lead, LeadState::Serving, None);
+            let run = context.begin(epoch, Some(reason_tx));
+            run.loaded(Loaded::Generator(Box::new(prepared)), Some(&lead.model));
+            node_tx.send_replace(Arc::clone(&run.node));
+            self.set_state(&lead, LeadState::Serving, None);
             tracing::info!(
-                life = lead.life,
+                plan_index = lead.plan_index,
                 epoch = epoch.0,
                 stages = lead.stages.len(),
                 "the replica serves"
@@ -131,36 +136,37 @@ impl Pool {
                 Ok(lost) = lost.wait_for(Option::is_some) => lost.clone().unwrap_or_default(),
                 () = given_up(&mut orders, &lead) => "another plan".to_owned(),
             };
-            tracing::warn!(life = lead.life, epoch = epoch.0, reason, "the replica has ended");
-            life.end();
+            tracing::warn!(plan_index = lead.plan_index, epoch = epoch.0, reason, "the replica has ended");
+            run.end();
             epoch = free_epoch(&epoch);
-            free = ground.begin(epoch, None);
+            free = context.begin(epoch, None);
             free.loaded(Loaded::Nothing, None);
-            present.send_replace(Arc::clone(&free.node));
-            self.lead(false);
-            self.stands(&lead, LeadState::Waiting, Some(reason));
+            node_tx.send_replace(Arc::clone(&free.node));
+            self.set_leads(false);
+            self.set_state(&lead, LeadState::Waiting, Some(reason));
         }
     }
 
-    fn lead(&self, leads: bool) {
-        self.host.claims().into_iter().for_each(|claims| claims.leads(leads));
+    fn set_leads(&self, leads: bool) {
+        self.rank_server.claims().into_iter().for_each(|claims| claims.leads(leads));
     }
 
-    fn stands(&self, lead: &Lead, state: LeadState, reason: Option<String>) {
+    fn set_state(&self, lead: &Lead, state: LeadState, reason: Option<String>) {
         let mut leads = self.leads.lock();
-        let known = leads.take().filter(|known| known.life == lead.life);
-        let (attempts, before) = known.map_or((0, String::new()), |known| (known.attempts, known.reason));
+        let previous = leads.take().filter(|previous| previous.plan_index == lead.plan_index);
+        let (attempts, before) =
+            previous.map_or((0, String::new()), |previous| (previous.attempts, previous.reason));
         let attempts = attempts.saturating_add(u32::from(state == LeadState::Forming));
         let reason = reason.unwrap_or(before);
-        *leads = Some(LeadReport { life: lead.life, state, attempts, reason });
+        *leads = Some(LeadReport { plan_index: lead.plan_index, state, attempts, reason });
     }
 
     /// Waits until the next attempt is due or the plan changes.
     async fn give_up(&self, lead: &Lead, error: &Error, orders: &mut watch::Receiver<PlaceOrder>) {
         let of_file = error.is_of_content();
         let state = if of_file { LeadState::BadFile } else { LeadState::Waiting };
-        self.lead(false);
-        self.stands(lead, state, Some(error.to_string()));
+        self.set_leads(false);
+        self.set_state(lead, state, Some(error.to_string()));
         tokio::select! {
             () = given_up(orders, lead) => self.leads.lock().take().map_or((), drop),
             () = tokio::time::sleep(RETRY_AFTER), if !of_file => {}
@@ -191,7 +197,7 @@ impl Pool {
         };
         Ok(match drafter {
             None => self.engine.speculative_method.clone(),
-            Some(Drafter::Appended) => SpeculativeMethod::Appended,
+            Some(Drafter::MtpHead) => SpeculativeMethod::MtpHead,
             Some(Drafter::Assistant(digest)) => SpeculativeMethod::Assistant(locate(digest).await?),
             Some(Drafter::Model(digest)) => SpeculativeMethod::Model(locate(digest).await?),
         })
@@ -213,22 +219,22 @@ impl Pool {
             () = given_up(orders, lead) => return Err(another_plan()),
         };
         *epoch = free_epoch(epoch);
-        let claim = ReplicaClaim { life: lead.life, epoch: *epoch };
-        let later = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
+        let claim = ReplicaClaim { plan_index: lead.plan_index, epoch: *epoch };
+        let downstream = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
         let ranges: Vec<Range<usize>> =
             lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
         // A draft model runs at the first stage, all other drafters at the last one.
         let here = ranges.len() == 1 || matches!(speculative_method, SpeculativeMethod::Model(_));
-        let wanted = WantedLayers {
+        let needed = WantedLayers {
             layers: ranges.first().cloned(),
             speculative_method: if here { speculative_method.clone() } else { SpeculativeMethod::Off },
             embedding: false,
         };
         tokio::select! {
-            brought = self.shipper.bring(&path, wanted) => brought?,
+            fetched = self.shipper.fetch_missing(&path, needed) => fetched?,
             () = given_up(orders, lead) => return Err(another_plan()),
         }
-        let replica = Replica::new(Handle::current(), &self.identity, later, ActivationType::F32)?;
+        let replica = Replica::new(Handle::current(), &self.identity, downstream, ActivationType::F32)?;
         let replica = replica.planned(ranges, claim);
         let (lost, endpoint) = (replica.lost(), replica.endpoint());
         let options = EngineOptions { speculative_method, ..self.engine.clone() };
@@ -243,9 +249,10 @@ impl Pool {
             }
         };
         let prepared = formed.map_err(|_| Error::EngineStopped)?;
-        if let Err(Error::StageLost(known)) = &prepared
-            && let transport::Error::StageClaimed(ClaimRefusal::Stale { life, epoch: latest }) = &known.source
-            && *life == lead.life
+        if let Err(Error::StageLost(stage_lost)) = &prepared
+            && let transport::Error::StageClaimed(ClaimRefusal::Stale { plan_index, epoch: latest }) =
+                &stage_lost.source
+            && *plan_index == lead.plan_index
         {
             // The clock was set back since an earlier attempt.
             *epoch = (*epoch).max(*latest);
@@ -263,11 +270,11 @@ fn another_plan() -> Error {
 
 /// An epoch after `last`.
 fn free_epoch(last: &Epoch) -> Epoch {
-    present_epoch().max(Epoch(last.0.saturating_add(1)))
+    current_epoch().max(Epoch(last.0.saturating_add(1)))
 }
 
 /// Waits for a replica to lead, and returns it with its drafter, if the order has one.
-async fn wanted(orders: &mut watch::Receiver<PlaceOrder>) -> (Lead, Option<Drafter>) {
+async fn next_lead(orders: &mut watch::Receiver<PlaceOrder>) -> (Lead, Option<Drafter>) {
     loop {
         let PlaceOrder { lead, drafter, .. } = orders.borrow_and_update().clone();
         if let Some(lead) = lead {
@@ -281,7 +288,7 @@ async fn wanted(orders: &mut watch::Receiver<PlaceOrder>) -> (Lead, Option<Draft
 
 /// Resolves when `lead` is no longer planned.
 async fn given_up(orders: &mut watch::Receiver<PlaceOrder>, lead: &Lead) {
-    let other = |order: &PlaceOrder| order.lead.as_ref().map(|lead| lead.life) != Some(lead.life);
+    let other = |order: &PlaceOrder| order.lead.as_ref().map(|lead| lead.plan_index) != Some(lead.plan_index);
     if orders.wait_for(other).await.is_err() {
         std::future::pending::<()>().await;
     }

@@ -25,7 +25,7 @@ pub(super) enum Runner {
 /// State of a worker that computes nothing: an empty event log.
 pub(super) struct Waiting {
     events: Mutex<EventLog>,
-    news: watch::Sender<u64>,
+    updates: watch::Sender<u64>,
 }
 
 /// Calls the method of the same name on the engine or the encoder; returns the default for [`Runner::Waits`].
@@ -55,7 +55,7 @@ impl Runner {
             Loaded::Encoder(encoder) => EncoderHandle::start(*encoder, epoch, stall_floor).map(Self::Encodes),
             Loaded::Nothing => {
                 let events = Mutex::new(EventLog::new(epoch, 0));
-                Ok(Self::Waits(Arc::new(Waiting { events, news: watch::Sender::new(0) })))
+                Ok(Self::Waits(Arc::new(Waiting { events, updates: watch::Sender::new(0) })))
             }
         }
     }
@@ -85,11 +85,11 @@ impl Runner {
     }
 
     /// Changes on new KV events of an engine, or on new steps of an encoder.
-    pub(super) fn news(&self) -> watch::Receiver<u64> {
+    pub(super) fn updates(&self) -> watch::Receiver<u64> {
         match self {
             Self::Generates(engine) => engine.newest_event(),
             Self::Encodes(encoder) => encoder.steps(),
-            Self::Waits(waiting) => waiting.news.subscribe(),
+            Self::Waits(waiting) => waiting.updates.subscribe(),
         }
     }
 

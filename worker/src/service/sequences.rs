@@ -52,8 +52,9 @@ async fn perform(
     let key = |name| SequenceKey { root, name };
     let reply = match operation {
         SequenceOperation::List => {
-            let of_engine =
-                ask(&engine, move |engine| (engine.sequences(root), engine.pins(Instant::now(), root)));
+            let of_engine = call_engine(&engine, move |engine| {
+                (engine.sequences(root), engine.pins(Instant::now(), root))
+            });
             let (sequences, pins) = of_engine.await?;
             let snapshots = blocking(node, move |node| node.snapshots.list(root)).await?;
             SequenceReply::List(SequenceList {
@@ -86,8 +87,8 @@ async fn perform(
             SequenceReply::Sequence(restore(node, &engine, key(name), file).await?)
         }
         SequenceOperation::Upload { name, .. } => {
-            let most = engine.load().kv_total + HEADER_BYTES;
-            let file = body.read(most).await.map_err(|error| SequenceError::InvalidField {
+            let max_bytes = engine.load().kv_total + HEADER_BYTES;
+            let file = body.read(max_bytes).await.map_err(|error| SequenceError::InvalidField {
                 field: "body".to_owned(),
                 reason: error.to_string(),
             })?;
@@ -95,19 +96,19 @@ async fn perform(
         }
         SequenceOperation::Fork { sequence, name } => {
             let of = key(sequence);
-            SequenceReply::Sequence(ask(&engine, move |engine| engine.fork(&of, name)).await??)
+            SequenceReply::Sequence(call_engine(&engine, move |engine| engine.fork(&of, name)).await??)
         }
         SequenceOperation::Reset { sequence, keep } => {
             let key = key(sequence);
-            SequenceReply::Sequence(ask(&engine, move |engine| engine.reset(&key, keep)).await??)
+            SequenceReply::Sequence(call_engine(&engine, move |engine| engine.reset(&key, keep)).await??)
         }
         SequenceOperation::Drop { sequence } => {
             let key = key(sequence);
             let what = format!("sequence {}", key.name);
             let named = key.clone();
-            let known = ask(&engine, move |engine| engine.forget(&named)).await??;
+            let existed = call_engine(&engine, move |engine| engine.forget(&named)).await??;
             let saved = blocking(node, move |node| node.snapshots.remove(&key)).await?;
-            match known || saved {
+            match existed || saved {
                 true => SequenceReply::Done,
                 false => return Err(SequenceError::Unknown { what }),
             }
@@ -120,7 +121,7 @@ async fn perform(
             SequenceReply::Pinned(pinned.await?)
         }
         SequenceOperation::Unpin { pin } => {
-            ask(&engine, move |engine| engine.unpin(Instant::now(), root, pin)).await??;
+            call_engine(&engine, move |engine| engine.unpin(Instant::now(), root, pin)).await??;
             SequenceReply::Done
         }
     };
@@ -155,11 +156,11 @@ async fn restore(
             .map_err(|error| SequenceError::NotThisSnapshot(error.to_string()))
     });
     let snapshot = snapshot.await?;
-    ask(engine, move |engine| engine.restore(key, &snapshot)).await?
+    call_engine(engine, move |engine| engine.restore(key, &snapshot)).await?
 }
 
 /// Runs a call on the engine's thread that needs no step.
-async fn ask<T: Send + 'static>(
+async fn call_engine<T: Send + 'static>(
     engine: &EngineHandle,
     call: impl FnOnce(&mut crate::engine::Engine) -> T + Send + 'static,
 ) -> Result<T, SequenceError> {
@@ -172,7 +173,7 @@ async fn computed<T: Send + 'static>(
     call: impl FnOnce(&mut crate::engine::Engine, Reply<T>) + Send + 'static,
 ) -> Result<T, SequenceError> {
     let (reply, answer) = oneshot::channel();
-    ask(engine, move |engine| call(engine, reply)).await?;
+    call_engine(engine, move |engine| call(engine, reply)).await?;
     answer.await.unwrap_or(Err(SequenceError::Internal))
 }
 

@@ -1,5 +1,5 @@
-//! Detects another live process with this worker's identity. This process then waits until the other one is
-//! gone. Meanwhile it joins no other coordinator, because the other process may have lost that connection
+//! Detects another live process with this worker's identity. This process then waits until the other one has
+//! exited. Meanwhile it joins no other coordinator, because the other process may have lost that connection
 //! only briefly.
 
 use parking_lot::Mutex;
@@ -7,9 +7,9 @@ use proto::ids::NodeId;
 use std::time::{Duration, Instant};
 use transport::{Connection, Error};
 
-/// Lifetime of a coordinator's report. The coordinator is asked again within that time.
+/// Lifetime of a coordinator's report. The worker registers with the coordinator again within that time.
 const COUNTS_FOR: Duration = Duration::from_secs(10);
-const LOOK_EVERY: Duration = Duration::from_millis(250);
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The last coordinator that reported another process, and when.
 #[derive(Debug, Default)]
@@ -17,39 +17,39 @@ pub(super) struct Twin(Mutex<Option<(NodeId, Instant)>>);
 
 impl Twin {
     /// Records that this coordinator refused the worker because of another process.
-    pub(super) fn seen(&self, by: &Connection) {
-        self.seen_at(&by.peer().node, Instant::now());
+    pub(super) fn record(&self, by: &Connection) {
+        self.record_at(&by.peer().node, Instant::now());
     }
 
-    fn seen_at(&self, by: &NodeId, now: Instant) {
+    fn record_at(&self, by: &NodeId, now: Instant) {
         *self.0.lock() = Some((by.clone(), now));
     }
 
     /// Records that this coordinator has accepted the worker.
-    pub(super) fn not_seen(&self, by: &Connection) {
-        let mut seen = self.0.lock();
-        if seen.as_ref().is_some_and(|(node, _)| *node == by.peer().node) {
-            *seen = None;
+    pub(super) fn clear(&self, by: &Connection) {
+        let mut record = self.0.lock();
+        if record.as_ref().is_some_and(|(node, _)| *node == by.peer().node) {
+            *record = None;
         }
     }
 
-    pub(super) fn is_there(&self) -> bool {
-        self.who_says(Instant::now()).is_some()
+    pub(super) fn is_present(&self) -> bool {
+        self.reporter(Instant::now()).is_some()
     }
 
-    fn who_says(&self, now: Instant) -> Option<NodeId> {
-        let seen = self.0.lock();
-        let (node, at) = seen.as_ref()?;
+    fn reporter(&self, now: Instant) -> Option<NodeId> {
+        let record = self.0.lock();
+        let (node, at) = record.as_ref()?;
         (now.saturating_duration_since(*at) < COUNTS_FOR).then(|| node.clone())
     }
 
     /// Waits while a coordinator other than this one reports another process. Returns an error if the
     /// connection ends first.
     pub(super) async fn hold_back(&self, connection: &Connection) -> Result<(), Error> {
-        while self.who_says(Instant::now()).is_some_and(|node| node != connection.peer().node) {
+        while self.reporter(Instant::now()).is_some_and(|node| node != connection.peer().node) {
             tokio::select! {
                 error = connection.closed() => return Err(error),
-                () = tokio::time::sleep(LOOK_EVERY) => {}
+                () = tokio::time::sleep(CHECK_INTERVAL) => {}
             }
         }
         Ok(())
@@ -63,9 +63,9 @@ mod tests {
     #[test]
     fn a_coordinators_report_expires() {
         let (twin, now, node) = (Twin::default(), Instant::now(), NodeId::new("c0").unwrap());
-        assert_eq!(twin.who_says(now), None);
-        twin.seen_at(&node, now);
-        assert_eq!(twin.who_says(now + COUNTS_FOR / 2), Some(node));
-        assert_eq!(twin.who_says(now + COUNTS_FOR), None);
+        assert_eq!(twin.reporter(now), None);
+        twin.record_at(&node, now);
+        assert_eq!(twin.reporter(now + COUNTS_FOR / 2), Some(node));
+        assert_eq!(twin.reporter(now + COUNTS_FOR), None);
     }
 }

@@ -120,10 +120,10 @@ impl SnapshotStore {
     }
 }
 
-fn within(what: &str, wanted: u64, limit: u64) -> Result<(), SequenceError> {
-    match wanted <= limit {
+fn within(budget: &str, bytes: u64, limit: u64) -> Result<(), SequenceError> {
+    match bytes <= limit {
         true => Ok(()),
-        false => Err(SequenceError::OverBudget { what: what.to_owned(), wanted, limit }),
+        false => Err(SequenceError::OverBudget { what: budget.to_owned(), wanted: bytes, limit }),
     }
 }
 

@@ -14,7 +14,7 @@ const TRUSTED: u64 = 512;
 /// Assumed cost of a further row before it is measured, as a share of a step of one row.
 const ROW: f64 = 0.15;
 /// Minimum gain in speed, as a share, for drafting to be used: times are noisy.
-const LEAST_GAIN: f64 = 0.02;
+const MIN_GAIN: f64 = 0.02;
 
 #[derive(Debug, Default)]
 pub(super) struct DraftCost {
@@ -28,8 +28,8 @@ impl DraftCost {
     pub(super) fn took(&mut self, rows: u32, seconds: f64) {
         self.steps += 1;
         let now = self.steps;
-        let (known, measured) = self.times.entry(rows).or_insert((seconds, now));
-        *known += BLEND * (seconds - *known);
+        let (average, measured) = self.times.entry(rows).or_insert((seconds, now));
+        *average += BLEND * (seconds - *average);
         *measured = now;
         if now.is_multiple_of(TRUSTED) {
             self.times.retain(|_, (_, measured)| now - *measured < TRUSTED);
@@ -52,7 +52,7 @@ impl DraftCost {
         // Stable, so that the draft tokens of a sequence keep their order.
         best.sort_by(|a, b| b.0.total_cmp(&a.0));
         let mut tokens = f64::from(rows);
-        let (mut fastest, mut count) = (tokens / self.seconds(rows) * (1.0 + LEAST_GAIN), 0);
+        let (mut fastest, mut count) = (tokens / self.seconds(rows) * (1.0 + MIN_GAIN), 0);
         for (at, (chance, _)) in (1u32..).zip(&best) {
             tokens += chance;
             let rate = tokens / self.seconds(rows + at);
@@ -71,16 +71,16 @@ impl DraftCost {
         if rows == 0 || self.times.is_empty() {
             return 0;
         }
-        let (plain, most) = (self.seconds(rows), chances.iter().map(|(_, most)| *most).max().unwrap_or(0));
+        let (plain, max) = (self.seconds(rows), chances.iter().map(|(_, max)| *max).max().unwrap_or(0));
         let round = round(plain);
-        let (mut tokens, mut looked_at) = (f64::from(rows), rows);
-        let (mut fastest, mut best) = (tokens / plain * (1.0 + LEAST_GAIN), 0);
-        for count in 1..=most {
-            for (chance, _) in chances.iter().filter(|(_, most)| *most >= count) {
+        let (mut tokens, mut verified_rows) = (f64::from(rows), rows);
+        let (mut fastest, mut best) = (tokens / plain * (1.0 + MIN_GAIN), 0);
+        for count in 1..=max {
+            for (chance, _) in chances.iter().filter(|(_, max)| *max >= count) {
                 tokens += chance.powi(count as i32);
-                looked_at += 1;
+                verified_rows += 1;
             }
-            let rate = tokens / (self.seconds(looked_at) + f64::from(count) * round);
+            let rate = tokens / (self.seconds(verified_rows) + f64::from(count) * round);
             if rate > fastest {
                 (fastest, best) = (rate, count as usize);
             }
@@ -96,12 +96,13 @@ impl DraftCost {
         let more = self.times.range(rows..).next().map(time);
         let rows = f64::from(rows);
         // Assumes that the time of a step of r rows is proportional to 1 + ROW (r - 1).
-        let draft_token =
-            |(known, seconds): (f64, f64)| seconds * (1.0 + ROW * (rows - 1.0)) / (1.0 + ROW * (known - 1.0));
+        let scaled = |(measured_rows, seconds): (f64, f64)| {
+            seconds * (1.0 + ROW * (rows - 1.0)) / (1.0 + ROW * (measured_rows - 1.0))
+        };
         match (fewer, more) {
             (Some((a, below)), Some((b, _))) if a == b => below,
             (Some((a, below)), Some((b, above))) => below + (above - below) * (rows - a) / (b - a),
-            (Some(one), None) | (None, Some(one)) => draft_token(one),
+            (Some(measured), None) | (None, Some(measured)) => scaled(measured),
             (None, None) => 1.0,
         }
     }

@@ -13,9 +13,9 @@ const PRIOR: f64 = 0.5;
 /// Number of observations that the assumed rate counts for.
 const PRIOR_WEIGHT: f64 = 2.0;
 /// Decay of earlier observations with each new one.
-const KEPT: f64 = 0.95;
+const DECAY: f64 = 0.95;
 /// Maximum number of draft tokens of one sequence in a step.
-const MOST: u32 = 8;
+const MAX_DRAFT_TOKENS: u32 = 8;
 /// Weight of a new time in the moving average.
 const BLEND: f64 = 0.25;
 /// Assumed cost of a round before it is measured, as a share of a step.
@@ -26,7 +26,7 @@ const PAUSE: (u32, u32) = (32, 1024);
 #[derive(Debug)]
 pub(super) struct Rounds {
     /// For each sequence (accepted, all), both decaying.
-    heard: HashMap<SeqId, (f64, f64)>,
+    observations: HashMap<SeqId, (f64, f64)>,
     /// Seconds of a round. `None` before the first measurement.
     round: Option<f64>,
     /// Steps since the last drafting.
@@ -37,47 +37,48 @@ pub(super) struct Rounds {
 
 impl Default for Rounds {
     fn default() -> Self {
-        Self { heard: HashMap::new(), round: None, idle: 0, pause: PAUSE.0 }
+        Self { observations: HashMap::new(), round: None, idle: 0, pause: PAUSE.0 }
     }
 }
 
 impl Rounds {
-    pub(super) fn retain(&mut self, lives: impl Fn(SeqId) -> bool) {
-        self.heard.retain(|id, _| lives(*id));
+    pub(super) fn retain(&mut self, is_live: impl Fn(SeqId) -> bool) {
+        self.observations.retain(|id, _| is_live(*id));
     }
 
     pub(super) fn took(&mut self, rounds: usize, seconds: f64) {
-        let one = seconds / rounds.max(1) as f64;
-        self.round = Some(self.round.map_or(one, |known| known + BLEND * (one - known)));
+        let round_seconds = seconds / rounds.max(1) as f64;
+        self.round =
+            Some(self.round.map_or(round_seconds, |average| average + BLEND * (round_seconds - average)));
     }
 
-    pub(super) fn heard(&mut self, id: SeqId, draft_tokens: usize, right: usize) {
-        let (of_right, of_all) = self.heard.entry(id).or_default();
+    pub(super) fn observe(&mut self, id: SeqId, draft_tokens: usize, right: usize) {
+        let (of_right, of_all) = self.observations.entry(id).or_default();
         // Draft tokens after a wrong one are no observation.
         for at in 0..draft_tokens.min(right + 1) {
-            *of_right = *of_right * KEPT + f64::from(u8::from(at < right));
-            *of_all = *of_all * KEPT + 1.0;
+            *of_right = *of_right * DECAY + f64::from(u8::from(at < right));
+            *of_all = *of_all * DECAY + 1.0;
         }
     }
 
     /// See [`Speculation::rounds`](super::Speculation::rounds).
-    pub(super) fn choose(&mut self, pays: &DraftCost, rows: u32, sequences: &[(SeqId, u32)]) -> usize {
+    pub(super) fn choose(&mut self, cost: &DraftCost, rows: u32, sequences: &[(SeqId, u32)]) -> usize {
         if sequences.is_empty() {
             return 0;
         }
         let chance = |id: &SeqId| {
-            let (right, heard) = self.heard.get(id).copied().unwrap_or_default();
-            (right + PRIOR_WEIGHT * PRIOR) / (heard + PRIOR_WEIGHT)
+            let (right, count) = self.observations.get(id).copied().unwrap_or_default();
+            (right + PRIOR_WEIGHT * PRIOR) / (count + PRIOR_WEIGHT)
         };
         let chances: Vec<(f64, u32)> =
-            sequences.iter().map(|(id, most)| (chance(id), (*most).min(MOST))).collect();
-        let best = pays.rounds(rows, &chances, |step| self.round.unwrap_or(ROUND * step));
+            sequences.iter().map(|(id, max)| (chance(id), (*max).min(MAX_DRAFT_TOKENS))).collect();
+        let best = cost.rounds(rows, &chances, |step| self.round.unwrap_or(ROUND * step));
         if best > 0 {
             (self.idle, self.pause) = (0, PAUSE.0);
             return best;
         }
         self.idle += 1;
-        if self.idle < self.pause || chances.iter().all(|(_, most)| *most == 0) {
+        if self.idle < self.pause || chances.iter().all(|(_, max)| *max == 0) {
             return 0;
         }
         (self.idle, self.pause) = (0, (self.pause * 2).min(PAUSE.1));

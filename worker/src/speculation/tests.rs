@@ -3,26 +3,26 @@ use super::*;
 use crate::scheduler::SeqSlot;
 
 fn times(row: f64) -> DraftCost {
-    let mut pays = DraftCost::default();
+    let mut cost = DraftCost::default();
     for rows in 1..=64u32 {
-        pays.took(rows, 1.0 + row * f64::from(rows - 1));
+        cost.took(rows, 1.0 + row * f64::from(rows - 1));
     }
-    pays
+    cost
 }
 
 #[test]
 fn the_followed_place_predicts_the_next_tokens() {
     let mut ngrams = Ngrams::default();
     let text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4];
-    let mut heard = Vec::new();
-    ngrams.catch_up(&text, |grounds, right| heard.push((grounds.matched, right)));
-    assert!(heard.is_empty(), "what was there before is not counted");
+    let mut observed = Vec::new();
+    ngrams.catch_up(&text, |grounds, right| observed.push((grounds.matched, right)));
+    assert!(observed.is_empty(), "what was there before is not counted");
     let (next, grounds) = ngrams.next(&text, 4);
     let matched: Vec<usize> = grounds.iter().map(|grounds| grounds.matched).collect();
     assert_eq!((next, matched), (vec![5, 6, 7, 8], vec![3, 4, 5, 6]));
     let text = [&text[..], &[5, 6, 9]].concat();
-    ngrams.catch_up(&text, |grounds, right| heard.push((grounds.matched, right)));
-    assert_eq!(heard, [(3, true), (4, true), (5, false)]);
+    ngrams.catch_up(&text, |grounds, right| observed.push((grounds.matched, right)));
+    assert_eq!(observed, [(3, true), (4, true), (5, false)]);
     assert!(ngrams.next(&text, 4).0.is_empty(), "nothing like it came before");
 }
 
@@ -49,9 +49,9 @@ fn runs_are_rated_by_their_earlier_continuations() {
     let (next, grounds) = ngrams.next(&text, 5);
     assert_eq!(next, [4, 5, 6, 104, 1]);
     let right = |grounds: &Grounds| (grounds.record.right, grounds.record.all);
-    let told: Vec<_> = grounds.iter().map(right).collect();
+    let counts: Vec<_> = grounds.iter().map(right).collect();
     // There are no observations after a number that occurred once.
-    assert_eq!(told, [(4, 4), (4, 4), (4, 4), (0, 4), (0, 0)], "{grounds:?}");
+    assert_eq!(counts, [(4, 4), (4, 4), (4, 4), (0, 4), (0, 0)], "{grounds:?}");
     let of = AcceptanceRates::default().of(&grounds);
     assert!(of[0] > 0.8 && of[2] > 0.6 && of[3] < 0.15, "{of:?}");
 }
@@ -62,15 +62,15 @@ fn acceptance_rates_follow_observations_and_decay() {
     let unknown = |matched| Grounds { matched, record: Record::default() };
     let first = |chances: &AcceptanceRates| chances.of(&[unknown(3)])[0];
     assert!((first(&chances) - 0.3).abs() < 1e-9);
-    (0..8).for_each(|_| chances.heard(unknown(3), false));
+    (0..8).for_each(|_| chances.observe(unknown(3), false));
     assert!(first(&chances) < 0.1);
     assert!((chances.of(&[unknown(30)])[0] - 0.9).abs() < 1e-9, "another class");
-    (0..40).for_each(|_| chances.heard(unknown(3), true));
+    (0..40).for_each(|_| chances.observe(unknown(3), true));
     assert!(first(&chances) > 0.8);
     // Observations of known runs do not change the rates of others.
-    let known = Grounds { record: Record { right: 0, all: 1 }, ..unknown(3) };
-    (0..40).for_each(|_| chances.heard(known, false));
-    assert!(first(&chances) > 0.8 && chances.of(&[known])[0] < 0.5);
+    let with_record = Grounds { record: Record { right: 0, all: 1 }, ..unknown(3) };
+    (0..40).for_each(|_| chances.observe(with_record, false));
+    assert!(first(&chances) > 0.8 && chances.of(&[with_record])[0] < 0.5);
     let all = chances.of(&(3..15).map(unknown).collect::<Vec<_>>());
     assert!(all.windows(2).all(|pair| pair[1] < pair[0]), "{all:?}");
 }
@@ -92,21 +92,21 @@ fn draft_tokens_that_do_not_pay_are_not_verified() {
 fn drafting_stops_under_load() {
     // A row costs 6 % of a step of one row. It pays for one sequence; among 64 it costs nearly as much as it
     // gains.
-    let one = |rows| times(0.06).choose(rows, &vec![vec![0.6, 0.36, 0.2]; rows as usize]);
-    assert_eq!(one(1), [3]);
+    let chosen = |rows| times(0.06).choose(rows, &vec![vec![0.6, 0.36, 0.2]; rows as usize]);
+    assert_eq!(chosen(1), [3]);
     let of_many: usize = times(0.2).choose(48, &vec![vec![0.6, 0.36, 0.2]; 48]).iter().sum();
     assert_eq!(of_many, 0);
 }
 
 #[test]
 fn step_times_are_interpolated_and_expire() {
-    let mut pays = DraftCost::default();
-    pays.took(1, 1.0);
-    pays.took(5, 2.0);
-    assert!((pays.seconds(3) - 1.5).abs() < 1e-9);
-    assert!((pays.seconds(9) - 2.0 * 2.2 / 1.6).abs() < 1e-9);
-    (0..2 * TRUSTED_STEPS).for_each(|_| pays.took(1, 1.0));
-    assert!((pays.seconds(5) - 1.6).abs() < 1e-9, "what was measured long ago is taken for unknown");
+    let mut cost = DraftCost::default();
+    cost.took(1, 1.0);
+    cost.took(5, 2.0);
+    assert!((cost.seconds(3) - 1.5).abs() < 1e-9);
+    assert!((cost.seconds(9) - 2.0 * 2.2 / 1.6).abs() < 1e-9);
+    (0..2 * TRUSTED_STEPS).for_each(|_| cost.took(1, 1.0));
+    assert!((cost.seconds(5) - 1.6).abs() < 1e-9, "what was measured long ago is taken for unknown");
 }
 
 const TRUSTED_STEPS: u64 = 512;
@@ -164,7 +164,7 @@ fn drafted(chance: u64, round: f64, row: f64, steps: u64) -> f64 {
             (dice >> 33) % 100 < chance
         };
         let right = (0..count).take_while(|_| hit()).count();
-        speculation.looked_at(SeqId(1), count, right);
+        speculation.observe(SeqId(1), count, right);
         let took = 1.0 + row * count as f64;
         speculation.step_took(1 + count, Duration::from_secs_f64(took));
         tokens += 1 + right;

@@ -27,7 +27,7 @@ pub struct NodeMetrics {
     /// Days until a certificate expires.
     pub certificate_days: Family<CertificateLabel, Gauge<f64, AtomicU64>>,
     /// Share of a certificate's lifetime that is left.
-    pub certificate_life: Family<CertificateLabel, Gauge<f64, AtomicU64>>,
+    pub certificate_lifetime: Family<CertificateLabel, Gauge<f64, AtomicU64>>,
 }
 
 impl NodeMetrics {
@@ -39,8 +39,8 @@ impl NodeMetrics {
         let days =
             "Days until the certificate of the node or of its authority expires; negative if it has expired";
         registry.register("kvasir_worker_certificate_days_left", days, self.certificate_days.clone());
-        let life = "Remaining share of the certificate's lifetime, 1 to 0";
-        registry.register("kvasir_worker_certificate_life_left", life, self.certificate_life.clone());
+        let lifetime = "Remaining share of the certificate's lifetime, 1 to 0";
+        registry.register("kvasir_worker_certificate_life_left", lifetime, self.certificate_lifetime.clone());
     }
 
     pub(crate) fn update(&self, identity: &Identity) {
@@ -51,7 +51,7 @@ impl NodeMetrics {
         for (certificate, validity) in validities.named() {
             let label = CertificateLabel { certificate };
             self.certificate_days.get_or_create(&label).set(validity.days_left(now));
-            self.certificate_life.get_or_create(&label).set(validity.life_left(now));
+            self.certificate_lifetime.get_or_create(&label).set(validity.lifetime_left(now));
         }
     }
 }

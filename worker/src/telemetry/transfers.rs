@@ -53,8 +53,8 @@ impl TransferMetrics {
     }
 
     /// Transfers that failed for this reason so far.
-    pub fn failures(&self, why: PullFailure) -> u64 {
-        self.failures.get_or_create(&FailureLabel { reason: why.name() }).get()
+    pub fn failures(&self, failure: PullFailure) -> u64 {
+        self.failures.get_or_create(&FailureLabel { reason: failure.name() }).get()
     }
 
     pub(crate) fn moved(&self, direction: Direction, bytes: u64) {
@@ -71,8 +71,8 @@ impl TransferMetrics {
         self.rate.set(if old == 0.0 { new } else { old + 0.2 * (new - old) });
     }
 
-    pub(crate) fn failed(&self, why: PullFailure) {
-        self.failures.get_or_create(&FailureLabel { reason: why.name() }).inc();
+    pub(crate) fn failed(&self, failure: PullFailure) {
+        self.failures.get_or_create(&FailureLabel { reason: failure.name() }).inc();
         self.failed.inc();
     }
 

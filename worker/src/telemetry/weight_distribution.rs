@@ -31,7 +31,7 @@ pub struct ShippingMetrics {
     /// Sources dropped for sending too many such chunks.
     pub struck: Family<SourceLabel, Counter>,
     /// Bytes of the model, or of its layers, that this worker needs.
-    pub wanted: Gauge,
+    pub needed: Gauge,
     /// Bytes of these that are in the store.
     pub present: Gauge,
     /// Bytes of the shard store.
@@ -55,12 +55,12 @@ impl ShippingMetrics {
     }
 
     /// Sets the needed and the present bytes.
-    pub(crate) fn wants(&self, wanted: u64, present: u64) {
-        self.wanted.set(wanted.cast_signed());
+    pub(crate) fn set_needed(&self, needed: u64, present: u64) {
+        self.needed.set(needed.cast_signed());
         self.present.set(present.cast_signed());
     }
 
-    pub(crate) fn kept(&self, bytes: u64) {
+    pub(crate) fn stored(&self, bytes: u64) {
         self.present.inc_by(bytes.cast_signed());
     }
 
@@ -107,7 +107,7 @@ impl ShippingMetrics {
         gauge(
             "kvasir_shard_wanted_bytes",
             "Bytes of the chunks that this worker needs of a fetched model",
-            &self.wanted,
+            &self.needed,
         );
         gauge("kvasir_shard_present_bytes", "Bytes of these chunks that this worker has", &self.present);
         gauge("kvasir_shard_store_bytes", "Bytes of the shard store of this host", &self.store);

@@ -1,6 +1,6 @@
 //! The directory of pieces, with a thread that writes and a thread that reads.
 
-use super::aged::Aged;
+use super::piece_lru::PieceLru;
 use super::{DiskConfig, PieceKey, file};
 use crate::Error;
 use parking_lot::Mutex;
@@ -73,7 +73,7 @@ struct Shared {
 
 #[derive(Debug)]
 struct Index {
-    files: Aged<()>,
+    files: PieceLru<()>,
     writing: HashSet<PieceKey>,
     /// Pieces whose files are to be removed. They are not served, and not written before the removal.
     doomed: HashSet<PieceKey>,
@@ -130,8 +130,8 @@ impl Disk {
     /// now on.
     pub(super) fn forget(&self, key: PieceKey) {
         let mut index = self.shared.index.lock();
-        let known = index.files.get(&key).is_some() || index.writing.contains(&key);
-        if known && index.doomed.insert(key) {
+        let exists = index.files.get(&key).is_some() || index.writing.contains(&key);
+        if exists && index.doomed.insert(key) {
             // Without the thread nothing is written or served any more.
             let _ = self.writes.as_ref().map(|writes| writes.send(Order::Remove(key)));
         }
@@ -159,7 +159,7 @@ impl Disk {
     }
 
     /// Queues a piece for reading. It arrives in [`Disk::loaded`]. If the reading thread is gone it never
-    /// arrives, and requests wait until their patience ends.
+    /// arrives, and requests wait until their timeout.
     pub(super) fn read(&self, key: PieceKey) {
         let _ = self.reads.as_ref().map(|reads| reads.send(key));
     }
@@ -212,13 +212,13 @@ impl Shared {
     fn write(&self, key: PieceKey, bytes: &[u8]) {
         // Make room first, so that the directory never exceeds its limit. The new file is counted when it is
         // complete.
-        let gone = {
+        let evicted = {
             let files = &mut self.index.lock().files;
-            let gone = files.insert(key, bytes.len() as u64 + OVERHEAD, ());
+            let evicted = files.insert(key, bytes.len() as u64 + OVERHEAD, ());
             files.remove(&key);
-            gone
+            evicted
         };
-        gone.into_iter().for_each(|key| self.remove(key));
+        evicted.into_iter().for_each(|key| self.remove(key));
         let written = file::write(&self.dir, key, bytes);
         let mut index = self.index.lock();
         index.writing.remove(&key);
@@ -275,7 +275,7 @@ impl Shared {
 }
 
 /// The pieces of a directory by age. Removes unfinished files and those that exceed the limit.
-fn scan(dir: &Path, limit: u64) -> io::Result<Aged<()>> {
+fn scan(dir: &Path, limit: u64) -> io::Result<PieceLru<()>> {
     let mut found: Vec<(SystemTime, PieceKey, u64)> = Vec::new();
     for entry in std::fs::read_dir(dir)? {
         let entry = entry?;
@@ -288,11 +288,11 @@ fn scan(dir: &Path, limit: u64) -> io::Result<Aged<()>> {
         }
     }
     found.sort_unstable();
-    let mut files = Aged::new(limit);
+    let mut files = PieceLru::new(limit);
     for (_, key, bytes) in found {
-        let gone = files.insert(key, bytes, ());
+        let evicted = files.insert(key, bytes, ());
         let refused = files.get(&key).is_none().then_some(key);
-        for key in gone.into_iter().chain(refused) {
+        for key in evicted.into_iter().chain(refused) {
             std::fs::remove_file(file::path_of(dir, key))?;
         }
     }

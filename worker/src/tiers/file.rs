@@ -72,7 +72,7 @@ pub(super) fn write(dir: &Path, key: PieceKey, bytes: &[u8]) -> io::Result<u64> 
 pub(super) fn read(dir: &Path, key: PieceKey) -> io::Result<Vec<u8>> {
     let mut file = File::open(path_of(dir, key))?;
     let length = file.metadata()?.len();
-    let damaged = |what: &str| io::Error::new(ErrorKind::InvalidData, what.to_owned());
+    let damaged = |reason: &str| io::Error::new(ErrorKind::InvalidData, reason.to_owned());
     let mut start = [0; 12];
     file.read_exact(&mut start)?;
     let (magic, header_len) = start.split_at(MAGIC.len());

@@ -23,7 +23,7 @@ struct Inner {
     /// Tensors that are loaded from memory.
     gathered: HashMap<String, TensorMemory>,
     /// The gathered tensor of a chunk, and the chunk's index in it.
-    places: HashMap<ChunkId, (String, usize)>,
+    locations: HashMap<ChunkId, (String, usize)>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -61,7 +61,7 @@ impl Arrivals {
         memory: u64,
     ) -> Self {
         let coming: HashMap<ChunkId, usize> = missing.iter().copied().collect();
-        let (mut gathered, mut places) = (HashMap::new(), HashMap::new());
+        let (mut gathered, mut locations) = (HashMap::new(), HashMap::new());
         if missing.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>() <= memory {
             let mut uses = HashMap::<ChunkId, u32>::new();
             tensors.values().flatten().for_each(|chunk| *uses.entry(*chunk).or_default() += 1);
@@ -69,12 +69,13 @@ impl Arrivals {
                 let own = |chunk: &ChunkId| coming.get(chunk).filter(|_| uses.get(chunk) == Some(&1));
                 let Some(lengths) = chunks.iter().map(own).collect::<Option<Vec<_>>>() else { continue };
                 gathered.insert(name.clone(), TensorMemory::new(lengths.into_iter().sum()));
-                places.extend(chunks.iter().zip(0..).map(|(chunk, number)| (*chunk, (name.clone(), number))));
+                locations
+                    .extend(chunks.iter().zip(0..).map(|(chunk, number)| (*chunk, (name.clone(), number))));
             }
         }
         let state = State { missing: coming.into_keys().collect(), over: false };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Self { inner: Arc::new(Inner { tensors, gathered, places, state, changed }), of_drafter: false }
+        Self { inner: Arc::new(Inner { tensors, gathered, locations, state, changed }), of_drafter: false }
     }
 
     /// The same fetch, with the names of the drafter's tensors.
@@ -91,7 +92,7 @@ impl Arrivals {
 
     /// Memory to receive a chunk into. `None` if its tensor is not gathered in memory.
     pub(super) fn slot(&self, chunk: ChunkId) -> Option<ChunkSlot> {
-        let (tensor, number) = self.inner.places.get(&chunk)?;
+        let (tensor, number) = self.inner.locations.get(&chunk)?;
         let slot = self.inner.gathered.get(tensor)?.slot(*number);
         slot.inspect_err(|error| tracing::debug!(tensor, %error, "a tensor is not received in memory; it is read from the shard store"))
             .ok()?
@@ -111,7 +112,7 @@ impl Arrivals {
         });
     }
 
-    pub(super) fn kept(&self, chunk: ChunkId) {
+    pub(super) fn stored(&self, chunk: ChunkId) {
         self.inner.state.lock().missing.remove(&chunk);
         self.inner.changed.notify_all();
     }
@@ -147,7 +148,7 @@ mod tests {
             let first = scope.spawn(|| arrivals.wait("a"));
             let second = scope.spawn(|| arrivals.wait("b"));
             assert!(!first.is_finished());
-            arrivals.kept(two);
+            arrivals.stored(two);
             first.join().unwrap();
             assert!(!second.is_finished());
             drop(ending);

@@ -1,7 +1,7 @@
 //! Fetches chunks from other workers into the store, as the schedule decides.
 
 use super::buffers::{Buffer, Buffers};
-use super::schedule::{ChunkAsk, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
+use super::schedule::{ChunkIndex, Limits, RequestId, Schedule, ScheduledRequest, SourceIndex};
 use super::{Arrivals, Links, ShippingError};
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkBuffer, ChunkId, ChunkSlot, ShardStore, StoreError, StoreReservation};
@@ -18,7 +18,7 @@ use transport::Error;
 enum Event {
     Received(RequestId, ChunkIndex),
     NotHeld(RequestId, ChunkIndex),
-    Kept(SourceIndex, ChunkIndex),
+    Stored(SourceIndex, ChunkIndex),
     Damaged(SourceIndex, ChunkIndex),
     Failed(StoreError),
     Ended(RequestId, SourceIndex, Result<(), String>),
@@ -42,11 +42,11 @@ pub(crate) async fn fetch(
     let mut tasks = JoinSet::new();
     let mut struck = 0;
     loop {
-        while let Some(ask) = schedule.next(Instant::now()) {
+        while let Some(request) = schedule.next(Instant::now()) {
             let (store, buffers, arrivals) = (store.clone(), buffers.clone(), arrivals.clone());
             let job = FetchJob { links: Arc::clone(links), store, buffers, arrivals, events: events.clone() };
             let metrics = metrics.clone();
-            tasks.spawn(async move { job.run(ask, &metrics).await });
+            tasks.spawn(async move { job.run(request, &metrics).await });
         }
         if schedule.is_done() {
             return Ok(());
@@ -65,12 +65,12 @@ pub(crate) async fn fetch(
             None => {}
             Some(Event::Received(request, chunk)) => schedule.received(request, chunk),
             Some(Event::NotHeld(request, chunk)) => schedule.not_held(request, chunk, now),
-            Some(Event::Kept(source, chunk)) => {
-                schedule.kept(source, chunk);
+            Some(Event::Stored(source, chunk)) => {
+                schedule.stored(source, chunk);
                 if let Some((id, bytes)) = chunks.get(chunk) {
-                    metrics.kept(*bytes as u64);
+                    metrics.stored(*bytes as u64);
                     room.used(*bytes as u64);
-                    arrivals.kept(*id);
+                    arrivals.stored(*id);
                 }
             }
             Some(Event::Damaged(source, chunk)) => {
@@ -115,36 +115,36 @@ struct FetchJob {
 }
 
 impl FetchJob {
-    async fn run(&self, ask: ChunkAsk, metrics: &ShippingMetrics) {
-        let outcome = self.receive(&ask, metrics).await;
-        self.tell(Event::Ended(ask.request, ask.source, outcome));
+    async fn run(&self, request: ScheduledRequest, metrics: &ShippingMetrics) {
+        let outcome = self.receive(&request, metrics).await;
+        self.send_event(Event::Ended(request.id, request.source, outcome));
     }
 
     /// Sends an event. If the receiver is gone, the fetch has ended.
-    fn tell(&self, event: Event) {
+    fn send_event(&self, event: Event) {
         let _ = self.events.send(event);
     }
 
-    async fn receive(&self, ask: &ChunkAsk, metrics: &ShippingMetrics) -> Result<(), String> {
-        let connection = self.links.connect(ask.source, ask.lane).await?;
-        let names = ask.chunks.iter().map(|(_, id, _)| id.0).collect();
-        let request = ShardRequest::Chunks(ChunkRequest { names });
+    async fn receive(&self, request: &ScheduledRequest, metrics: &ShippingMetrics) -> Result<(), String> {
+        let connection = self.links.connect(request.source, request.lane).await?;
+        let names = request.chunks.iter().map(|(_, id, _)| id.0).collect();
+        let shard_request = ShardRequest::Chunks(ChunkRequest { names });
         let words = |error: Error| error.to_string();
         // Await both. A slot that is still being taken would look occupied to the next request for its chunk.
-        let (stream, slots) = tokio::join!(connection.open_shard(&request), self.slots(ask));
+        let (stream, slots) = tokio::join!(connection.open_shard(&shard_request), self.slots(request));
         let (mut stream, slots) = (stream.map_err(words)?, slots.map_err(|error| error.to_string())?);
-        for ((index, id, bytes), slot) in ask.chunks.iter().zip(slots) {
-            let mut place = self.place(slot).map_err(|error| error.to_string())?;
-            match stream.next_into(*bytes, |part| place.push(part)).await.map_err(words)? {
+        for ((index, id, bytes), slot) in request.chunks.iter().zip(slots) {
+            let mut target = self.target(slot).map_err(|error| error.to_string())?;
+            match stream.next_into(*bytes, |data| target.push(data)).await.map_err(words)? {
                 false => {
-                    // Free the slot before another source is asked for the chunk.
-                    drop(place);
-                    self.tell(Event::NotHeld(ask.request, *index));
+                    // Free the slot before the chunk is requested from another source.
+                    drop(target);
+                    self.send_event(Event::NotHeld(request.id, *index));
                 }
                 true => {
-                    metrics.fetched(place.len() as u64);
-                    self.tell(Event::Received(ask.request, *index));
-                    self.keep(ask.source, *index, *id, place);
+                    metrics.fetched(target.len() as u64);
+                    self.send_event(Event::Received(request.id, *index));
+                    self.store_chunk(request.source, *index, *id, target);
                 }
             }
         }
@@ -153,13 +153,13 @@ impl FetchJob {
 
     /// Allocates the slots of chunks that stay in memory, on a blocking thread. Its page faults then overlap
     /// with the source's lookup and do not delay I/O threads.
-    fn slots(&self, ask: &ChunkAsk) -> JoinHandle<Vec<Option<ChunkSlot>>> {
+    fn slots(&self, request: &ScheduledRequest) -> JoinHandle<Vec<Option<ChunkSlot>>> {
         let arrivals = self.arrivals.clone();
-        let ids: Vec<ChunkId> = ask.chunks.iter().map(|(_, id, _)| *id).collect();
+        let ids: Vec<ChunkId> = request.chunks.iter().map(|(_, id, _)| *id).collect();
         tokio::task::spawn_blocking(move || ids.into_iter().map(|id| arrivals.slot(id)).collect())
     }
 
-    fn place(&self, slot: Option<ChunkSlot>) -> io::Result<ChunkTarget> {
+    fn target(&self, slot: Option<ChunkSlot>) -> io::Result<ChunkTarget> {
         if let Some(slot) = slot {
             return Ok(ChunkTarget::Tensor(slot));
         }
@@ -169,11 +169,11 @@ impl FetchJob {
     }
 
     /// Checks and stores a chunk on a blocking thread, while the network goes on.
-    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, place: ChunkTarget) {
+    fn store_chunk(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, target: ChunkTarget) {
         let (store, events) = (self.store.clone(), self.events.clone());
         tokio::task::spawn_blocking(move || {
-            let event = match place.keep(id, &store) {
-                Ok(true) => Event::Kept(source, index),
+            let event = match target.store_chunk(id, &store) {
+                Ok(true) => Event::Stored(source, index),
                 Ok(false) => Event::Damaged(source, index),
                 Err(error) => Event::Failed(error),
             };
@@ -191,15 +191,15 @@ enum ChunkTarget {
 }
 
 impl ChunkTarget {
-    fn push(&mut self, part: &[u8]) {
+    fn push(&mut self, data: &[u8]) {
         match self {
-            Self::Tensor(slot) => slot.push(part),
-            Self::Buffer(buffer) => buffer.push(part),
+            Self::Tensor(slot) => slot.push(data),
+            Self::Buffer(buffer) => buffer.push(data),
         }
     }
 
     /// Stores the chunk. Returns false, and frees the slot, if its hash is wrong.
-    fn keep(self, id: ChunkId, store: &ShardStore) -> Result<bool, StoreError> {
+    fn store_chunk(self, id: ChunkId, store: &ShardStore) -> Result<bool, StoreError> {
         if ChunkId::of(&self) != id {
             return Ok(false);
         }

@@ -56,7 +56,7 @@ struct HeldFile {
     hashed: Option<Hashed>,
     manifest: Manifest,
     /// For each chunk of the file: a tensor that contains it, its offset there and its bytes.
-    places: HashMap<ChunkId, (String, u64, usize)>,
+    locations: HashMap<ChunkId, (String, u64, usize)>,
 }
 
 impl HeldFile {
@@ -67,20 +67,20 @@ impl HeldFile {
             None => None,
         };
         let manifest = Manifest::of_file(&file)?;
-        let mut places = HashMap::new();
+        let mut locations = HashMap::new();
         // Chunks in the store are read from there.
         for info in file.tensors().filter(|_| !file.is_stored()) {
-            for place in manifest.chunks(info.name())? {
-                places.insert(place.id, (place.tensor.to_owned(), place.offset, place.bytes));
+            for chunk in manifest.chunks(info.name())? {
+                locations.insert(chunk.id, (chunk.tensor.to_owned(), chunk.offset, chunk.bytes));
             }
         }
-        Ok(Self { file, hashed, manifest, places })
+        Ok(Self { file, hashed, manifest, locations })
     }
 
     /// Reads a chunk from the file. Returns false if the file does not have it or has changed. Hashes the
     /// bytes unless they were hashed since the system started and the file is untouched since.
     fn read(&self, id: ChunkId, buffer: &mut Vec<u8>) -> bool {
-        let Some((tensor, offset, bytes)) = self.places.get(&id) else { return false };
+        let Some((tensor, offset, bytes)) = self.locations.get(&id) else { return false };
         buffer.resize(*bytes, 0);
         match self.file.read_tensor(tensor, *offset, buffer) {
             // Checked after the read: if the file is untouched now, it was untouched during the read.
@@ -129,7 +129,7 @@ impl Inventory {
         let ShardCall { request, reply } = call;
         let cancelled = reply.cancelled();
         let sent = tokio::select! {
-            sent = self.give(request, reply) => sent,
+            sent = self.send_requested(request, reply) => sent,
             () = cancelled => Ok(()),
         };
         if self.sends.available_permits() == self.max_sends {
@@ -140,8 +140,12 @@ impl Inventory {
         }
     }
 
-    async fn give(self: &Arc<Self>, request: ShardRequest, mut reply: ShardReply) -> Result<(), Error> {
-        let Ok(_place) = self.sends.try_acquire() else { return reply.fail(ShardRefusal::Busy).await };
+    async fn send_requested(
+        self: &Arc<Self>,
+        request: ShardRequest,
+        mut reply: ShardReply,
+    ) -> Result<(), Error> {
+        let Ok(_permit) = self.sends.try_acquire() else { return reply.fail(ShardRefusal::Busy).await };
         let _serving = self.metrics.serves();
         match request {
             ShardRequest::Manifest(model) => {
@@ -228,16 +232,16 @@ impl Inventory {
 
     /// Opens the file once. A failure is logged and retried at the next request.
     fn open(&self, own: &OwnFile) -> Option<Arc<HeldFile>> {
-        let mut place = own.opened.lock();
-        if place.is_none() {
+        let mut opened = own.opened.lock();
+        if opened.is_none() {
             match HeldFile::open(&own.path, self.digests.as_ref()) {
-                Ok(file) => *place = Some(Arc::new(file)),
+                Ok(file) => *opened = Some(Arc::new(file)),
                 Err(error) => {
                     tracing::warn!(path = %own.path.display(), %error, "a file cannot be read, so other workers cannot fetch it from here");
                 }
             }
         }
-        place.clone()
+        opened.clone()
     }
 }
 

@@ -88,12 +88,12 @@ impl Links {
         let link = self.sources.get(source).ok_or("there is no such source")?;
         let further =
             lane.checked_sub(1).and_then(|index| link.further.get(index).zip(self.further.get(index)));
-        let Some((place, endpoint)) = further else { return self.first(link).await };
-        let mut place = place.lock().await;
-        match &*place {
+        let Some((further_connection, endpoint)) = further else { return self.first(link).await };
+        let mut further_connection = further_connection.lock().await;
+        match &*further_connection {
             Further::Dialled(connection) if !connection.is_closed() => return Ok(connection.clone()),
             Further::Refused => {
-                drop(place);
+                drop(further_connection);
                 return self.first(link).await;
             }
             Further::Undialled | Further::Dialled(_) => {}
@@ -102,7 +102,7 @@ impl Links {
         let first = self.first(link).await?;
         match self.dial_as(endpoint, &first).await {
             Ok(connection) => {
-                *place = Further::Dialled(connection.clone());
+                *further_connection = Further::Dialled(connection.clone());
                 Ok(connection)
             }
             // The source is gone, and the first connection has only just noticed.
@@ -110,7 +110,7 @@ impl Links {
             Err(error) => {
                 let source = link.node.get().map_or(link.target.as_str(), NodeId::as_str);
                 tracing::warn!(source, lane, %error, "cannot open a further connection to a source; the transfer continues without it");
-                *place = Further::Refused;
+                *further_connection = Further::Refused;
                 Ok(first)
             }
         }
@@ -118,8 +118,8 @@ impl Links {
 
     /// The connection over the first lane, which determines the source's node and address.
     async fn first(&self, link: &Link) -> Result<Connection, String> {
-        let mut place = link.first.lock().await;
-        if let Some(connection) = place.as_ref().filter(|connection| !connection.is_closed()) {
+        let mut cached = link.first.lock().await;
+        if let Some(connection) = cached.as_ref().filter(|connection| !connection.is_closed()) {
             return Ok(connection.clone());
         }
         let addresses = tokio::net::lookup_host(&link.target).await;
@@ -128,7 +128,7 @@ impl Links {
             match self.endpoint.connect(address, &Expected::any(Role::Worker)).await {
                 Ok(connection) => {
                     link.node.get_or_init(|| connection.peer().node.clone());
-                    *place = Some(connection.clone());
+                    *cached = Some(connection.clone());
                     return Ok(connection);
                 }
                 Err(error) => last = error.to_string(),
@@ -144,10 +144,10 @@ impl Links {
         first: &Connection,
     ) -> Result<Connection, transport::Error> {
         let endpoint = {
-            let mut place = endpoint.lock();
-            match &*place {
+            let mut cached = endpoint.lock();
+            match &*cached {
                 Some(endpoint) => Arc::clone(endpoint),
-                None => Arc::clone(place.insert(Arc::new(self.endpoint.another()?))),
+                None => Arc::clone(cached.insert(Arc::new(self.endpoint.another()?))),
             }
         };
         let expected = Expected::node(Role::Worker, first.peer().node.clone());

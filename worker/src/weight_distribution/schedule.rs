@@ -1,9 +1,10 @@
 //! State of one fetch: which chunks are requested from which source, over which lane, and when. Sans-IO.
 //!
-//! A chunk is *wanted* until it is requested, *asked for* until its bytes have arrived, *held* until they are
-//! checked and stored, and then done. Bytes that are asked for or held count against the window, which bounds
-//! what a crash costs. A source that sends wrong bytes gets a strike and is dropped after [`STRIKES`]
-//! strikes. Chunks that a source does not have or failed to send are requested from other sources.
+//! A chunk is *pending* until it is requested, *requested* until its bytes have arrived, *held* until they
+//! are checked and stored, and then done. Bytes that are requested or held count against the window, which
+//! bounds the bytes that a crash loses. A source that sends wrong bytes gets a strike and is dropped after
+//! [`STRIKES`] strikes. Chunks that a source does not have or failed to send are requested from other
+//! sources.
 //!
 //! A *lane* is a local socket with a connection to each source. Strikes and failures belong to the source,
 //! whichever lane they came over.
@@ -17,15 +18,16 @@ mod tests;
 
 /// Number of chunks with wrong bytes after which a source is dropped.
 pub const STRIKES: u32 = 3;
-/// Pause before a source is asked again for a chunk that it did not have or sent damaged.
-const ASK_AGAIN: Duration = Duration::from_millis(500);
-/// Pause before a source that failed is asked again: the first and the longest pause. It doubles in between.
-const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// Pause before a chunk is requested again from a source that did not have it or sent it damaged.
+const CHUNK_RETRY: Duration = Duration::from_millis(500);
+/// Pause before the next request to a source that failed: the first and the longest pause. It doubles in
+/// between.
+const SOURCE_RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
 /// Limits of outstanding requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Maximum bytes that are asked for or held; one chunk is always allowed.
+    /// Maximum bytes that are requested or held; one chunk is always allowed.
     pub window: u64,
     /// Maximum bytes of a request; one chunk is always allowed.
     pub request: u64,
@@ -69,8 +71,8 @@ pub struct RequestId(u64);
 
 /// A request to be sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ChunkAsk {
-    pub request: RequestId,
+pub struct ScheduledRequest {
+    pub id: RequestId,
     pub source: SourceIndex,
     pub lane: usize,
     /// Index, name and bytes of each chunk.
@@ -79,8 +81,8 @@ pub struct ChunkAsk {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    Wanted,
-    Asked,
+    Pending,
+    Requested,
     Held,
     Done,
 }
@@ -90,7 +92,7 @@ struct Chunk {
     id: ChunkId,
     bytes: usize,
     state: State,
-    /// Sources that must not be asked for this chunk before the given time.
+    /// Sources from which this chunk must not be requested before the given time.
     not_from: Vec<(SourceIndex, Instant)>,
 }
 
@@ -120,8 +122,8 @@ struct Request {
 pub struct Schedule {
     limits: Limits,
     chunks: Vec<Chunk>,
-    /// Wanted chunks; the front is requested first.
-    wanted: VecDeque<ChunkIndex>,
+    /// Pending chunks; the front is requested first.
+    pending: VecDeque<ChunkIndex>,
     sources: Vec<Source>,
     requests: HashMap<RequestId, Request>,
     /// Bytes outstanding over each lane, from all sources.
@@ -135,25 +137,25 @@ pub struct Schedule {
 impl Schedule {
     /// A fetch of `chunks` (names and bytes) from this many sources.
     pub fn new(limits: Limits, chunks: impl IntoIterator<Item = (ChunkId, usize)>, sources: usize) -> Self {
-        let chunk = |(id, bytes)| Chunk { id, bytes, state: State::Wanted, not_from: Vec::new() };
+        let chunk = |(id, bytes)| Chunk { id, bytes, state: State::Pending, not_from: Vec::new() };
         let chunks: Vec<Chunk> = chunks.into_iter().map(chunk).collect();
-        let (wanted, left) = ((0..chunks.len()).collect(), chunks.len());
+        let (pending, left) = ((0..chunks.len()).collect(), chunks.len());
         let sources = vec![Source::default(); sources];
         let (requests, lanes) = (HashMap::new(), vec![0; limits.lanes.max(1)]);
         let (next_request, under_way, done_bytes) = (0, 0, 0);
-        Self { limits, chunks, wanted, sources, requests, lanes, next_request, under_way, done_bytes, left }
+        Self { limits, chunks, pending, sources, requests, lanes, next_request, under_way, done_bytes, left }
     }
 
     /// Returns the next request to send now, if any.
-    pub fn next(&mut self, now: Instant) -> Option<ChunkAsk> {
+    pub fn next(&mut self, now: Instant) -> Option<ScheduledRequest> {
         let mut idle: Vec<SourceIndex> =
-            (0..self.sources.len()).filter(|source| self.may_ask(*source, now)).collect();
+            (0..self.sources.len()).filter(|source| self.may_request(*source, now)).collect();
         // Sources with the fewest requests first; ties go to the lowest index.
         idle.sort_by_key(|source| self.sources.get(*source).map_or(0, |source| source.requests));
-        idle.into_iter().find_map(|source| self.ask(source, now))
+        idle.into_iter().find_map(|source| self.take_request(source, now))
     }
 
-    fn may_ask(&self, source: SourceIndex, now: Instant) -> bool {
+    fn may_request(&self, source: SourceIndex, now: Instant) -> bool {
         self.sources.get(source).is_some_and(|source| {
             !source.is_out()
                 && source.requests < self.limits.requests
@@ -161,11 +163,11 @@ impl Schedule {
         })
     }
 
-    fn ask(&mut self, source: SourceIndex, now: Instant) -> Option<ChunkAsk> {
+    fn take_request(&mut self, source: SourceIndex, now: Instant) -> Option<ScheduledRequest> {
         let (mut taken, mut bytes) = (Vec::new(), 0);
         let (chunks, limits, under_way) = (&mut self.chunks, self.limits, self.under_way);
         let mut full = false;
-        self.wanted.retain(|index| {
+        self.pending.retain(|index| {
             let Some(chunk) = chunks.get_mut(*index).filter(|_| !full) else { return true };
             chunk.not_from.retain(|(_, until)| *until > now);
             if chunk.not_from.iter().any(|(other, _)| *other == source) {
@@ -178,7 +180,7 @@ impl Schedule {
                 full = true;
                 return true;
             }
-            chunk.state = State::Asked;
+            chunk.state = State::Requested;
             bytes += size;
             taken.push((*index, chunk.id, chunk.bytes));
             false
@@ -187,16 +189,16 @@ impl Schedule {
             return None;
         }
         self.under_way += bytes;
-        let request = RequestId(self.next_request);
+        let id = RequestId(self.next_request);
         self.next_request += 1;
         let lane = self.freest_lane();
         self.load(lane, |load| load + bytes);
         let left = taken.iter().map(|(index, ..)| *index).collect();
-        self.requests.insert(request, Request { source, lane, chunks: left });
+        self.requests.insert(id, Request { source, lane, chunks: left });
         if let Some(source) = self.sources.get_mut(source) {
             source.requests += 1;
         }
-        Some(ChunkAsk { request, source, lane, chunks: taken })
+        Some(ScheduledRequest { id, source, lane, chunks: taken })
     }
 
     /// The lane with the fewest outstanding bytes from all sources, since a lane's throughput is limited by
@@ -213,7 +215,7 @@ impl Schedule {
 
     /// Records that the bytes of a chunk have arrived and are being checked.
     pub fn received(&mut self, request: RequestId, chunk: ChunkIndex) {
-        if self.leave(request, chunk).is_some()
+        if self.remove_from_request(request, chunk).is_some()
             && let Some(chunk) = self.chunks.get_mut(chunk)
         {
             chunk.state = State::Held;
@@ -221,7 +223,7 @@ impl Schedule {
     }
 
     /// Records that a held chunk is stored.
-    pub fn kept(&mut self, source: SourceIndex, chunk: ChunkIndex) {
+    pub fn stored(&mut self, source: SourceIndex, chunk: ChunkIndex) {
         let Some(held) = self.chunks.get_mut(chunk).filter(|chunk| chunk.state == State::Held) else {
             return;
         };
@@ -239,7 +241,7 @@ impl Schedule {
         let others = self.others(source);
         let held = self.chunks.get(chunk).is_some_and(|chunk| chunk.state == State::Held);
         if held {
-            self.give_back(chunk, others.then_some((source, now + ASK_AGAIN)));
+            self.requeue(chunk, others.then_some((source, now + CHUNK_RETRY)));
         }
         let Some(source) = self.sources.get_mut(source) else { return false };
         source.strikes += 1;
@@ -248,50 +250,51 @@ impl Schedule {
 
     /// Records that a source does not have a requested chunk.
     pub fn not_held(&mut self, request: RequestId, chunk: ChunkIndex, now: Instant) {
-        if let Some(source) = self.leave(request, chunk) {
-            self.give_back(chunk, Some((source, now + ASK_AGAIN)));
+        if let Some(source) = self.remove_from_request(request, chunk) {
+            self.requeue(chunk, Some((source, now + CHUNK_RETRY)));
         }
     }
 
-    /// Records the end of a request. Its remaining chunks are wanted again. After a failure, the source is
-    /// not asked for a while.
+    /// Records the end of a request. Its remaining chunks are pending again. A failed source gets no
+    /// request for a while.
     pub fn ended(&mut self, request: RequestId, failed: bool, now: Instant) {
         let Some(Request { source, lane, chunks }) = self.requests.remove(&request) else { return };
         for chunk in chunks.into_iter().rev() {
-            self.come(lane, chunk);
-            self.give_back(chunk, None);
+            self.unload(lane, chunk);
+            self.requeue(chunk, None);
         }
         let Some(source) = self.sources.get_mut(source) else { return };
         source.requests -= 1;
         if failed {
-            source.not_before = Some(now + RETRY.0.saturating_mul(1 << source.failures.min(16)).min(RETRY.1));
+            source.not_before =
+                Some(now + SOURCE_RETRY.0.saturating_mul(1 << source.failures.min(16)).min(SOURCE_RETRY.1));
             source.failures += 1;
         }
     }
 
     /// Removes a chunk from its request and returns the source. `None` if the chunk is no longer in it.
-    fn leave(&mut self, request: RequestId, chunk: ChunkIndex) -> Option<SourceIndex> {
+    fn remove_from_request(&mut self, request: RequestId, chunk: ChunkIndex) -> Option<SourceIndex> {
         let Request { source, lane, chunks } = self.requests.get_mut(&request)?;
-        let place = chunks.iter().position(|other| *other == chunk)?;
-        chunks.remove(place);
+        let position = chunks.iter().position(|other| *other == chunk)?;
+        chunks.remove(position);
         let (source, lane) = (*source, *lane);
-        self.come(lane, chunk);
+        self.unload(lane, chunk);
         Some(source)
     }
 
     /// Removes a chunk's bytes from the outstanding bytes of a lane.
-    fn come(&mut self, lane: usize, chunk: ChunkIndex) {
+    fn unload(&mut self, lane: usize, chunk: ChunkIndex) {
         let bytes = self.chunks.get(chunk).map_or(0, |chunk| chunk.bytes as u64);
         self.load(lane, |load| load.saturating_sub(bytes));
     }
 
-    /// Makes a chunk that was asked for or held wanted again.
-    fn give_back(&mut self, index: ChunkIndex, not_from: Option<(SourceIndex, Instant)>) {
+    /// Makes a requested or held chunk pending again.
+    fn requeue(&mut self, index: ChunkIndex, not_from: Option<(SourceIndex, Instant)>) {
         let Some(chunk) = self.chunks.get_mut(index) else { return };
-        chunk.state = State::Wanted;
+        chunk.state = State::Pending;
         chunk.not_from.extend(not_from);
         self.under_way -= chunk.bytes as u64;
-        self.wanted.push_front(index);
+        self.pending.push_front(index);
     }
 
     fn others(&self, source: SourceIndex) -> bool {
@@ -303,8 +306,8 @@ impl Schedule {
     pub fn wake(&self, now: Instant) -> Option<Instant> {
         let sources =
             self.sources.iter().filter(|source| !source.is_out()).filter_map(|source| source.not_before);
-        let wanted = self.wanted.iter().filter_map(|index| self.chunks.get(*index));
-        let chunks = wanted.flat_map(|chunk| chunk.not_from.iter().map(|(_, until)| *until));
+        let pending = self.pending.iter().filter_map(|index| self.chunks.get(*index));
+        let chunks = pending.flat_map(|chunk| chunk.not_from.iter().map(|(_, until)| *until));
         sources.chain(chunks).filter(|at| *at > now).min()
     }
 

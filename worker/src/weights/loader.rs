@@ -349,18 +349,18 @@ impl<'a> Loader<'a> {
         }
         let (ggml_type, bytes) = self.source.measure(name)?;
         let shape = MatrixSource { ggml_type, rows, cols, experts, bytes: &[] };
-        let (place, bytes) = match slice {
+        let (packed_name, bytes) = match slice {
             None => (name.to_owned(), bytes as usize),
             Some(RowSlice { of, period, start, len }) => {
-                let part = bytes as usize / of.max(1) * (of / period.max(1)) * len;
-                (format!("{name} {of}/{period}/{start}/{len}"), part)
+                let slice_bytes = bytes as usize / of.max(1) * (of / period.max(1)) * len;
+                (format!("{name} {of}/{period}/{start}/{len}"), slice_bytes)
             }
         };
-        let id = match self.packs.find(&place, shape, self.backend) {
+        let id = match self.packs.find(&packed_name, shape, self.backend) {
             Some(id) => id,
-            None => match self.in_place(name, &place, shape, slice)? {
+            None => match self.load_deferred(name, &packed_name, shape, slice)? {
                 Some(id) => id,
-                None => self.repack(name, &place, shape, slice)?,
+                None => self.repack(name, &packed_name, shape, slice)?,
             },
         };
         self.source_bytes += bytes;
@@ -369,11 +369,11 @@ impl<'a> Loader<'a> {
         Ok(id)
     }
 
-    /// Loads a matrix that is repacked later, to `place`. `None` if that is not possible.
-    fn in_place(
+    /// Loads a matrix that is repacked later, under the name `packed_name`. `None` if that is not possible.
+    fn load_deferred(
         &mut self,
         name: &str,
-        place: &str,
+        packed_name: &str,
         shape: MatrixSource<'_>,
         slice: Option<RowSlice>,
     ) -> Result<Option<MatrixId>, Error> {
@@ -381,16 +381,17 @@ impl<'a> Loader<'a> {
             return Ok(None);
         }
         match self.source.shared(name)? {
-            Some(bytes) => self.packs.keep_later(place, shape, bytes, self.backend),
+            Some(bytes) => self.packs.defer_matrix(packed_name, shape, bytes, self.backend),
             None => Ok(None),
         }
     }
 
-    /// Reads a matrix and has the device repack it. `place` is its name in the store of repacked weights.
+    /// Reads a matrix and has the device repack it. `packed_name` is its name in the store of repacked
+    /// weights.
     fn repack(
         &mut self,
         name: &str,
-        place: &str,
+        packed_name: &str,
         shape: MatrixSource<'_>,
         slice: Option<RowSlice>,
     ) -> Result<MatrixId, Error> {
@@ -400,7 +401,7 @@ impl<'a> Loader<'a> {
             Some(slice) => sliced(view.bytes, slice),
         };
         let source = MatrixSource { bytes: &bytes, ..shape };
-        match self.packs.keep(place, source, self.backend)? {
+        match self.packs.store_matrix(packed_name, source, self.backend)? {
             Some(id) => Ok(id),
             None => Ok(self.backend.create_matrix(source)?),
         }
@@ -434,7 +435,7 @@ impl<'a> Loader<'a> {
     }
 
     fn rope(&mut self, rope: &spec::RopeSpec) -> Result<RopeId, Error> {
-        if let Some((_, id)) = self.ropes.iter().find(|(known, _)| known == rope) {
+        if let Some((_, id)) = self.ropes.iter().find(|(cached, _)| cached == rope) {
             return Ok(*id);
         }
         let factors = match &rope.factors {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(crate) enum Packs {
     Off,
-    There(PackedFile),
+    Mapped(PackedFile),
     Written(Box<Writing>),
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct Writing {
     /// Repacks independently of the device. `None` if the device cannot.
     pub(super) packer: Option<Packer>,
     /// Matrices that are still to be repacked.
-    pub(super) later: Vec<DeferredMatrix>,
+    pub(super) deferred: Vec<DeferredMatrix>,
 }
 
 /// A matrix that is read in the source's format until it is repacked.
@@ -58,13 +58,13 @@ impl Packs {
         let path = store.packed_path(&format!("{digest}-{layout}-{}-{}", layers.start, layers.end));
         let opened = || -> Result<Self, StoreError> {
             if let Some(file) = PackedFile::open(&path)? {
-                return Ok(Self::There(file));
+                return Ok(Self::Mapped(file));
             }
             Ok(match PackedWriter::begin(&path)? {
-                Ok(file) => Self::There(file),
+                Ok(file) => Self::Mapped(file),
                 Err(writer) => {
                     let (room, packer) = (store.reserve(bytes)?, backend.packer());
-                    Self::Written(Box::new(Writing { writer, room, packer, later: Vec::new() }))
+                    Self::Written(Box::new(Writing { writer, room, packer, deferred: Vec::new() }))
                 }
             })
         };
@@ -81,7 +81,7 @@ impl Packs {
         source: MatrixSource<'_>,
         backend: &mut dyn Backend,
     ) -> Option<MatrixId> {
-        let Self::There(file) = self else { return None };
+        let Self::Mapped(file) = self else { return None };
         let region: SharedBytes = Arc::new(file.region(name)?);
         match backend.create_packed_matrix(source, region) {
             Ok(matrix) => Some(matrix),
@@ -94,7 +94,7 @@ impl Packs {
 
     /// Repacks a matrix into the store and maps it from there. `None` if it is not to be stored or storing
     /// fails.
-    pub(crate) fn keep(
+    pub(crate) fn store_matrix(
         &mut self,
         name: &str,
         source: MatrixSource<'_>,
@@ -105,7 +105,7 @@ impl Packs {
         let bytes = backend.packed_bytes(source)? as u64;
         let mut packed = Ok(());
         let added = writer.add(name, bytes, |region| {
-            packed = backend.pack_matrix(source, &|place, piece| region.piece(place as u64, piece));
+            packed = backend.pack_matrix(source, &|offset, piece| region.piece(offset as u64, piece));
         });
         packed?;
         match added {
@@ -121,14 +121,14 @@ impl Packs {
         }
     }
 
-    /// Whether [`Self::keep_later`] may succeed.
+    /// Whether [`Self::defer_matrix`] may succeed.
     pub(crate) fn can_wait(&self) -> bool {
         matches!(self, Self::Written(writing) if writing.packer.is_some())
     }
 
     /// Uploads a matrix that is read from `bytes` until [`Repacking`] has repacked it into the store. `None`
     /// if the device does not support that. The bytes of `shape` are ignored.
-    pub(crate) fn keep_later(
+    pub(crate) fn defer_matrix(
         &mut self,
         name: &str,
         shape: MatrixSource<'_>,
@@ -139,14 +139,14 @@ impl Packs {
         let Some(matrix) = backend.create_matrix_in_place(shape, &bytes)? else { return Ok(None) };
         let (name, shape) = (name.to_owned(), MatrixSource { bytes: &[], ..shape });
         let packed_bytes = backend.packed_bytes(shape)?;
-        writing.later.push(DeferredMatrix { matrix, name, shape, bytes, packed_bytes });
+        writing.deferred.push(DeferredMatrix { matrix, name, shape, bytes, packed_bytes });
         Ok(Some(matrix))
     }
 
     /// Called when all matrices are loaded. Starts the remaining repacking in the background.
     pub(crate) fn finish(self) -> Option<Repacking> {
         let Self::Written(writing) = self else { return None };
-        if let (Some(packer), false) = (writing.packer, writing.later.is_empty()) {
+        if let (Some(packer), false) = (writing.packer, writing.deferred.is_empty()) {
             return Repacking::begin(*writing, packer);
         }
         if let Err(error) = writing.writer.finish() {

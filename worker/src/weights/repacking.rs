@@ -25,13 +25,13 @@ impl Repacking {
     /// Starts to repack all deferred matrices. If no thread can be started, weights stay in the source's
     /// format, which is logged.
     pub(super) fn begin(writing: Writing, packer: Packer) -> Option<Self> {
-        let Writing { writer, room, later, .. } = writing;
-        let (tell, done) = mpsc::channel();
+        let Writing { writer, room, deferred, .. } = writing;
+        let (done_tx, done) = mpsc::channel();
         let stop = Arc::new(AtomicBool::new(false));
         let work = Work { room, packer, stop: Arc::clone(&stop) };
         let work = move || {
             kernels::pool::give_way();
-            work.run(writer, later, &mut |matrix, packed| tell.send((matrix, packed)).is_ok());
+            work.run(writer, deferred, &mut |matrix, packed| done_tx.send((matrix, packed)).is_ok());
         };
         match thread::Builder::new().name("repacking".to_owned()).spawn(work) {
             Ok(thread) => Some(Self { done, stop, thread: Some(thread) }),
@@ -74,27 +74,27 @@ impl Work {
     fn run(
         self,
         writer: PackedWriter,
-        later: Vec<DeferredMatrix>,
-        tell: &mut dyn FnMut(MatrixId, SharedBytes) -> bool,
+        deferred: Vec<DeferredMatrix>,
+        publish: &mut dyn FnMut(MatrixId, SharedBytes) -> bool,
     ) {
-        let (started, matrices) = (Instant::now(), later.len());
+        let (started, matrices) = (Instant::now(), deferred.len());
         let mut writer = Some(writer);
-        for DeferredMatrix { matrix, name, shape, bytes, packed_bytes } in later {
+        for DeferredMatrix { matrix, name, shape, bytes, packed_bytes } in deferred {
             let source = (MatrixSource { bytes: bytes.as_ref().as_ref(), ..shape }, packed_bytes);
-            let packed = match writer.as_mut().map(|writer| self.keep(writer, &name, source)) {
+            let packed = match writer.as_mut().map(|writer| self.pack_into_store(writer, &name, source)) {
                 Some(Ok(packed)) => packed,
                 _ if self.stops() => return,
-                kept => {
-                    if let Some(Err(error)) = kept {
+                result => {
+                    if let Some(Err(error)) = result {
                         tracing::warn!(%error, "cannot cache repacked weights; the next start repacks them again");
                         writer = None;
                     }
-                    self.own(source)
+                    self.pack_into_memory(source)
                 }
             };
             match packed {
                 Ok(packed) => {
-                    if self.stops() || !tell(matrix, packed) {
+                    if self.stops() || !publish(matrix, packed) {
                         return;
                     }
                 }
@@ -120,7 +120,7 @@ impl Work {
     }
 
     /// Repacks a matrix into the store.
-    fn keep(
+    fn pack_into_store(
         &self,
         writer: &mut PackedWriter,
         name: &str,
@@ -128,8 +128,8 @@ impl Work {
     ) -> Result<Result<SharedBytes, kernels::Error>, StoreError> {
         let mut packed = Ok(());
         let region = writer.add(name, bytes as u64, |region| {
-            packed = (self.packer)(source, &mut |place, piece| {
-                region.piece(place as u64, piece);
+            packed = (self.packer)(source, &mut |offset, piece| {
+                region.piece(offset as u64, piece);
                 self.next()
             });
         })?;
@@ -138,10 +138,13 @@ impl Work {
     }
 
     /// Repacks a matrix into memory of this process.
-    fn own(&self, (source, bytes): (MatrixSource<'_>, usize)) -> Result<SharedBytes, kernels::Error> {
+    fn pack_into_memory(
+        &self,
+        (source, bytes): (MatrixSource<'_>, usize),
+    ) -> Result<SharedBytes, kernels::Error> {
         let mut memory = AlignedBuf::<u8>::zeroed(bytes);
-        (self.packer)(source, &mut |place, piece| {
-            if let Some(to) = memory.get_mut(place..place + piece.len()) {
+        (self.packer)(source, &mut |offset, piece| {
+            if let Some(to) = memory.get_mut(offset..offset + piece.len()) {
                 to.copy_from_slice(piece);
             }
             self.next()

@@ -30,8 +30,8 @@ fn bits(encoder: &mut Encoder, texts: &[Text], groups: &[Vec<usize>]) -> Vec<Vec
         let together: Vec<&Text> = group.iter().map(|index| &texts[*index]).collect();
         assert_eq!(encoder.limits().fit(together.iter().map(|text| text.tokens.len())), group.len());
         let mut step = encoder.run(&together).unwrap();
-        for (place, index) in group.iter().enumerate() {
-            let values = [step.pooled(place).unwrap(), step.rows(place).unwrap().concat()].concat();
+        for (position, index) in group.iter().enumerate() {
+            let values = [step.pooled(position).unwrap(), step.rows(position).unwrap().concat()].concat();
             assert!(values.iter().all(|value| value.is_finite()));
             found[*index] = values.iter().map(|value| value.to_bits()).collect();
         }
@@ -49,7 +49,7 @@ fn batch_order_threads_and_block_size_change_no_bit() {
     for arch in ["bert", "bert-rerank"] {
         for kv_type in [KvType::F32, KvType::F16] {
             let base = EngineOptions { kv_type, chunk: Some(1024), ..options() };
-            let want = bits(&mut open(arch, &base), &texts, &alone);
+            let expected = bits(&mut open(arch, &base), &texts, &alone);
             let variants = [
                 base.clone(),
                 EngineOptions { threads: Some(2), ..base.clone() },
@@ -59,9 +59,9 @@ fn batch_order_threads_and_block_size_change_no_bit() {
                 let mut encoder = open(arch, options);
                 for (grouping, groups) in groupings.iter().enumerate() {
                     let found = bits(&mut encoder, &texts, groups);
-                    for (index, (found, want)) in found.iter().zip(&want).enumerate() {
+                    for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
                         assert!(
-                            found == want,
+                            found == expected,
                             "{arch}, variant {variant}, grouping {grouping}, text {index}"
                         );
                     }

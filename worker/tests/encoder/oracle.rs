@@ -23,13 +23,13 @@ fn token_vectors_and_their_mean_equal_the_reference() {
         let mut step = encoder.run(&[&text]).unwrap();
         let rows = step.rows(0).unwrap();
         let pooled = step.pooled(0).unwrap();
-        for (what, found) in [
+        for (tensor, found) in [
             ("tokens", rows.concat()),
             ("mean", pooled.clone()),
             ("mean_l2", unit(&pooled)),
             ("cls_l2", unit(&rows[0])),
         ] {
-            let name = format!("p{prompts}.{what}");
+            let name = format!("p{prompts}.{tensor}");
             let difference = worst(&found, &reference.floats(&name));
             println!("{name}: {difference:e}");
             assert!(difference <= MAX_DIFFERENCE, "{name}: {difference}");

@@ -10,10 +10,10 @@ use proto::message::GenerateError;
 use proto::served_model::ModelTask;
 use std::time::{Duration, Instant};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn start(arch: &str, options: &EngineOptions) -> EncoderHandle {
-    EncoderHandle::start(open(arch, options), Epoch(1), PATIENCE).unwrap()
+    EncoderHandle::start(open(arch, options), Epoch(1), TIMEOUT).unwrap()
 }
 
 fn texts(lengths: &[usize]) -> Vec<Text> {
@@ -29,10 +29,10 @@ fn metric(handle: &EncoderHandle, name: &str) -> f64 {
         .sum()
 }
 
-fn until(what: &str, reached: impl Fn() -> bool) {
-    let end = Instant::now() + PATIENCE;
+fn wait_until(condition: &str, reached: impl Fn() -> bool) {
+    let end = Instant::now() + TIMEOUT;
     while !reached() {
-        assert!(Instant::now() < end, "{what}");
+        assert!(Instant::now() < end, "{condition}");
         std::thread::yield_now();
     }
 }
@@ -41,7 +41,7 @@ fn until(what: &str, reached: impl Fn() -> bool) {
 fn concurrent_requests_get_the_same_results_as_alone() {
     let requests = [vec![3, 40, 7], vec![150], vec![1; 100], vec![16, 17, 64, 5]];
     let mut encoder = open("bert", &options());
-    let want: Vec<Vec<Vec<f32>>> = requests
+    let expected: Vec<Vec<Vec<f32>>> = requests
         .iter()
         .map(|lengths| {
             let alone = |text: Text| encoder.run(&[&text]).unwrap().pooled(0).unwrap();
@@ -51,14 +51,14 @@ fn concurrent_requests_get_the_same_results_as_alone() {
     let handle = start("bert", &EngineOptions { chunk: Some(256), ..options() });
     let answers: Vec<_> =
         requests.iter().map(|lengths| handle.encode(texts(lengths), None, None).unwrap()).collect();
-    for (answer, want) in answers.into_iter().zip(want) {
-        assert_eq!(answer.blocking_recv().unwrap().unwrap(), want);
+    for (answer, expected) in answers.into_iter().zip(expected) {
+        assert_eq!(answer.blocking_recv().unwrap().unwrap(), expected);
     }
-    until("all is counted", || metric(&handle, "vllm:request_success_total") == 4.0);
+    wait_until("all is counted", || metric(&handle, "vllm:request_success_total") == 4.0);
     let tokens = requests.iter().flatten().sum::<usize>() as f64;
     assert_eq!(metric(&handle, "vllm:prompt_tokens_total"), tokens);
     assert_eq!(metric(&handle, "vllm:request_queue_time_seconds_count"), 4.0);
-    until("nothing is left", || handle.load().running + handle.load().waiting == 0 && !handle.busy());
+    wait_until("nothing is left", || handle.load().running + handle.load().waiting == 0 && !handle.busy());
     let load = handle.load();
     assert!(load.steps >= 2 && load.prefill_rate > 0.0 && load.pending_prefill_tokens == 0, "{load:?}");
     handle.stop();
@@ -85,15 +85,15 @@ fn late_requests_fail_and_canceled_ones_are_dropped() {
     let handle = start("bert", &options());
     // Queued first, so that the others are still waiting when they are canceled.
     let first = handle.encode(texts(&[200; 64]), None, None).unwrap();
-    let late = handle.encode(texts(&[5]), Some(Instant::now()), None).unwrap();
+    let expired = handle.encode(texts(&[5]), Some(Instant::now()), None).unwrap();
     drop(handle.encode(texts(&[200; 64]), None, None).unwrap());
-    assert!(matches!(late.blocking_recv().unwrap(), Err(GenerateError::DeadlineExceeded { .. })));
+    assert!(matches!(expired.blocking_recv().unwrap(), Err(GenerateError::DeadlineExceeded { .. })));
     assert_eq!(first.blocking_recv().unwrap().unwrap().len(), 64);
-    until("the books are empty", || !handle.busy());
+    wait_until("the books are empty", || !handle.busy());
     let ended = |reason: &str| {
         metric(&handle, &format!("vllm:request_success_total{{finished_reason=\"{reason}\"}}"))
     };
-    until("every end is counted", || (ended("stop"), ended("error"), ended("abort")) == (1.0, 1.0, 1.0));
+    wait_until("every end is counted", || (ended("stop"), ended("error"), ended("abort")) == (1.0, 1.0, 1.0));
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn a_full_queue_refuses_but_an_empty_one_takes_anything() {
     assert_eq!(refused, GenerateError::QueueFull);
     assert!(waiting.len() >= 15, "{} requests of 64,000 tokens", waiting.len());
     waiting.clear();
-    until("all are forgotten", || !handle.busy());
+    wait_until("all are forgotten", || !handle.busy());
     handle.encode(texts(&[5]), None, None).unwrap().blocking_recv().unwrap().unwrap();
 }
 

@@ -1,7 +1,7 @@
 //! How much one arena holds when sequences share prefixes and grow, compared with reserving a whole context
 //! for each.
 
-use crate::harness::{Ask, Asked, TINY, options, path, prompt, run_to_end, submit};
+use crate::harness::{Request, Submitted, TINY, options, path, prompt, run_to_end, submit};
 use kvasir_worker::engine::Engine;
 use kvasir_worker::load::{self, EngineOptions};
 use std::time::Instant;
@@ -43,8 +43,8 @@ fn engine(blocks: u64, rows: usize, prefix_cache: bool) -> (Engine, u64) {
 }
 
 /// Requests for one token each, and one more token that keeps the sequence alive.
-fn asks(prompts: Vec<Vec<u32>>) -> Vec<Ask> {
-    prompts.into_iter().map(|prompt| Ask::greedy(prompt, 2).tokens_only()).collect()
+fn requests(prompts: Vec<Vec<u32>>) -> Vec<Request> {
+    prompts.into_iter().map(|prompt| Request::greedy(prompt, 2).tokens_only()).collect()
 }
 
 #[test]
@@ -52,12 +52,12 @@ fn thirty_two_users_of_one_prefix_take_an_eleventh_of_the_blocks() {
     const USERS: u64 = 32;
     let shared = prompt(1, 1024);
     let prompts = (0..USERS).map(|user| [shared.clone(), prompt(100 + user, 64)].concat());
-    let asks = asks(prompts.collect());
+    let requests = requests(prompts.collect());
     let blocks = |prefix_cache: bool| {
         let (mut engine, block) = engine(4096, 40_000, prefix_cache);
-        let asked: Vec<Asked> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
+        let submitted: Vec<Submitted> = requests.iter().map(|request| submit(&mut engine, request)).collect();
         engine.step(Instant::now()).unwrap();
-        assert!(asked.iter().all(|asked| asked.heard().tokens.len() == 1), "all prompts are in");
+        assert!(submitted.iter().all(|submitted| submitted.output().tokens.len() == 1), "all prompts are in");
         let used = engine.load().kv_used / block;
         run_to_end(&mut engine);
         used
@@ -87,8 +87,8 @@ fn five_hundred_and_twelve_blocks_hold_what_the_lengths_allow() {
 
     let (mut engine, _) = engine(BUDGET as u64, 40_000, true);
     let prompts = lengths.iter().zip(1..).map(|(&length, seed)| prompt(seed, length));
-    for ask in asks(prompts.collect()) {
-        submit(&mut engine, &ask);
+    for request in requests(prompts.collect()) {
+        submit(&mut engine, &request);
     }
     engine.step(Instant::now()).unwrap();
     let held = engine.load().running;

@@ -59,8 +59,8 @@ impl Stage {
         write: u32,
         deferred: bool,
     ) -> Vec<Vec<u32>> {
-        let place = |slot| self.first_slot + slot * self.slot;
-        let state = StepState { read: read.map(place), write: place(write), exports: Vec::new(), deferred };
+        let offset = |slot| self.first_slot + slot * self.slot;
+        let state = StepState { read: read.map(offset), write: offset(write), exports: Vec::new(), deferred };
         let sequence = StepSequence { rows: 0..tokens.len(), context, segment_start: None };
         let tables: Vec<_> = self.blocks.iter().map(|blocks| vec![BlockTable::Paged(blocks)]).collect();
         let step = StepInput { tokens, sequences: &[sequence], tables: &tables, states: &[state] };
@@ -79,23 +79,23 @@ fn any_number_of_draft_tokens_can_be_rejected() {
     for model in MODELS {
         let mut stage = Stage::new(model);
         let tokens = prompt(5, POSITIONS);
-        let want: Vec<_> = (0..POSITIONS)
+        let expected: Vec<_> = (0..POSITIONS)
             .map(|at| stage.step(&tokens[at..=at], at, (at > 0).then_some(0), 0, false).remove(0))
             .collect();
         stage.step(&tokens[..CONTEXT], 0, None, 0, false);
         for rows in 1..=MAX_DEFERRED_ROWS {
             for accepted in 0..=rows {
-                let what = format!("{model}: {accepted} of {rows}");
+                let case = format!("{model}: {accepted} of {rows}");
                 // The first `accepted` draft tokens are correct, the others are wrong.
                 let mut draft_tokens = tokens[CONTEXT..CONTEXT + rows].to_vec();
                 draft_tokens[accepted..].iter_mut().for_each(|token| *token = (*token + 7) % 256);
                 let seen = stage.step(&draft_tokens, CONTEXT, Some(0), 1, true);
-                assert!(seen[..accepted] == want[CONTEXT..CONTEXT + accepted], "{what}: while drafting");
-                assert!(seen.get(accepted).is_none_or(|row| *row != want[CONTEXT + accepted]), "{what}");
+                assert!(seen[..accepted] == expected[CONTEXT..CONTEXT + accepted], "{case}: while drafting");
+                assert!(seen.get(accepted).is_none_or(|row| *row != expected[CONTEXT + accepted]), "{case}");
                 stage.decoder.accept(&[accepted]).unwrap();
                 for at in CONTEXT + accepted..CONTEXT + accepted + 2 {
                     let next = stage.step(&tokens[at..=at], at, Some(1), 1, false).remove(0);
-                    assert!(next == want[at], "{what}: position {at}");
+                    assert!(next == expected[at], "{case}: position {at}");
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Choices of one request: their prompt is computed once, they continue as forks, and no token changes.
 
 use crate::harness::{
-    Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, submit_at, together,
+    Output, Request, cramped, one_by_one, open, options, prompt, run_to_end, submit, submit_at, together,
 };
 use kvasir_worker::engine::StepOutcome;
 use kvasir_worker::load::EngineOptions;
@@ -20,38 +20,38 @@ const KINDS: [&str; 6] = [
 const GENERATE: u32 = 20;
 
 /// `n` choices as the API creates them, with consecutive seeds. The last one is greedy.
-fn choices(prompt: &[u32], n: u64) -> Vec<Ask> {
+fn choices(prompt: &[u32], n: u64) -> Vec<Request> {
     let choice = |nth| {
         let temperature = if nth + 1 == n { 0.0 } else { 1.0 };
         let sampling = Sampling { temperature, seed: 40 + nth, ..Sampling::default() };
-        Ask { sampling, ..Ask::greedy(prompt.to_vec(), GENERATE).tokens_only() }
+        Request { sampling, ..Request::greedy(prompt.to_vec(), GENERATE).tokens_only() }
     };
     (0..n).map(choice).collect()
 }
 
-fn tokens(heard: &[Heard]) -> Vec<&[u32]> {
-    heard.iter().map(|heard| &heard.tokens[..]).collect()
+fn tokens(outputs: &[Output]) -> Vec<&[u32]> {
+    outputs.iter().map(|output| &output.tokens[..]).collect()
 }
 
 #[test]
 fn choices_compute_their_prompt_once_and_equal_single_requests() {
     for model in KINDS {
         for (len, chunk, block_tokens) in [(7, 0, 16), (100, 16, 16), (100, 33, 64), (128, 0, 32)] {
-            let what = format!("{model}, {len} tokens in chunks of {chunk}, blocks of {block_tokens}");
-            let asks = choices(&prompt(3, len), 4);
-            let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-            let want = one_by_one(&mut open(model, &calm), &asks);
+            let case = format!("{model}, {len} tokens in chunks of {chunk}, blocks of {block_tokens}");
+            let requests = choices(&prompt(3, len), 4);
+            let baseline = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+            let expected = one_by_one(&mut open(model, &baseline), &requests);
             let options = EngineOptions { chunk: Some(chunk), block_tokens, ..options(model) };
             let mut engine = open(model, &options);
-            let got = together(&mut engine, &asks);
-            assert_eq!(tokens(&got), tokens(&want), "{what}");
-            let cached: Vec<usize> = got.iter().map(Heard::cached).collect();
-            assert_eq!(cached, [0, len, len, len], "{what}");
+            let got = together(&mut engine, &requests);
+            assert_eq!(tokens(&got), tokens(&expected), "{case}");
+            let cached: Vec<usize> = got.iter().map(Output::cached).collect();
+            assert_eq!(cached, [0, len, len, len], "{case}");
             let stops: Vec<&str> = got.iter().map(|h| &h.started.as_ref().unwrap().hit_stop[..]).collect();
-            assert_eq!(stops[1..], ["forked"; 3], "{what}");
-            assert_eq!(engine.metrics().prefill_computed.get(), len as u64, "{what}");
-            assert_eq!(engine.load().kv_used, 0, "{what}");
-            assert!(got[0].tokens != got[1].tokens, "{what}: the choices do not differ");
+            assert_eq!(stops[1..], ["forked"; 3], "{case}");
+            assert_eq!(engine.metrics().prefill_computed.get(), len as u64, "{case}");
+            assert_eq!(engine.load().kv_used, 0, "{case}");
+            assert!(got[0].tokens != got[1].tokens, "{case}: the choices do not differ");
         }
     }
 }
@@ -59,20 +59,20 @@ fn choices_compute_their_prompt_once_and_equal_single_requests() {
 #[test]
 fn choices_survive_the_removal_of_their_leader() {
     for model in KINDS {
-        let asks = choices(&prompt(4, 90), 4);
-        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-        let want = one_by_one(&mut open(model, &calm), &asks);
+        let requests = choices(&prompt(4, 90), 4);
+        let baseline = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let expected = one_by_one(&mut open(model, &baseline), &requests);
         let mut engine = open(model, &EngineOptions { chunk: Some(16), ..options(model) });
-        let asked: Vec<_> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
+        let submitted: Vec<_> = requests.iter().map(|request| submit(&mut engine, request)).collect();
         assert_eq!(engine.load().waiting, 4, "{model}");
-        for gone in [0, 1] {
+        for cancelled in [0, 1] {
             engine.step(Instant::now()).unwrap();
-            engine.cancel(asked[gone].id.unwrap());
+            engine.cancel(submitted[cancelled].id.unwrap());
         }
         run_to_end(&mut engine);
-        assert_eq!(asked[2].heard().tokens, want[2].tokens, "{model}");
-        assert_eq!(asked[3].heard().tokens, want[3].tokens, "{model}");
-        assert_eq!(asked[3].heard().cached(), 90, "{model}");
+        assert_eq!(submitted[2].output().tokens, expected[2].tokens, "{model}");
+        assert_eq!(submitted[3].output().tokens, expected[3].tokens, "{model}");
+        assert_eq!(submitted[3].output().cached(), 90, "{model}");
         assert_eq!((engine.load().waiting, engine.load().kv_used), (0, 0), "{model}");
     }
 }
@@ -80,12 +80,12 @@ fn choices_survive_the_removal_of_their_leader() {
 #[test]
 fn choices_that_do_not_fit_together_take_turns() {
     for model in KINDS {
-        let asks = choices(&prompt(5, 100), 6);
-        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-        let want = one_by_one(&mut open(model, &calm), &asks);
+        let requests = choices(&prompt(5, 100), 6);
+        let baseline = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let expected = one_by_one(&mut open(model, &baseline), &requests);
         let mut engine = open(model, &cramped(model, &options(model), 130));
-        let got = together(&mut engine, &asks);
-        assert_eq!(tokens(&got), tokens(&want), "{model}");
+        let got = together(&mut engine, &requests);
+        assert_eq!(tokens(&got), tokens(&expected), "{model}");
         assert_eq!(engine.load().kv_used, 0, "{model}");
     }
 }
@@ -93,31 +93,34 @@ fn choices_that_do_not_fit_together_take_turns() {
 #[test]
 fn a_leader_waits_for_announced_choices_at_the_end_of_its_prompt() {
     for model in KINDS {
-        let asks: Vec<Ask> =
-            choices(&prompt(6, 100), 3).into_iter().map(|ask| Ask { together: 3, ..ask }).collect();
-        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-        let want = one_by_one(&mut open(model, &calm), &choices(&prompt(6, 100), 3));
+        let requests: Vec<Request> = choices(&prompt(6, 100), 3)
+            .into_iter()
+            .map(|request| Request { together: 3, ..request })
+            .collect();
+        let baseline = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let expected = one_by_one(&mut open(model, &baseline), &choices(&prompt(6, 100), 3));
         let mut engine = open(model, &EngineOptions { chunk: Some(16), ..options(model) });
-        let came = Instant::now();
-        let first = submit_at(&mut engine, &asks[0], came, None);
+        let now = Instant::now();
+        let first = submit_at(&mut engine, &requests[0], now, None);
         // Computes all but the last row. Then it waits for the others, for any time on this test's clock.
-        while engine.step(came).unwrap() != StepOutcome::Idle {}
+        while engine.step(now).unwrap() != StepOutcome::Idle {}
         assert_eq!(engine.metrics().prefill_computed.get(), 99, "{model}");
-        let late: Vec<_> = asks[1..].iter().map(|ask| submit_at(&mut engine, ask, came, None)).collect();
+        let followers: Vec<_> =
+            requests[1..].iter().map(|request| submit_at(&mut engine, request, now, None)).collect();
         run_to_end(&mut engine);
         assert_eq!(engine.metrics().prefill_computed.get(), 100, "{model}");
-        assert_eq!(first.heard().tokens, want[0].tokens, "{model}");
-        for (late, want) in late.iter().zip(&want[1..]) {
-            assert_eq!(late.heard().tokens, want.tokens, "{model}");
-            assert_eq!(late.heard().started.unwrap().hit_stop, "forked", "{model}");
+        assert_eq!(first.output().tokens, expected[0].tokens, "{model}");
+        for (follower, expected) in followers.iter().zip(&expected[1..]) {
+            assert_eq!(follower.output().tokens, expected.tokens, "{model}");
+            assert_eq!(follower.output().started.unwrap().hit_stop, "forked", "{model}");
         }
         // The wait for requests that never arrive is bounded.
-        let lonely = submit_at(&mut engine, &asks[0], came, None);
-        while engine.step(came).unwrap() != StepOutcome::Idle {}
-        assert!(lonely.heard().tokens.is_empty(), "{model}");
-        engine.step(came + Duration::from_secs(1)).unwrap();
+        let alone = submit_at(&mut engine, &requests[0], now, None);
+        while engine.step(now).unwrap() != StepOutcome::Idle {}
+        assert!(alone.output().tokens.is_empty(), "{model}");
+        engine.step(now + Duration::from_secs(1)).unwrap();
         run_to_end(&mut engine);
-        assert_eq!(lonely.heard().tokens, want[0].tokens, "{model}");
+        assert_eq!(alone.output().tokens, expected[0].tokens, "{model}");
         assert_eq!(engine.load().kv_used, 0, "{model}");
     }
 }
@@ -126,24 +129,27 @@ fn a_leader_waits_for_announced_choices_at_the_end_of_its_prompt() {
 fn choices_of_a_cached_prompt_wait_for_each_other() {
     for model in KINDS {
         for block_tokens in [16, 64] {
-            let what = format!("{model}, blocks of {block_tokens}");
-            let asks = choices(&prompt(7, 97), 3);
-            let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-            let want = one_by_one(&mut open(model, &calm), &asks);
+            let case = format!("{model}, blocks of {block_tokens}");
+            let requests = choices(&prompt(7, 97), 3);
+            let baseline = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+            let expected = one_by_one(&mut open(model, &baseline), &requests);
             let mut engine = open(model, &EngineOptions { block_tokens, ..options(model) });
-            one_by_one(&mut engine, &asks[..1]);
+            one_by_one(&mut engine, &requests[..1]);
             let now = Instant::now();
-            let come =
-                |engine: &mut _, ask: &Ask| submit_at(engine, &Ask { together: 3, ..ask.clone() }, now, None);
-            let first = come(&mut engine, &asks[0]);
+            let submit_choice = |engine: &mut _, request: &Request| {
+                submit_at(engine, &Request { together: 3, ..request.clone() }, now, None)
+            };
+            let first = submit_choice(&mut engine, &requests[0]);
             for _ in 0..3 {
                 engine.step(now).unwrap();
             }
-            let late = [come(&mut engine, &asks[1]), come(&mut engine, &asks[2])];
+            let followers =
+                [submit_choice(&mut engine, &requests[1]), submit_choice(&mut engine, &requests[2])];
             run_to_end(&mut engine);
-            let got: Vec<Heard> = std::iter::once(&first).chain(&late).map(|asked| asked.heard()).collect();
-            assert_eq!(tokens(&got), tokens(&want), "{what}");
-            assert_eq!(engine.load().kv_used, 0, "{what}");
+            let got: Vec<Output> =
+                std::iter::once(&first).chain(&followers).map(|submitted| submitted.output()).collect();
+            assert_eq!(tokens(&got), tokens(&expected), "{case}");
+            assert_eq!(engine.load().kv_used, 0, "{case}");
         }
     }
 }
@@ -151,45 +157,46 @@ fn choices_of_a_cached_prompt_wait_for_each_other() {
 #[test]
 fn a_follower_that_is_cancelled_or_late_leaves_at_once() {
     let model = KINDS[0];
-    let asks = choices(&prompt(8, 90), 4);
-    let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-    let want = one_by_one(&mut open(model, &calm), &asks);
+    let requests = choices(&prompt(8, 90), 4);
+    let baseline = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+    let expected = one_by_one(&mut open(model, &baseline), &requests);
     let mut engine = open(model, &EngineOptions { chunk: Some(16), ..options(model) });
     let now = Instant::now();
-    let leader = submit_at(&mut engine, &asks[0], now, None);
-    let cancelled = submit_at(&mut engine, &asks[1], now, None);
-    let late = submit_at(&mut engine, &asks[2], now, Some(Duration::from_secs(1)));
-    let last = submit_at(&mut engine, &asks[3], now, None);
+    let leader = submit_at(&mut engine, &requests[0], now, None);
+    let cancelled = submit_at(&mut engine, &requests[1], now, None);
+    let expired = submit_at(&mut engine, &requests[2], now, Some(Duration::from_secs(1)));
+    let last = submit_at(&mut engine, &requests[3], now, None);
     engine.step(now).unwrap();
     assert_eq!((engine.load().running, engine.load().waiting), (1, 3));
     engine.cancel(cancelled.id.unwrap());
     assert_eq!(engine.load().waiting, 2);
     engine.check().unwrap();
     engine.step(now + Duration::from_secs(2)).unwrap();
-    assert!(matches!(late.heard().failed, Some(GenerateError::DeadlineExceeded { .. })));
+    assert!(matches!(expired.output().failed, Some(GenerateError::DeadlineExceeded { .. })));
     assert_eq!(engine.load().waiting, 1);
     engine.check().unwrap();
     run_to_end(&mut engine);
-    assert_eq!(leader.heard().tokens, want[0].tokens);
-    assert_eq!(last.heard().tokens, want[3].tokens);
-    assert_eq!(last.heard().started.unwrap().hit_stop, "forked");
-    assert!(cancelled.heard().started.is_none());
+    assert_eq!(leader.output().tokens, expected[0].tokens);
+    assert_eq!(last.output().tokens, expected[3].tokens);
+    assert_eq!(last.output().started.unwrap().hit_stop, "forked");
+    assert!(cancelled.output().started.is_none());
     assert_eq!((engine.load().waiting, engine.load().kv_used), (0, 0));
 }
 
-/// A leader and its followers leave the tables one by one, whoever is cancelled first.
+/// A leader and its followers leave the tables one by one, in any order of cancellation.
 #[test]
 fn cancelled_orphans_are_not_scheduled() {
     let model = KINDS[0];
     let mut engine = open(model, &EngineOptions { chunk: Some(16), ..options(model) });
-    let asked: Vec<_> = choices(&prompt(9, 90), 3).iter().map(|ask| submit(&mut engine, ask)).collect();
+    let submitted: Vec<_> =
+        choices(&prompt(9, 90), 3).iter().map(|request| submit(&mut engine, request)).collect();
     engine.step(Instant::now()).unwrap();
     for (index, left) in [(0, 2), (2, 1), (1, 0)] {
-        engine.cancel(asked[index].id.unwrap());
+        engine.cancel(submitted[index].id.unwrap());
         assert_eq!(engine.load().waiting, left);
         engine.check().unwrap();
     }
     run_to_end(&mut engine);
-    assert!(asked.iter().all(|asked| asked.heard().started.is_none()));
+    assert!(submitted.iter().all(|submitted| submitted.output().started.is_none()));
     assert_eq!(engine.load().kv_used, 0);
 }

@@ -1,8 +1,8 @@
 //! How requests end, and what happens to other requests.
 
 use crate::harness::{
-    Ask, Asked, Heard, QUANT, TINY, one_by_one, open, options, prompt, run_to_end, submit, submit_at,
-    together,
+    Output, QUANT, Request, Submitted, TINY, one_by_one, open, options, prompt, run_to_end, submit,
+    submit_at, together,
 };
 use kvasir_worker::engine::{EngineRequest, StepOutcome};
 use kvasir_worker::load::EngineOptions;
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 const LLAMA: &str = TINY[0];
 
-fn reason(heard: &Heard) -> FinishReason {
-    heard.finished.as_ref().unwrap().reason
+fn reason(output: &Output) -> FinishReason {
+    output.finished.as_ref().unwrap().reason
 }
 
 /// Sampling with every filter and penalty.
@@ -32,16 +32,16 @@ fn seeded(seed: u64) -> Sampling {
     }
 }
 
-fn sampled(seed: u64, len: usize, tokens: u32) -> Ask {
-    Ask { sampling: seeded(seed), ..Ask::greedy(prompt(seed, len), tokens).tokens_only() }
+fn sampled(seed: u64, len: usize, tokens: u32) -> Request {
+    Request { sampling: seeded(seed), ..Request::greedy(prompt(seed, len), tokens).tokens_only() }
 }
 
 #[test]
 fn asking_for_logits_changes_no_token() {
     for model in TINY.into_iter().chain(QUANT) {
-        let asks: Vec<Ask> = (1..5).map(|seed| Ask::greedy(prompt(seed, 30), 20)).collect();
-        let with = together(&mut open(model, &options(model)), &asks);
-        let tokens_only: Vec<Ask> = asks.into_iter().map(Ask::tokens_only).collect();
+        let requests: Vec<Request> = (1..5).map(|seed| Request::greedy(prompt(seed, 30), 20)).collect();
+        let with = together(&mut open(model, &options(model)), &requests);
+        let tokens_only: Vec<Request> = requests.into_iter().map(Request::tokens_only).collect();
         let without = together(&mut open(model, &options(model)), &tokens_only);
         for (with, without) in with.iter().zip(&without) {
             assert_eq!(with.tokens, without.tokens, "{model}");
@@ -52,10 +52,10 @@ fn asking_for_logits_changes_no_token() {
 
 #[test]
 fn a_seed_gives_the_same_tokens_in_any_batch() {
-    let asks: Vec<Ask> = (1..7).map(|seed| sampled(seed, 25, 30)).collect();
-    let alone = one_by_one(&mut open(LLAMA, &options(LLAMA)), &asks);
+    let requests: Vec<Request> = (1..7).map(|seed| sampled(seed, 25, 30)).collect();
+    let alone = one_by_one(&mut open(LLAMA, &options(LLAMA)), &requests);
     let cramped = EngineOptions { chunk: Some(7), max_sequences: Some(4), ..options(LLAMA) };
-    let crowd = together(&mut open(LLAMA, &cramped), &asks);
+    let crowd = together(&mut open(LLAMA, &cramped), &requests);
     for (alone, crowd) in alone.iter().zip(&crowd) {
         assert_eq!(alone.tokens, crowd.tokens);
         assert_eq!(alone.logprobs, crowd.logprobs);
@@ -63,18 +63,19 @@ fn a_seed_gives_the_same_tokens_in_any_batch() {
         assert!(alone.logprobs.iter().all(|draw| draw.top.len() == 3 && draw.chosen <= 0.0));
         assert!(!alone.tokens.contains(&18), "its bias forbids it");
     }
-    let other = Ask { sampling: seeded(99), ..asks[0].clone() };
+    let other = Request { sampling: seeded(99), ..requests[0].clone() };
     assert_ne!(one_by_one(&mut open(LLAMA, &options(LLAMA)), &[other])[0].tokens, alone[0].tokens);
 }
 
 #[test]
 fn a_request_continues_where_an_earlier_attempt_stopped() {
     for model in TINY.into_iter().chain(QUANT) {
-        for ask in [sampled(3, 40, 24), Ask::greedy(prompt(4, 40), 24).tokens_only()] {
-            let whole = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&ask)).remove(0);
+        for request in [sampled(3, 40, 24), Request::greedy(prompt(4, 40), 24).tokens_only()] {
+            let whole =
+                one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&request)).remove(0);
             assert_eq!(whole.tokens.len(), 24);
             for sent in [1, 9, 23] {
-                let resumed = Ask { emitted: whole.tokens[..sent].to_vec(), ..ask.clone() };
+                let resumed = Request { emitted: whole.tokens[..sent].to_vec(), ..request.clone() };
                 let rest = one_by_one(&mut open(model, &options(model)), &[resumed]).remove(0);
                 assert_eq!(rest.tokens, whole.tokens[sent..], "{model}, resumed after {sent}");
                 let finished = rest.finished.unwrap();
@@ -88,60 +89,60 @@ fn a_request_continues_where_an_earlier_attempt_stopped() {
 #[test]
 fn a_request_that_lacks_only_its_end_frame_gets_it() {
     let mut engine = open(LLAMA, &options(LLAMA));
-    let ask = sampled(3, 40, 24).tokens_only();
-    let whole = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
+    let request = sampled(3, 40, 24).tokens_only();
+    let whole = one_by_one(&mut engine, std::slice::from_ref(&request)).remove(0);
     let stopping =
-        |stop: Stop| Ask { stop: Stop { max_tokens: 24, ignore_eos: true, ..stop }, ..ask.clone() };
+        |stop: Stop| Request { stop: Stop { max_tokens: 24, ignore_eos: true, ..stop }, ..request.clone() };
     let text = whole.text.chars().skip(whole.text.chars().count() / 2).take(3).collect::<String>();
-    for ask in [
-        ask.clone(),
+    for request in [
+        request.clone(),
         stopping(Stop { token_ids: vec![whole.tokens[9]], ..Stop::default() }),
         stopping(Stop { strings: vec![text], ..Stop::default() }),
     ] {
-        let whole = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
+        let whole = one_by_one(&mut engine, std::slice::from_ref(&request)).remove(0);
         let before = engine.metrics().prompt_tokens.get();
-        let all = Ask { emitted: whole.tokens.clone(), ..ask.clone() };
-        let asked = submit(&mut engine, &all);
-        assert!(asked.id.is_none() && !engine.has_work(), "there is nothing to compute");
-        let (end, heard) = (whole.finished.unwrap(), asked.heard());
-        assert!(heard.started.is_some() && heard.tokens.is_empty());
-        let finished = heard.finished.unwrap();
+        let all = Request { emitted: whole.tokens.clone(), ..request.clone() };
+        let submitted = submit(&mut engine, &all);
+        assert!(submitted.id.is_none() && !engine.has_work(), "there is nothing to compute");
+        let (end, output) = (whole.finished.unwrap(), submitted.output());
+        assert!(output.started.is_some() && output.tokens.is_empty());
+        let finished = output.finished.unwrap();
         assert_eq!(
             (finished.reason, finished.matched, finished.tail, finished.completion_tokens),
             (end.reason, end.matched, end.tail, end.completion_tokens)
         );
         assert_eq!(engine.metrics().prompt_tokens.get(), before);
     }
-    let more = Ask { emitted: [&whole.tokens[..], &[5]].concat(), ..ask };
-    let refused = submit(&mut engine, &more).heard().failed;
+    let more = Request { emitted: [&whole.tokens[..], &[5]].concat(), ..request };
+    let refused = submit(&mut engine, &more).output().failed;
     assert!(matches!(refused, Some(GenerateError::InvalidField { field, .. }) if field == "emitted"));
 }
 
 #[test]
 fn a_cancelled_request_frees_its_blocks_within_a_step() {
     let mut engine = open(LLAMA, &options(LLAMA));
-    let stays = submit(&mut engine, &Ask::greedy(prompt(1, 40), 40));
+    let stays = submit(&mut engine, &Request::greedy(prompt(1, 40), 40));
     engine.step(Instant::now()).unwrap();
     let before = engine.load().kv_used;
     // One in the middle of its prompt and one that has drawn tokens.
-    let long = submit(&mut engine, &Ask::greedy(prompt(2, 300), 40));
-    let short = submit(&mut engine, &Ask::greedy(prompt(3, 20), 40));
+    let long = submit(&mut engine, &Request::greedy(prompt(2, 300), 40));
+    let short = submit(&mut engine, &Request::greedy(prompt(3, 20), 40));
     engine.step(Instant::now()).unwrap();
     engine.step(Instant::now()).unwrap();
-    assert!(long.heard().started.is_none() && short.heard().started.is_some());
+    assert!(long.output().started.is_none() && short.output().started.is_some());
     assert!(engine.load().kv_used > before);
     engine.cancel(long.id.unwrap());
     engine.cancel(short.id.unwrap());
-    let held_by_one = |engine: &kvasir_worker::engine::Engine| {
+    let holds_one_sequence = |engine: &kvasir_worker::engine::Engine| {
         // At most 40 + 40 positions.
         let block: u64 = engine.decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
         engine.load().kv_used <= 5 * block
     };
-    assert!(held_by_one(&engine));
+    assert!(holds_one_sequence(&engine));
     assert_eq!(engine.load().running, 1);
     run_to_end(&mut engine);
-    assert_eq!(reason(&stays.heard()), FinishReason::Length);
-    assert!(long.heard().finished.is_none() && short.heard().finished.is_none());
+    assert_eq!(reason(&stays.output()), FinishReason::Length);
+    assert!(long.output().finished.is_none() && short.output().finished.is_none());
     assert_eq!(engine.load().kv_used, 0);
 }
 
@@ -175,11 +176,11 @@ fn a_request_without_a_receiver_is_cancelled() {
 #[test]
 fn stop_tokens_stop_strings_and_minimum_lengths_are_kept() {
     let mut engine = open(LLAMA, &options(LLAMA));
-    let free = Ask::greedy(prompt(8, 30), 40).tokens_only();
+    let free = Request::greedy(prompt(8, 30), 40).tokens_only();
     let whole = one_by_one(&mut engine, std::slice::from_ref(&free)).remove(0);
-    let mut ask = |stop: Stop| {
+    let mut generate = |stop: Stop| {
         let stop = Stop { max_tokens: 40, ignore_eos: true, ..stop };
-        one_by_one(&mut engine, &[Ask { stop, ..free.clone() }]).remove(0)
+        one_by_one(&mut engine, &[Request { stop, ..free.clone() }]).remove(0)
     };
 
     // The first token that has not occurred before its position.
@@ -191,27 +192,27 @@ fn stop_tokens_stop_strings_and_minimum_lengths_are_kept() {
         .skip(3)
         .find(|(at, token)| !whole.tokens[..*at].contains(token))
         .unwrap();
-    let stopped = ask(Stop { token_ids: vec![token], ..Stop::default() });
+    let stopped = generate(Stop { token_ids: vec![token], ..Stop::default() });
     assert_eq!(reason(&stopped), FinishReason::Stop);
     assert_eq!(stopped.tokens, whole.tokens[..=at]);
     assert_eq!(stopped.finished.unwrap().completion_tokens, at as u32 + 1);
 
     // Not before `min_tokens`: until then it cannot be drawn.
-    let least = at as u32 + 4;
-    let later = ask(Stop { token_ids: vec![token], min_tokens: least, ..Stop::default() });
-    assert_eq!(later.tokens[..at], whole.tokens[..at]);
-    assert!(later.tokens.len() >= least as usize);
-    assert!(!later.tokens[..least as usize].contains(&token));
+    let min_tokens = at as u32 + 4;
+    let delayed = generate(Stop { token_ids: vec![token], min_tokens, ..Stop::default() });
+    assert_eq!(delayed.tokens[..at], whole.tokens[..at]);
+    assert!(delayed.tokens.len() >= min_tokens as usize);
+    assert!(!delayed.tokens[..min_tokens as usize].contains(&token));
 
     // Three characters from the middle of the text.
     let text: Vec<char> = whole.text.chars().collect();
-    let wanted: String = text[text.len() / 2..][..3].iter().collect();
-    let cut = ask(Stop { strings: vec![wanted.clone()], ..Stop::default() });
-    assert_eq!(cut.text, whole.text[..whole.text.find(&wanted).unwrap()]);
+    let stop_string: String = text[text.len() / 2..][..3].iter().collect();
+    let cut = generate(Stop { strings: vec![stop_string.clone()], ..Stop::default() });
+    assert_eq!(cut.text, whole.text[..whole.text.find(&stop_string).unwrap()]);
     let finished = cut.finished.unwrap();
-    assert_eq!((finished.reason, finished.matched), (FinishReason::Stop, Some(wanted)));
+    assert_eq!((finished.reason, finished.matched), (FinishReason::Stop, Some(stop_string)));
 
-    let never = ask(Stop { strings: vec!["\u{1F980} not in any text".to_owned()], ..Stop::default() });
+    let never = generate(Stop { strings: vec!["\u{1F980} not in any text".to_owned()], ..Stop::default() });
     assert_eq!((never.text.as_str(), reason(&never)), (whole.text.as_str(), FinishReason::Length));
 }
 
@@ -219,59 +220,61 @@ fn stop_tokens_stop_strings_and_minimum_lengths_are_kept() {
 fn only_a_late_request_ends_at_its_deadline() {
     let mut engine = open(LLAMA, &options(LLAMA));
     let now = Instant::now();
-    let ask = Ask::greedy(prompt(1, 30), 200).tokens_only();
-    let late = submit_at(&mut engine, &ask, now, Some(Duration::from_secs(5)));
-    let calm = submit_at(&mut engine, &ask, now, Some(Duration::from_secs(500)));
+    let request = Request::greedy(prompt(1, 30), 200).tokens_only();
+    let expired = submit_at(&mut engine, &request, now, Some(Duration::from_secs(5)));
+    let timely = submit_at(&mut engine, &request, now, Some(Duration::from_secs(500)));
     engine.step(now + Duration::from_millis(4999)).unwrap();
-    assert_eq!(late.heard().failed, None);
+    assert_eq!(expired.output().failed, None);
     engine.step(now + Duration::from_secs(5)).unwrap();
-    assert_eq!(late.heard().failed, Some(GenerateError::DeadlineExceeded { after_ms: 5000 }));
+    assert_eq!(expired.output().failed, Some(GenerateError::DeadlineExceeded { after_ms: 5000 }));
     assert_eq!(engine.load().running, 1);
     while engine.has_work() {
         assert_ne!(engine.step(now + Duration::from_secs(6)).unwrap(), StepOutcome::Idle);
     }
-    assert_eq!(calm.heard().tokens.len(), 200);
+    assert_eq!(timely.output().tokens.len(), 200);
     assert_eq!(engine.load().kv_used, 0);
 }
 
 /// Invalid requests fail alone: the logits of the others are those of a run without them.
 #[test]
 fn sec_poison_request() {
-    let good: Vec<Ask> = (1..8).map(|seed| Ask::greedy(prompt(seed, 20 + seed as usize), 16)).collect();
-    let want = one_by_one(&mut open(LLAMA, &options(LLAMA)), &good);
+    let good: Vec<Request> =
+        (1..8).map(|seed| Request::greedy(prompt(seed, 20 + seed as usize), 16)).collect();
+    let expected = one_by_one(&mut open(LLAMA, &options(LLAMA)), &good);
     let fine = good[0].clone();
-    let bad = |change: &dyn Fn(&mut Ask)| {
-        let mut ask = fine.clone();
-        change(&mut ask);
-        ask
+    let bad = |change: &dyn Fn(&mut Request)| {
+        let mut request = fine.clone();
+        change(&mut request);
+        request
     };
     let wrong = [
-        ("prompt", bad(&|ask| ask.prompt[3] = 448)),
-        ("prompt", bad(&|ask| ask.prompt[0] = u32::MAX)),
-        ("prompt", bad(&|ask| ask.prompt.clear())),
-        ("prompt", bad(&|ask| ask.emitted = vec![1 << 30])),
-        ("max_tokens", bad(&|ask| ask.stop.max_tokens = 0)),
-        ("temperature", bad(&|ask| ask.sampling.temperature = f32::NAN)),
-        ("top_p", bad(&|ask| ask.sampling.top_p = 0.0)),
-        ("logit_bias", bad(&|ask| ask.sampling.logit_bias = vec![(448, 1.0)])),
-        ("stop", bad(&|ask| ask.stop.strings = vec![String::new()])),
-        ("context", bad(&|ask| ask.prompt = prompt(1, 600))),
+        ("prompt", bad(&|request| request.prompt[3] = 448)),
+        ("prompt", bad(&|request| request.prompt[0] = u32::MAX)),
+        ("prompt", bad(&|request| request.prompt.clear())),
+        ("prompt", bad(&|request| request.emitted = vec![1 << 30])),
+        ("max_tokens", bad(&|request| request.stop.max_tokens = 0)),
+        ("temperature", bad(&|request| request.sampling.temperature = f32::NAN)),
+        ("top_p", bad(&|request| request.sampling.top_p = 0.0)),
+        ("logit_bias", bad(&|request| request.sampling.logit_bias = vec![(448, 1.0)])),
+        ("stop", bad(&|request| request.stop.strings = vec![String::new()])),
+        ("context", bad(&|request| request.prompt = prompt(1, 600))),
     ];
     let mut engine = open(LLAMA, &options(LLAMA));
     for (field, wrong) in &wrong {
-        let asked: Vec<Asked> = good[..3].iter().map(|ask| submit(&mut engine, ask)).collect();
+        let submitted: Vec<Submitted> =
+            good[..3].iter().map(|request| submit(&mut engine, request)).collect();
         let refused = submit(&mut engine, wrong);
-        let more: Vec<Asked> = good[3..].iter().map(|ask| submit(&mut engine, ask)).collect();
+        let more: Vec<Submitted> = good[3..].iter().map(|request| submit(&mut engine, request)).collect();
         assert_eq!(refused.id, None, "{field}");
-        match refused.heard().failed.unwrap() {
+        match refused.output().failed.unwrap() {
             GenerateError::InvalidField { field: named, .. } => assert_eq!(named, *field),
             GenerateError::ContextLength { need: 601, limit: 512 } => assert_eq!(*field, "context"),
             other => panic!("{field}: {other}"),
         }
         run_to_end(&mut engine);
-        for (want, got) in want.iter().zip(asked.iter().chain(&more).map(Asked::heard)) {
-            assert_eq!(want.tokens, got.tokens, "{field}");
-            assert!(got.logits.iter().all(|(position, row)| *row == want.logits[position]), "{field}");
+        for (expected, got) in expected.iter().zip(submitted.iter().chain(&more).map(Submitted::output)) {
+            assert_eq!(expected.tokens, got.tokens, "{field}");
+            assert!(got.logits.iter().all(|(position, row)| *row == expected.logits[position]), "{field}");
         }
         assert_eq!(engine.load().kv_used, 0, "{field}");
     }
@@ -281,8 +284,8 @@ fn sec_poison_request() {
 fn a_completion_ends_at_the_context_limit() {
     let short = EngineOptions { max_model_len: Some(48), ..options(LLAMA) };
     let mut engine = open(LLAMA, &short);
-    let heard = one_by_one(&mut engine, &[Ask::greedy(prompt(1, 40), 100)]).remove(0);
-    assert_eq!((reason(&heard), heard.tokens.len()), (FinishReason::Length, 8));
+    let output = one_by_one(&mut engine, &[Request::greedy(prompt(1, 40), 100)]).remove(0);
+    assert_eq!((reason(&output), output.tokens.len()), (FinishReason::Length, 8));
 }
 
 #[test]

@@ -101,7 +101,7 @@ pub(crate) fn prompt(seed: u64, len: usize) -> Vec<u32> {
 
 /// Everything that the sink of a request received.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Heard {
+pub(crate) struct Output {
     /// Bits of the logits at each position.
     pub(crate) logits: BTreeMap<usize, Vec<u32>>,
     /// Number of logit rows. A position that was computed twice counts twice.
@@ -114,7 +114,7 @@ pub(crate) struct Heard {
     pub(crate) failed: Option<GenerateError>,
 }
 
-impl Heard {
+impl Output {
     /// Tokens served by the prefix cache.
     pub(crate) fn cached(&self) -> usize {
         self.started.as_ref().unwrap().cached_tokens as usize
@@ -127,19 +127,19 @@ impl Heard {
 
 /// A request of a test.
 #[derive(Debug, Clone)]
-pub(crate) struct Ask {
+pub(crate) struct Request {
     pub(crate) name: Option<SequenceName>,
     pub(crate) prompt: Vec<u32>,
     pub(crate) emitted: Vec<u32>,
     pub(crate) sampling: Sampling,
     pub(crate) stop: Stop,
-    /// Whether all logits are wanted, or only tokens.
+    /// Whether the sink receives all logits, or tokens only.
     pub(crate) logits: bool,
     /// Number of requests for its prompt that arrive together.
     pub(crate) together: u32,
 }
 
-impl Ask {
+impl Request {
     /// Greedy, exactly `max_tokens` tokens, all logits.
     pub(crate) fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Self {
         Self {
@@ -164,28 +164,28 @@ impl Ask {
     }
 }
 
-struct Ear {
+struct RecordingSink {
     wants_logits: bool,
-    heard: Arc<Mutex<Heard>>,
+    output: Arc<Mutex<Output>>,
 }
 
-impl Sink for Ear {
+impl Sink for RecordingSink {
     fn frame(&mut self, frame: GenerateFrame) -> bool {
-        let mut heard = self.heard.lock().unwrap();
+        let mut output = self.output.lock().unwrap();
         match frame {
-            GenerateFrame::Started(started) => heard.started = Some(started),
+            GenerateFrame::Started(started) => output.started = Some(started),
             GenerateFrame::Tokens(tokens) => {
                 for token in tokens {
-                    heard.tokens.push(token.id);
-                    heard.text.push_str(&token.text);
-                    heard.logprobs.extend(token.logprobs);
+                    output.tokens.push(token.id);
+                    output.text.push_str(&token.text);
+                    output.logprobs.extend(token.logprobs);
                 }
             }
             GenerateFrame::Finished(finished) => {
-                heard.text.push_str(&finished.tail);
-                heard.finished = Some(finished);
+                output.text.push_str(&finished.tail);
+                output.finished = Some(finished);
             }
-            GenerateFrame::Failed(error) => heard.failed = Some(error),
+            GenerateFrame::Failed(error) => output.failed = Some(error),
         }
         true
     }
@@ -198,73 +198,73 @@ impl Sink for Ear {
     fn logits(&mut self, position: usize, row: &[f32]) {
         let bits: Vec<u32> = row.iter().map(|value| value.to_bits()).collect();
         assert!(row.iter().all(|value| value.is_finite()), "position {position}");
-        let mut heard = self.heard.lock().unwrap();
-        heard.rows += 1;
-        if let Some(before) = heard.logits.insert(position, bits.clone()) {
+        let mut output = self.output.lock().unwrap();
+        output.rows += 1;
+        if let Some(before) = output.logits.insert(position, bits.clone()) {
             assert!(before == bits, "position {position} has other logits when it is computed again");
         }
     }
 }
 
 /// A submitted request: its id if it was accepted, and what its sink received.
-pub(crate) struct Asked {
+pub(crate) struct Submitted {
     pub(crate) id: Option<SeqId>,
-    heard: Arc<Mutex<Heard>>,
+    output: Arc<Mutex<Output>>,
 }
 
-impl Asked {
-    pub(crate) fn heard(&self) -> Heard {
-        self.heard.lock().unwrap().clone()
+impl Submitted {
+    pub(crate) fn output(&self) -> Output {
+        self.output.lock().unwrap().clone()
     }
 }
 
-pub(crate) fn submit(engine: &mut Engine, ask: &Ask) -> Asked {
-    submit_at(engine, ask, Instant::now(), None)
+pub(crate) fn submit(engine: &mut Engine, request: &Request) -> Submitted {
+    submit_at(engine, request, Instant::now(), None)
 }
 
 /// Submits a request at `now`, with a deadline.
 pub(crate) fn submit_at(
     engine: &mut Engine,
-    ask: &Ask,
+    request: &Request,
     now: Instant,
     deadline: Option<std::time::Duration>,
-) -> Asked {
-    submit_with(engine, ask, (now, deadline), None, None)
+) -> Submitted {
+    submit_with(engine, request, (now, deadline), None, None)
 }
 
 /// Submits a request whose prefix another worker probably holds.
-pub(crate) fn submit_pulling(engine: &mut Engine, ask: &Ask, source: Box<dyn Source>) -> Asked {
-    submit_with(engine, ask, (Instant::now(), None), Some(source), None)
+pub(crate) fn submit_pulling(engine: &mut Engine, request: &Request, source: Box<dyn Source>) -> Submitted {
+    submit_with(engine, request, (Instant::now(), None), Some(source), None)
 }
 
 /// Submits a request with a grammar.
-pub(crate) fn submit_guided(engine: &mut Engine, ask: &Ask, guide: Guide) -> Asked {
-    submit_with(engine, ask, (Instant::now(), None), None, Some(guide))
+pub(crate) fn submit_guided(engine: &mut Engine, request: &Request, guide: Guide) -> Submitted {
+    submit_with(engine, request, (Instant::now(), None), None, Some(guide))
 }
 
 fn submit_with(
     engine: &mut Engine,
-    ask: &Ask,
+    request: &Request,
     (now, deadline): (Instant, Option<std::time::Duration>),
     pull: Option<Box<dyn Source>>,
     guide: Option<Guide>,
-) -> Asked {
-    let heard = Arc::new(Mutex::new(Heard::default()));
-    let request = EngineRequest {
-        name: ask.name.clone(),
+) -> Submitted {
+    let output = Arc::new(Mutex::new(Output::default()));
+    let engine_request = EngineRequest {
+        name: request.name.clone(),
         root: ROOT,
         tenant: TenantTurn::of_root(ROOT),
-        prompt: ask.prompt.clone(),
-        emitted: ask.emitted.clone(),
-        sampling: ask.sampling.clone(),
-        stop: ask.stop.clone(),
+        prompt: request.prompt.clone(),
+        emitted: request.emitted.clone(),
+        sampling: request.sampling.clone(),
+        stop: request.stop.clone(),
         deadline,
         pull,
-        together: ask.together,
+        together: request.together,
         guide,
-        sink: Box::new(Ear { wants_logits: ask.logits, heard: heard.clone() }),
+        sink: Box::new(RecordingSink { wants_logits: request.logits, output: output.clone() }),
     };
-    Asked { id: engine.submit(now, request), heard }
+    Submitted { id: engine.submit(now, engine_request), output }
 }
 
 /// Steps until no work is left.
@@ -277,13 +277,13 @@ pub(crate) fn run_to_end(engine: &mut Engine) {
 }
 
 /// Runs all requests at once to the end.
-pub(crate) fn together(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
-    let asked: Vec<Asked> = asks.iter().map(|ask| submit(engine, ask)).collect();
+pub(crate) fn together(engine: &mut Engine, requests: &[Request]) -> Vec<Output> {
+    let submitted: Vec<Submitted> = requests.iter().map(|request| submit(engine, request)).collect();
     run_to_end(engine);
-    asked.iter().map(Asked::heard).collect()
+    submitted.iter().map(Submitted::output).collect()
 }
 
 /// Runs one request after the other.
-pub(crate) fn one_by_one(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
-    asks.iter().map(|ask| together(engine, std::slice::from_ref(ask)).remove(0)).collect()
+pub(crate) fn one_by_one(engine: &mut Engine, requests: &[Request]) -> Vec<Output> {
+    requests.iter().map(|request| together(engine, std::slice::from_ref(request)).remove(0)).collect()
 }

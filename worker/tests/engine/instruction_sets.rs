@@ -1,6 +1,6 @@
 //! Environment variables choose kernels, and the integer path gives the same bits with all of them.
 
-use crate::harness::{Ask, Heard, QUANT, open_on, options, prompt, together};
+use crate::harness::{Output, QUANT, Request, open_on, options, prompt, together};
 use kernels::isa::Isa;
 use kvasir_worker::load;
 
@@ -9,13 +9,14 @@ const OTHERS: [&str; 3] =
     ["quant/qwen3-q/qwen3-q-q8_0", "quant/qwen3-q/qwen3-q-q6_k", "quant/qwen3-q/qwen3-q-nvfp4"];
 
 /// Runs with one variable set. Also returns the device's instruction sets.
-fn run(model: &str, variable: &str, value: &str) -> (Vec<Heard>, String) {
+fn run(model: &str, variable: &str, value: &str) -> (Vec<Output>, String) {
     let environment = |name: &str| (name == variable).then(|| value.to_owned());
     let backend = load::backend(&options(model), &environment).unwrap();
     let mut engine = open_on(model, &options(model), backend);
-    let asks: Vec<Ask> = [9, 70].iter().map(|len| Ask::greedy(prompt(*len, *len as usize), 10)).collect();
-    let heard = together(&mut engine, &asks);
-    (heard, engine.decoder().backend().info().isa.clone())
+    let requests: Vec<Request> =
+        [9, 70].iter().map(|len| Request::greedy(prompt(*len, *len as usize), 10)).collect();
+    let outputs = together(&mut engine, &requests);
+    (outputs, engine.decoder().backend().info().isa.clone())
 }
 
 #[test]
@@ -23,11 +24,11 @@ fn integer_products_are_the_same_on_every_instruction_set() {
     for model in QUANT.into_iter().chain(OTHERS) {
         let (best, _) = run(model, "", "");
         for isa in Isa::available() {
-            let (heard, isas) = run(model, "KVASIR_MATMUL_BACKEND", &format!("cpu-{isa}"));
+            let (outputs, isas) = run(model, "KVASIR_MATMUL_BACKEND", &format!("cpu-{isa}"));
             assert!(isas.starts_with(isa.name()), "{isas}");
-            for (best, heard) in best.iter().zip(&heard) {
-                assert_eq!(best.tokens, heard.tokens, "{model} on {isa}");
-                assert!(best.logits == heard.logits, "{model} on {isa}: other logits");
+            for (best, output) in best.iter().zip(&outputs) {
+                assert_eq!(best.tokens, output.tokens, "{model} on {isa}");
+                assert!(best.logits == output.logits, "{model} on {isa}: other logits");
             }
         }
     }
@@ -36,9 +37,9 @@ fn integer_products_are_the_same_on_every_instruction_set() {
 #[test]
 fn one_setting_selects_all_kernels() {
     for isa in Isa::available() {
-        let (heard, isas) = run(QUANT[0], "KVASIR_BACKEND", &format!("cpu-{isa}"));
+        let (outputs, isas) = run(QUANT[0], "KVASIR_BACKEND", &format!("cpu-{isa}"));
         assert_eq!(isas, isa.name());
-        assert!(heard.iter().all(|heard| heard.tokens.len() == 10));
+        assert!(outputs.iter().all(|output| output.tokens.len() == 10));
     }
 }
 

@@ -2,8 +2,6 @@
 //! and device, and requests that end as they should.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
-mod appended;
-mod appended_file;
 mod capacity;
 mod deferred;
 mod equal_prompts;
@@ -12,6 +10,8 @@ mod generation;
 mod guided;
 mod harness;
 mod instruction_sets;
+mod mtp_head;
+mod mtp_head_file;
 mod not_finite;
 mod opaque;
 mod opaque_device;

@@ -1,6 +1,6 @@
 //! Models that compute NaN or infinity: only requests that draw from such a row fail, with an error.
 
-use crate::harness::{Ask, Heard, ROOT, open, options, prompt, run_to_end, submit, together};
+use crate::harness::{Output, ROOT, Request, open, options, prompt, run_to_end, submit, together};
 use crate::stages::Workers;
 use crate::tiers::{disk, finish};
 use kvasir_worker::load::EngineOptions;
@@ -46,25 +46,26 @@ fn write(folder: &Path, arch: &str, change: impl Fn(&str, u64, &mut [f32])) -> S
     path.to_str().unwrap().to_owned()
 }
 
-fn spoils_one_embedding(name: &str, width: u64, values: &mut [f32]) {
+fn spoil_one_embedding(name: &str, width: u64, values: &mut [f32]) {
     if name == "token_embd.weight" {
         values[SICK as usize * width as usize] = f32::NAN;
     }
 }
 
-fn asks(prompt: &[u32]) -> Vec<Ask> {
-    let ask = |sampling: Sampling| Ask { sampling, ..Ask::greedy(prompt.to_vec(), 6).tokens_only() };
+fn requests(prompt: &[u32]) -> Vec<Request> {
+    let request =
+        |sampling: Sampling| Request { sampling, ..Request::greedy(prompt.to_vec(), 6).tokens_only() };
     vec![
-        ask(Sampling::default()),
-        ask(Sampling { temperature: 1.0, seed: 5, ..Sampling::default() }),
-        ask(Sampling { temperature: 1.0, top_k: 4, seed: 6, ..Sampling::default() }),
-        ask(Sampling { logprobs: Some(3), ..Sampling::default() }),
-        ask(Sampling { presence_penalty: 1.0, ..Sampling::default() }),
+        request(Sampling::default()),
+        request(Sampling { temperature: 1.0, seed: 5, ..Sampling::default() }),
+        request(Sampling { temperature: 1.0, top_k: 4, seed: 6, ..Sampling::default() }),
+        request(Sampling { logprobs: Some(3), ..Sampling::default() }),
+        request(Sampling { presence_penalty: 1.0, ..Sampling::default() }),
     ]
 }
 
-fn is_refused(heard: &Heard) -> bool {
-    heard.failed == Some(GenerateError::NotFinite) && heard.finished.is_none() && heard.tokens.is_empty()
+fn is_refused(output: &Output) -> bool {
+    output.failed == Some(GenerateError::NotFinite) && output.finished.is_none() && output.tokens.is_empty()
 }
 
 /// Changes the values of a tensor, given its name and the width of its rows.
@@ -73,7 +74,7 @@ type Spoil = fn(&str, u64, &mut [f32]);
 #[test]
 fn weights_that_are_not_finite_fail_each_request() {
     let dir = tempfile::tempdir().unwrap();
-    let spoilers: [(&str, Spoil); 4] = [
+    let changes: [(&str, Spoil); 4] = [
         ("all of a norm", |name, _, values| {
             if name == "output_norm.weight" {
                 values.fill(f32::NAN);
@@ -95,14 +96,14 @@ fn weights_that_are_not_finite_fail_each_request() {
             }
         }),
     ];
-    for (what, spoil) in spoilers {
-        let model = write(dir.path(), "llama", spoil);
+    for (case, change) in changes {
+        let model = write(dir.path(), "llama", change);
         let mut engine = open(&model, &options("tiny/llama"));
-        for (at, heard) in together(&mut engine, &asks(&prompt(1, 20))).iter().enumerate() {
-            assert!(is_refused(heard), "{what}, way {at}: {heard:?}");
+        for (at, output) in together(&mut engine, &requests(&prompt(1, 20))).iter().enumerate() {
+            assert!(is_refused(output), "{case}, way {at}: {output:?}");
         }
         engine.check().unwrap();
-        assert!(!engine.has_work(), "{what}");
+        assert!(!engine.has_work(), "{case}");
     }
 }
 
@@ -110,28 +111,29 @@ fn weights_that_are_not_finite_fail_each_request() {
 fn requests_with_finite_rows_continue() {
     let dir = tempfile::tempdir().unwrap();
     for arch in ["llama", "qwen35"] {
-        let model = write(dir.path(), arch, spoils_one_embedding);
+        let model = write(dir.path(), arch, spoil_one_embedding);
         let healthy: Vec<u32> =
             prompt(1, 40).into_iter().map(|token| if token == SICK { 8 } else { token }).collect();
         let sick = [&healthy[..30], &[SICK]].concat();
         for speculative_method in [SpeculativeMethod::Off, SpeculativeMethod::Ngram] {
             let options = EngineOptions { speculative_method, prefix_cache: true, ..options("tiny/x") };
-            let alone = together(&mut open(&model, &options), &asks(&healthy));
+            let alone = together(&mut open(&model, &options), &requests(&healthy));
             let mut engine = open(&model, &options);
             // Choices of one prompt fork at its end.
-            let choices = asks(&sick).into_iter().map(|ask| Ask { together: 5, ..ask });
-            let asked: Vec<_> = choices.chain(asks(&healthy)).map(|ask| submit(&mut engine, &ask)).collect();
+            let choices = requests(&sick).into_iter().map(|request| Request { together: 5, ..request });
+            let submitted: Vec<_> =
+                choices.chain(requests(&healthy)).map(|request| submit(&mut engine, &request)).collect();
             run_to_end(&mut engine);
-            for (at, asked) in asked.iter().enumerate() {
-                let heard = asked.heard();
+            for (at, submitted) in submitted.iter().enumerate() {
+                let output = submitted.output();
                 match at.checked_sub(5) {
-                    None => assert!(is_refused(&heard), "{arch} {at}: {heard:?}"),
+                    None => assert!(is_refused(&output), "{arch} {at}: {output:?}"),
                     Some(at) if alone[at].failed.is_none() => {
-                        assert_eq!(heard.tokens, alone[at].tokens, "{arch} {at}");
-                        assert!(heard.finished.is_some(), "{arch} {at}");
+                        assert_eq!(output.tokens, alone[at].tokens, "{arch} {at}");
+                        assert!(output.finished.is_some(), "{arch} {at}");
                     }
                     // It has drawn the sick token itself.
-                    Some(at) => assert_eq!(heard.failed, alone[at].failed, "{arch} {at}"),
+                    Some(at) => assert_eq!(output.failed, alone[at].failed, "{arch} {at}"),
                 }
             }
             engine.check().unwrap();
@@ -145,16 +147,16 @@ fn requests_with_finite_rows_continue() {
 fn no_cache_of_a_spoiled_request_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     for arch in ["llama", "qwen35"] {
-        let model = write(dir.path(), arch, spoils_one_embedding);
+        let model = write(dir.path(), arch, spoil_one_embedding);
         let healthy = |seed, len| -> Vec<u32> {
             prompt(seed, len).into_iter().map(|token| if token == SICK { 8 } else { token }).collect()
         };
         let shared = healthy(1, 160);
-        let with = |own: &[u32]| Ask::greedy([&shared[..], own].concat(), 2).tokens_only();
+        let with = |own: &[u32]| Request::greedy([&shared[..], own].concat(), 2).tokens_only();
         // First without the sick request: then the prefix is cached.
         for sick in [false, true] {
-            let kept = tempfile::tempdir().unwrap();
-            let options = EngineOptions { tiers: disk(kept.path(), 1 << 20), ..options("tiny/x") };
+            let folder = tempfile::tempdir().unwrap();
+            let options = EngineOptions { tiers: disk(folder.path(), 1 << 20), ..options("tiny/x") };
             let mut engine = open(&model, &options);
             let first = finish(&mut engine, &[with(&healthy(2, 30))]).remove(0);
             let origin = Namer::new(&engine.origin()).unwrap().origin();
@@ -194,7 +196,7 @@ fn the_last_stage_reports_rows_that_are_not_finite() {
     let options = options("tiny/llama");
     let workers = Workers::start(&model, 1, &options);
     let mut engine = workers.next_engine(&model, &options);
-    for (at, heard) in together(&mut engine, &asks(&prompt(2, 20))).iter().enumerate() {
-        assert!(is_refused(heard), "way {at}: {heard:?}");
+    for (at, output) in together(&mut engine, &requests(&prompt(2, 20))).iter().enumerate() {
+        assert!(is_refused(output), "way {at}: {output:?}");
     }
 }

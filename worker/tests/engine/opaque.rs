@@ -1,7 +1,7 @@
 //! The engine on a device whose memory the host cannot address.
 
 use crate::harness::{
-    Ask, Heard, QUANT, TINY, cramped, one_by_one, open, open_on, options, path, prompt, submit, together,
+    Output, QUANT, Request, TINY, cramped, one_by_one, open, open_on, options, path, prompt, submit, together,
 };
 use crate::opaque_device::{Ledger, OpaqueDevice, Refuses};
 use kernels::backend::BufferId;
@@ -25,7 +25,7 @@ fn only_buffer(ledger: &Ledger) -> BufferId {
     first
 }
 
-fn assert_same(model: &str, cpu: &[Heard], opaque: &[Heard]) {
+fn assert_same(model: &str, cpu: &[Output], opaque: &[Output]) {
     for (cpu, opaque) in cpu.iter().zip(opaque) {
         assert_eq!(cpu.tokens, opaque.tokens, "{model}");
         assert_eq!(cpu.cached(), opaque.cached(), "{model}");
@@ -38,12 +38,12 @@ fn a_device_that_the_host_cannot_address_gives_the_same_bits() {
     for model in TINY.into_iter().chain(QUANT) {
         let shared = prompt(3, 70);
         let with = |tail: u64, len| [shared.clone(), prompt(tail, len)].concat();
-        let asks = [
-            Ask::greedy(with(4, 9), 12),
-            Ask::greedy(with(5, 30), 12).tokens_only(),
-            Ask {
+        let requests = [
+            Request::greedy(with(4, 9), 12),
+            Request::greedy(with(5, 30), 12).tokens_only(),
+            Request {
                 sampling: Sampling { temperature: 0.8, seed: 5, ..Sampling::default() },
-                ..Ask::greedy(with(6, 1), 12).tokens_only()
+                ..Request::greedy(with(6, 1), 12).tokens_only()
             },
         ];
         let options = EngineOptions { chunk: Some(32), ..options(model) };
@@ -52,7 +52,7 @@ fn a_device_that_the_host_cannot_address_gives_the_same_bits() {
         let mut cpu = open(model, &options);
         // First with all requests in flight, then with the cache of the first round.
         for _ in 0..2 {
-            assert_same(model, &together(&mut cpu, &asks), &together(&mut engine, &asks));
+            assert_same(model, &together(&mut cpu, &requests), &together(&mut engine, &requests));
         }
 
         let ledger = ledger.lock().unwrap().clone();
@@ -68,7 +68,8 @@ fn the_host_reads_sampled_tokens_and_requested_logits_only() {
         let (mut engine, ledger) = open_opaque(model, &options(model));
         let vocab = engine.decoder().spec().vocab;
         // Greedy: only tokens come back.
-        let greedy: Vec<Ask> = (1..5).map(|seed| Ask::greedy(prompt(seed, 50), 10).tokens_only()).collect();
+        let greedy: Vec<Request> =
+            (1..5).map(|seed| Request::greedy(prompt(seed, 50), 10).tokens_only()).collect();
         together(&mut engine, &greedy);
         let after = ledger.lock().unwrap().clone();
         assert_eq!((after.tokens, after.rows.len()), (40, 0), "{model}");
@@ -76,15 +77,15 @@ fn the_host_reads_sampled_tokens_and_requested_logits_only() {
 
         // Sampled on the host: one row for each token.
         let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
-        let drawn = Ask { sampling, ..Ask::greedy(prompt(9, 50), 10).tokens_only() };
+        let drawn = Request { sampling, ..Request::greedy(prompt(9, 50), 10).tokens_only() };
         together(&mut engine, &[drawn]);
         let after = ledger.lock().unwrap().clone();
         assert_eq!((after.tokens, after.rows.len()), (40, 10), "{model}");
 
         // All logits: one row for each computed token.
-        let heard = together(&mut engine, &[Ask::greedy(prompt(10, 50), 10)]).remove(0);
+        let output = together(&mut engine, &[Request::greedy(prompt(10, 50), 10)]).remove(0);
         let after = ledger.lock().unwrap().clone();
-        assert_eq!((heard.rows, after.rows.len()), (59, 10 + 59), "{model}");
+        assert_eq!((output.rows, after.rows.len()), (59, 10 + 59), "{model}");
         assert!(after.rows.iter().all(|row| *row == (logits, vocab)), "{model}");
         assert_eq!((after.tokens, after.writes), (40, 0), "{model}");
     }
@@ -93,13 +94,14 @@ fn the_host_reads_sampled_tokens_and_requested_logits_only() {
 #[test]
 fn preemption_reads_no_device_memory() {
     let model = TINY[0];
-    let asks: Vec<Ask> = (21..27).map(|seed| Ask::greedy(prompt(seed, 20), 120).tokens_only()).collect();
-    let want = one_by_one(&mut open(model, &options(model)), &asks);
+    let requests: Vec<Request> =
+        (21..27).map(|seed| Request::greedy(prompt(seed, 20), 120).tokens_only()).collect();
+    let expected = one_by_one(&mut open(model, &options(model)), &requests);
     let options = cramped(model, &EngineOptions { chunk: Some(8), ..options(model) }, 140);
     let (mut engine, ledger) = open_opaque(model, &options);
-    let got = together(&mut engine, &asks);
-    assert!(got.iter().map(Heard::preemptions).sum::<u32>() > 0);
-    assert!(want.iter().zip(&got).all(|(want, got)| want.tokens == got.tokens));
+    let got = together(&mut engine, &requests);
+    assert!(got.iter().map(Output::preemptions).sum::<u32>() > 0);
+    assert!(expected.iter().zip(&got).all(|(expected, got)| expected.tokens == got.tokens));
     let ledger = ledger.lock().unwrap().clone();
     assert_eq!((ledger.tokens, ledger.rows.len()), (6 * 120, 0));
 }
@@ -123,8 +125,8 @@ fn a_refusal_of_the_device_is_reported() {
 
     // In the middle of a step: the step fails, and no token is sent.
     let mut engine = load(TINY[0], Refuses::Attention).unwrap().engine;
-    let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 5));
+    let submitted = submit(&mut engine, &Request::greedy(prompt(1, 20), 5));
     let failed = engine.step(Instant::now()).unwrap_err();
     assert!(matches!(failed, Error::Kernel(kernels::Error::Unsupported { what: "attention" })), "{failed}");
-    assert!(asked.heard().tokens.is_empty());
+    assert!(submitted.output().tokens.is_empty());
 }

@@ -1,11 +1,11 @@
 //! The caches of a replica of several stages equal those of one worker, byte by byte. Sequences are saved,
 //! restored, brought back from tiers and pulled between replicas with other stage boundaries.
 
-use crate::harness::{Ask, one_by_one, open, options, run_to_end, submit, submit_pulling};
+use crate::harness::{Request, one_by_one, open, options, run_to_end, submit, submit_pulling};
 use crate::pulls::{self, Direct, Shared, patient};
 use crate::snapshots::{self, assert_continues, generate, key, save};
-use crate::stages::{Workers, most_shards};
-use crate::tiers::{self, asked, disk, evict, finish, host, pieces, small};
+use crate::stages::{Workers, max_shards};
+use crate::tiers::{self, base_request, disk, evict, finish, host, pieces, small};
 use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::load::EngineOptions;
@@ -39,29 +39,29 @@ fn a_sequence_continues_bit_by_bit_with_any_stage_boundaries() {
     for model in snapshots::KINDS {
         for block_tokens in [16, 64] {
             let options = EngineOptions { block_tokens, ..options(model) };
-            let most = most_shards(model).min(3);
+            let max_shards = max_shards(model).min(3);
             let prompt = crate::harness::prompt(3, 333);
             let mut files: Vec<Vec<u8>> = Vec::new();
-            for count in 1..=most {
+            for count in 1..=max_shards {
                 let mut saver = stages(model, count, &options);
                 let tokens = generate(&mut saver.engine, "r", prompt.clone());
                 files.push(save(&mut saver.engine, "r").unwrap().to_bytes().unwrap());
                 assert!(files[0] == files[count - 1], "{model} over {count}: another file");
-                if count == most {
+                if count == max_shards {
                     // A snapshot from one replica continues in all others.
-                    let want = snapshots::undisturbed(model, &tokens);
-                    for count in 1..=most {
-                        let what = format!(
-                            "{model}, blocks of {block_tokens}, saved over {most}, restored over {count}"
+                    let expected = snapshots::undisturbed(model, &tokens);
+                    for count in 1..=max_shards {
+                        let case = format!(
+                            "{model}, blocks of {block_tokens}, saved over {max_shards}, restored over {count}"
                         );
                         let mut other = stages(model, count, &options);
                         let snapshot = Snapshot::from_bytes(&files[0], &other.engine.origin()).unwrap();
                         other.engine.restore(key("again"), &snapshot).unwrap();
                         let position = (tokens.len() - 1) / 16 * 16;
-                        assert_eq!(other.engine.metrics().steps.get(), 0, "{what}");
-                        assert_continues(&what, &mut other.engine, &tokens, &want, position);
-                        assert!(save(&mut other.engine, "again").unwrap() == snapshot, "{what}");
-                        assert_eq!(other.engine.load().kv_used, 0, "{what}");
+                        assert_eq!(other.engine.metrics().steps.get(), 0, "{case}");
+                        assert_continues(&case, &mut other.engine, &tokens, &expected, position);
+                        assert!(save(&mut other.engine, "again").unwrap() == snapshot, "{case}");
+                        assert_eq!(other.engine.load().kv_used, 0, "{case}");
                         other.engine.check().unwrap();
                     }
                 }
@@ -79,29 +79,29 @@ fn roomier(model: &str, tiers: TiersConfig) -> EngineOptions {
 #[test]
 fn tiers_of_a_replica_bring_back_what_was_evicted_and_serve_one_worker_too() {
     for model in tiers::KINDS {
-        let want = tiers::undisturbed(model, &asked());
-        let most = most_shards(model).min(3);
-        let mut replica = stages(model, most, &roomier(model, host(64 << 20)));
-        finish(&mut replica.engine, &[asked()]);
+        let expected = tiers::undisturbed(model, &base_request());
+        let max_shards = max_shards(model).min(3);
+        let mut replica = stages(model, max_shards, &roomier(model, host(64 << 20)));
+        finish(&mut replica.engine, &[base_request()]);
         evict(&mut replica.engine);
-        let heard = finish(&mut replica.engine, &[asked()]).remove(0);
-        assert_eq!((heard.cached(), replica.engine.metrics().tiers.hits.get()), (192, 1), "{model}");
-        tiers::assert_same(model, &heard, &want);
+        let output = finish(&mut replica.engine, &[base_request()]).remove(0);
+        assert_eq!((output.cached(), replica.engine.metrics().tiers.hits.get()), (192, 1), "{model}");
+        tiers::assert_same(model, &output, &expected);
         drop(replica);
 
         let dir = tempfile::tempdir().unwrap();
         let options = roomier(model, disk(dir.path(), 0));
-        for count in [most, 1, 2, 1] {
-            let what = format!("{model}, files for {count} stages");
+        for count in [max_shards, 1, 2, 1] {
+            let case = format!("{model}, files for {count} stages");
             let mut next = stages(model, count, &options);
-            let heard = finish(&mut next.engine, &[asked()]).remove(0);
+            let output = finish(&mut next.engine, &[base_request()]).remove(0);
             let first = next.engine.metrics().tiers.hits.get() == 0;
             assert_eq!(
-                (heard.cached(), first),
-                if count == most && first { (0, true) } else { (192, false) },
-                "{what}"
+                (output.cached(), first),
+                if count == max_shards && first { (0, true) } else { (192, false) },
+                "{case}"
             );
-            tiers::assert_same(&what, &heard, &want);
+            tiers::assert_same(&case, &output, &expected);
         }
         // Damaged pieces are computed again.
         for path in pieces(dir.path()) {
@@ -111,31 +111,32 @@ fn tiers_of_a_replica_bring_back_what_was_evicted_and_serve_one_worker_too() {
             std::fs::write(path, bytes).unwrap();
         }
         let mut next = stages(model, 2, &options);
-        let heard = finish(&mut next.engine, &[asked()]).remove(0);
-        assert_eq!(heard.cached(), 0, "{model}");
+        let output = finish(&mut next.engine, &[base_request()]).remove(0);
+        assert_eq!(output.cached(), 0, "{model}");
         assert!(next.engine.metrics().tiers.load_failures.get() > 0, "{model}");
-        tiers::assert_same(model, &heard, &want);
+        tiers::assert_same(model, &output, &expected);
     }
 }
 
 #[test]
 fn prefixes_are_pulled_between_replicas_with_other_stage_boundaries() {
     for model in tiers::KINDS {
-        let want = tiers::undisturbed(model, &asked());
-        let most = most_shards(model).min(3);
-        for (from, to) in [(1, 2), (2, 1), (2, most)] {
-            let what = format!("{model}, from {from} stages to {to}");
+        let expected = tiers::undisturbed(model, &base_request());
+        let max_shards = max_shards(model).min(3);
+        for (from, to) in [(1, 2), (2, 1), (2, max_shards)] {
+            let case = format!("{model}, from {from} stages to {to}");
             let options = patient(model, 16);
             let Stages { mut engine, _workers } = stages(model, from, &options);
-            one_by_one(&mut engine, &[asked()]);
+            one_by_one(&mut engine, &[base_request()]);
             let holder: Shared = Arc::new(Mutex::new(engine));
             let mut puller = stages(model, to, &options);
-            let request = submit_pulling(&mut puller.engine, &asked(), Box::new(Direct::from(&holder)));
+            let submitted =
+                submit_pulling(&mut puller.engine, &base_request(), Box::new(Direct::from(&holder)));
             pulls::finish(&mut puller.engine);
-            let heard = request.heard();
-            assert_eq!(heard.cached(), 192, "{what}");
-            tiers::assert_same(&what, &heard, &want);
-            assert_eq!(puller.engine.load().kv_used, 0, "{what}");
+            let output = submitted.output();
+            assert_eq!(output.cached(), 192, "{case}");
+            tiers::assert_same(&case, &output, &expected);
+            assert_eq!(puller.engine.load().kv_used, 0, "{case}");
             puller.engine.check().unwrap();
             holder.lock().unwrap().check().unwrap();
         }
@@ -143,7 +144,7 @@ fn prefixes_are_pulled_between_replicas_with_other_stage_boundaries() {
 }
 
 /// Steps until the replica has noticed that a stage is lost.
-fn loses(engine: &mut Engine) -> Error {
+fn step_until_error(engine: &mut Engine) -> Error {
     let since = Instant::now();
     loop {
         let stepped = engine.step(Instant::now());
@@ -163,15 +164,16 @@ fn a_stage_that_dies_while_blocks_are_moved_costs_the_replica_and_no_bit() {
     let snapshot = save(&mut whole, "r").unwrap();
     for lost in [0, 1] {
         for restores in [false, true] {
-            let what = format!("stage {}, restore: {restores}", lost + 1);
+            let case = format!("stage {}, restore: {restores}", lost + 1);
             let mut workers = Workers::start(model, 2, &options(model));
             let mut engine = workers.engine(model, &options(model)).unwrap();
             if !restores {
                 generate(&mut engine, "r", crate::harness::prompt(3, 200));
             }
             // Together with a request that computes.
-            let beside = submit(&mut engine, &Ask::greedy(crate::harness::prompt(9, 20), 400).tokens_only());
-            while beside.heard().tokens.len() < 3 {
+            let concurrent =
+                submit(&mut engine, &Request::greedy(crate::harness::prompt(9, 20), 400).tokens_only());
+            while concurrent.output().tokens.len() < 3 {
                 engine.step(Instant::now()).unwrap();
             }
             let service = workers.services.remove(lost);
@@ -184,22 +186,22 @@ fn a_stage_that_dies_while_blocks_are_moved_costs_the_replica_and_no_bit() {
                     answer.try_recv().expect("an answer").map(drop)
                 }
             };
-            assert!(matches!(failed, Err(SequenceError::Internal)), "{what}: {failed:?}");
-            assert!(engine.has_work(), "{what}");
-            let error = loses(&mut engine);
-            assert!(matches!(&error, Error::StageLost(_)), "{what}: {error}");
+            assert!(matches!(failed, Err(SequenceError::Internal)), "{case}: {failed:?}");
+            assert!(engine.has_work(), "{case}");
+            let error = step_until_error(&mut engine);
+            assert!(matches!(&error, Error::StageLost(_)), "{case}: {error}");
             // Further steps fail too.
-            assert!(engine.step(Instant::now()).is_err(), "{what}");
+            assert!(engine.step(Instant::now()).is_err(), "{case}");
             engine.check().unwrap();
             drop(engine);
             // A new replica restores the snapshot.
             workers.replace(lost, model);
             let mut engine = workers.next_engine(model, &options(model));
             engine.restore(key("r"), &snapshot).unwrap();
-            let want = snapshots::undisturbed(model, &tokens);
-            assert_continues(&what, &mut engine, &tokens, &want, (tokens.len() - 1) / 16 * 16);
+            let expected = snapshots::undisturbed(model, &tokens);
+            assert_continues(&case, &mut engine, &tokens, &expected, (tokens.len() - 1) / 16 * 16);
             run_to_end(&mut engine);
-            assert_eq!(engine.load().kv_used, 0, "{what}");
+            assert_eq!(engine.load().kv_used, 0, "{case}");
         }
     }
 }

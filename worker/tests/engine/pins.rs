@@ -1,6 +1,6 @@
 //! Prefixes that are computed ahead and pinned.
 
-use crate::harness::{Ask, ROOT, cramped, open, options, prompt, run_to_end, together};
+use crate::harness::{ROOT, Request, cramped, open, options, prompt, run_to_end, together};
 use kvasir_worker::engine::Engine;
 use kvasir_worker::load::EngineOptions;
 use proto::block::BlockId;
@@ -28,13 +28,13 @@ fn pin(
 }
 
 fn cached(engine: &mut Engine, prefix: &[u32], seed: u64) -> usize {
-    let asked = [prefix, &prompt(seed, 9)].concat();
-    together(engine, &[Ask::greedy(asked, 1)]).remove(0).cached()
+    let prompt = [prefix, &prompt(seed, 9)].concat();
+    together(engine, &[Request::greedy(prompt, 1)]).remove(0).cached()
 }
 
 fn overload(engine: &mut Engine, seed: u64) {
     for seed in seed..seed + 8 {
-        together(engine, &[Ask::greedy(prompt(seed, 200), 4).tokens_only()]);
+        together(engine, &[Request::greedy(prompt(seed, 200), 4).tokens_only()]);
     }
 }
 

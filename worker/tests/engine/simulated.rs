@@ -2,7 +2,7 @@
 //! that it continues the small models of every layer kind like their references (`kvasir logits --device
 //! ptx-sim`).
 
-use crate::harness::{Ask, QUANT, TINY, open, open_on, options, prompt, submit, together};
+use crate::harness::{QUANT, Request, TINY, open, open_on, options, prompt, submit, together};
 use cuda::{
     Arch, Compiled, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, DevicePtr, KernelId,
     Launch, SimDevice, source,
@@ -44,16 +44,17 @@ fn quantised_models_continue_as_on_the_cpu() {
     for (model, arch) in QUANT.into_iter().zip(Arch::CHECKED) {
         let options = small(model);
         let shared = prompt(3, 33);
-        let mut asks = [(4, 3), (5, 9), (6, 4)]
-            .map(|(seed, len)| Ask::greedy([shared.clone(), prompt(seed, len)].concat(), 6).tokens_only());
-        asks[2].sampling = Sampling { temperature: 0.8, top_k: 8, seed: 5, ..Sampling::default() };
+        let mut requests = [(4, 3), (5, 9), (6, 4)].map(|(seed, len)| {
+            Request::greedy([shared.clone(), prompt(seed, len)].concat(), 6).tokens_only()
+        });
+        requests[2].sampling = Sampling { temperature: 0.8, top_k: 8, seed: 5, ..Sampling::default() };
         let mut engine = open_on(model, &options, simulated(arch, &options));
         let mut cpu = open(model, &options);
         for _ in 0..2 {
-            let (found, wanted) = (together(&mut engine, &asks), together(&mut cpu, &asks));
-            for (found, wanted) in found.iter().zip(&wanted) {
-                assert_eq!(found.tokens, wanted.tokens, "{model} for {arch}");
-                assert_eq!(found.cached(), wanted.cached(), "{model} for {arch}");
+            let (found, expected) = (together(&mut engine, &requests), together(&mut cpu, &requests));
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_eq!(found.tokens, expected.tokens, "{model} for {arch}");
+                assert_eq!(found.cached(), expected.cached(), "{model} for {arch}");
             }
         }
         let counts = engine.decoder().backend().step_counts();
@@ -68,22 +69,23 @@ fn draft_tokens_change_no_token() {
     for (model, arch) in [QUANT[0], "tiny/qwen35/qwen35-f32"].into_iter().zip(Arch::CHECKED) {
         let options = small(model);
         // Among three tokens some draft tokens are accepted with every model.
-        let biased = |seed: u64, temperature| Ask {
+        let biased = |seed: u64, temperature| Request {
             sampling: Sampling {
                 temperature,
                 seed,
                 logit_bias: vec![(10, 100.0), (11, 100.0), (12, 100.0)],
                 ..Sampling::default()
             },
-            ..Ask::greedy(prompt(seed, 30).iter().map(|token| 10 + token % 3).collect(), 10).tokens_only()
+            ..Request::greedy(prompt(seed, 30).iter().map(|token| 10 + token % 3).collect(), 10).tokens_only()
         };
-        let asks = [biased(3, 0.0), biased(5, 1.0), Ask::greedy(prompt(6, 4).repeat(3), 10).tokens_only()];
-        let want = together(&mut open_on(model, &options, simulated(arch, &options)), &asks);
+        let requests =
+            [biased(3, 0.0), biased(5, 1.0), Request::greedy(prompt(6, 4).repeat(3), 10).tokens_only()];
+        let expected = together(&mut open_on(model, &options, simulated(arch, &options)), &requests);
         let mut engine = open_on(model, &options, simulated(arch, &options))
             .with_speculation(Speculation::ngram().always(4));
-        let got = together(&mut engine, &asks);
-        for (want, got) in want.iter().zip(&got) {
-            assert_eq!(want.tokens, got.tokens, "{model} for {arch}");
+        let got = together(&mut engine, &requests);
+        for (expected, got) in expected.iter().zip(&got) {
+            assert_eq!(expected.tokens, got.tokens, "{model} for {arch}");
         }
         let (all, right) = (engine.metrics().drafted.get(), engine.metrics().accepted.get());
         assert!(all > right && right > 0, "{model} for {arch}: {right} of {all}");
@@ -165,7 +167,7 @@ fn a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own() {
         let device = Losing { device: SimDevice::new(ptx::Limits::GB10, 1), launches: 100 };
         let device = simulated_on(Box::new(device), Arch::SM_90, &options);
         let mut engine = open_on(TINY[0], &options, device);
-        let _asked = submit(&mut engine, &Ask::greedy(prompt(1, 5), 1000).tokens_only());
+        let _submitted = submit(&mut engine, &Request::greedy(prompt(1, 5), 1000).tokens_only());
         let _engine = EngineHandle::start(engine, Duration::from_secs(600)).unwrap();
         std::thread::park();
     }

@@ -1,7 +1,9 @@
 //! Sequences are saved, restored, forked and cut. Afterwards they continue as if nothing had happened, bit by
 //! bit.
 
-use crate::harness::{Ask, Heard, ROOT, cramped, one_by_one, open, options, prompt, run_to_end, together};
+use crate::harness::{
+    Output, ROOT, Request, cramped, one_by_one, open, options, prompt, run_to_end, together,
+};
 use kernels::backend::KvType;
 use kvasir_worker::decoder::{CacheKind, StateType};
 use kvasir_worker::engine::Engine;
@@ -42,26 +44,33 @@ pub(crate) fn save(engine: &mut Engine, request: &str) -> Result<Snapshot, Seque
 }
 
 pub(crate) fn generate(engine: &mut Engine, request: &str, prompt: Vec<u32>) -> Vec<u32> {
-    let heard = together(engine, &[Ask::greedy(prompt.clone(), GENERATE).named(name(request))]).remove(0);
-    assert_eq!(heard.failed, None);
-    [prompt, heard.tokens].concat()
+    let output =
+        together(engine, &[Request::greedy(prompt.clone(), GENERATE).named(name(request))]).remove(0);
+    assert_eq!(output.failed, None);
+    [prompt, output.tokens].concat()
 }
 
 /// The continuation of `tokens` without sharing: the logits of every position.
-pub(crate) fn undisturbed(model: &str, tokens: &[u32]) -> Heard {
+pub(crate) fn undisturbed(model: &str, tokens: &[u32]) -> Output {
     let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-    one_by_one(&mut open(model, &options), &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0)
+    one_by_one(&mut open(model, &options), &[Request::greedy(tokens.to_vec(), GENERATE)]).remove(0)
 }
 
 /// Continues after `tokens`: at most one unit is computed again, and no bit differs.
-pub(crate) fn assert_continues(what: &str, engine: &mut Engine, tokens: &[u32], want: &Heard, cached: usize) {
-    let heard = together(engine, &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0);
-    assert_eq!(heard.failed, None, "{what}");
-    assert_eq!(heard.cached(), cached, "{what}");
-    assert_eq!(heard.tokens, want.tokens, "{what}");
-    assert!(heard.logits.len() == tokens.len() - cached + GENERATE as usize - 1, "{what}");
-    for (position, row) in &heard.logits {
-        assert!(*row == want.logits[position], "{what}: logits at {position} differ");
+pub(crate) fn assert_continues(
+    case: &str,
+    engine: &mut Engine,
+    tokens: &[u32],
+    expected: &Output,
+    cached: usize,
+) {
+    let output = together(engine, &[Request::greedy(tokens.to_vec(), GENERATE)]).remove(0);
+    assert_eq!(output.failed, None, "{case}");
+    assert_eq!(output.cached(), cached, "{case}");
+    assert_eq!(output.tokens, expected.tokens, "{case}");
+    assert!(output.logits.len() == tokens.len() - cached + GENERATE as usize - 1, "{case}");
+    for (position, row) in &output.logits {
+        assert!(*row == expected.logits[position], "{case}: logits at {position} differ");
     }
 }
 
@@ -69,7 +78,7 @@ pub(crate) fn assert_continues(what: &str, engine: &mut Engine, tokens: &[u32], 
 fn a_restored_sequence_continues_bit_by_bit() {
     for model in KINDS {
         for block_tokens in [16, 64] {
-            let what = format!("{model}, blocks of {block_tokens}");
+            let case = format!("{model}, blocks of {block_tokens}");
             let options = EngineOptions { block_tokens, ..options(model) };
             let mut first = open(model, &options);
             let tokens = generate(&mut first, "r", prompt(3, 333));
@@ -78,19 +87,19 @@ fn a_restored_sequence_continues_bit_by_bit() {
 
             let mut second = open(model, &options);
             let snapshot = Snapshot::from_bytes(&file, &second.origin()).unwrap();
-            assert_eq!((snapshot.tokens(), snapshot.position() as usize), (&tokens[..], position), "{what}");
+            assert_eq!((snapshot.tokens(), snapshot.position() as usize), (&tokens[..], position), "{case}");
             let restored = second.restore(key("again"), &snapshot).unwrap();
             assert_eq!(
                 (restored.tokens as usize, restored.cached as usize),
                 (tokens.len(), position),
-                "{what}"
+                "{case}"
             );
-            assert_eq!(second.metrics().steps.get(), 0, "{what}: nothing was computed to restore it");
-            let want = undisturbed(model, &tokens);
-            assert_continues(&what, &mut second, &tokens, &want, position);
+            assert_eq!(second.metrics().steps.get(), 0, "{case}: nothing was computed to restore it");
+            let expected = undisturbed(model, &tokens);
+            assert_continues(&case, &mut second, &tokens, &expected, position);
             // It can be saved again unchanged, and the first engine still has it.
-            assert_eq!(save(&mut second, "again").unwrap(), snapshot, "{what}");
-            assert_continues(&what, &mut first, &tokens, &want, position);
+            assert_eq!(save(&mut second, "again").unwrap(), snapshot, "{case}");
+            assert_continues(&case, &mut first, &tokens, &expected, position);
         }
     }
 }
@@ -105,13 +114,13 @@ fn only_what_a_continuation_can_read_is_saved() {
         assert_eq!(position, (tokens.len() - 1) / 16 * 16);
         for (index, group) in engine.decoder().groups().iter().enumerate() {
             let pieces = snapshot.pieces().filter(|(piece, _)| piece.group as usize == index).count();
-            let most = match group.kind {
+            let expected_pieces = match group.kind {
                 CacheKind::Full => position / 16..=position / 16,
                 // The window of the next token, in whole blocks.
                 CacheKind::Sliding(window) => (window - 1) / 16..=(window - 1).div_ceil(16) + 1,
                 CacheKind::State => 1..=1,
             };
-            assert!(most.contains(&pieces), "{model}: {pieces} pieces of {:?}", group.kind);
+            assert!(expected_pieces.contains(&pieces), "{model}: {pieces} pieces of {:?}", group.kind);
         }
     }
 }
@@ -138,7 +147,7 @@ fn an_evicted_sequence_is_computed_again_to_be_saved() {
 fn a_live_sequence_is_saved_at_its_present_end() {
     for model in KINDS {
         let mut engine = open(model, &options(model));
-        crate::harness::submit(&mut engine, &Ask::greedy(prompt(8, 70), 60).named(name("live")));
+        crate::harness::submit(&mut engine, &Request::greedy(prompt(8, 70), 60).named(name("live")));
         for _ in 0..30 {
             engine.step(std::time::Instant::now()).unwrap();
         }
@@ -155,8 +164,8 @@ fn a_live_sequence_is_saved_at_its_present_end() {
         assert_eq!(snapshot.position() as usize, (len - 1) / 16 * 16);
         let mut other = open(model, &options(model));
         other.restore(key("live"), &snapshot).unwrap();
-        let want = undisturbed(model, snapshot.tokens());
-        assert_continues(model, &mut other, snapshot.tokens(), &want, snapshot.position() as usize);
+        let expected = undisturbed(model, snapshot.tokens());
+        assert_continues(model, &mut other, snapshot.tokens(), &expected, snapshot.position() as usize);
 
         generate(&mut engine, "short", prompt(9, 3));
         let short = save(&mut engine, "short").unwrap();
@@ -182,7 +191,7 @@ fn states_of_another_type_are_refused_by_name() {
             match Snapshot::from_bytes(file, &engine.origin()) {
                 Ok(_) => assert_eq!(from, to),
                 Err(error) => {
-                    assert!(matches!(error, SnapshotError::Other { what: "numeric class", .. }), "{error}");
+                    assert!(matches!(error, SnapshotError::Other { field: "numeric class", .. }), "{error}");
                     assert!(from != to && error.to_string().contains("/state-bf16.1-tau"), "{error}");
                 }
             }
@@ -214,10 +223,10 @@ fn a_foreign_or_forged_snapshot_is_refused_and_changes_nothing() {
         }
         let other_kv = EngineOptions { kv_type: KvType::F16, ..options(model) };
         let refused = Snapshot::from_bytes(&file, &open(model, &other_kv).origin());
-        assert!(matches!(refused, Err(SnapshotError::Other { what: "numeric class", .. })), "{refused:?}");
+        assert!(matches!(refused, Err(SnapshotError::Other { field: "numeric class", .. })), "{refused:?}");
         let other_model = if model == KINDS[0] { KINDS[1] } else { KINDS[0] };
         let refused = Snapshot::from_bytes(&file, &open(other_model, &options(other_model)).origin());
-        assert!(matches!(refused, Err(SnapshotError::Other { what: "model", .. })), "{refused:?}");
+        assert!(matches!(refused, Err(SnapshotError::Other { field: "model", .. })), "{refused:?}");
 
         // A well-formed but wrong header: pieces missing, a position inside a unit, tokens out of range.
         let pieces = || snapshot.pieces().map(|(piece, bytes)| (piece.group, piece.token, bytes.to_vec()));
@@ -225,7 +234,7 @@ fn a_foreign_or_forged_snapshot_is_refused_and_changes_nothing() {
             Snapshot::new((*engine.origin()).clone(), tokens.to_vec(), position, pieces().skip(skip))
         };
         let tokens = snapshot.tokens();
-        let lies = [
+        let forgeries = [
             forged(tokens, snapshot.position(), 1),
             forged(tokens, snapshot.position() - 16, 0),
             forged(tokens, snapshot.position() - 1, 0),
@@ -234,11 +243,11 @@ fn a_foreign_or_forged_snapshot_is_refused_and_changes_nothing() {
             forged(&[], 0, 0),
         ];
         let before = (engine.sequences(ROOT), engine.load().kv_used);
-        for (index, lie) in lies.iter().enumerate() {
-            let refused = engine.restore(key("new"), lie).unwrap_err();
-            let expected =
+        for (index, forgery) in forgeries.iter().enumerate() {
+            let refused = engine.restore(key("new"), forgery).unwrap_err();
+            let is_refusal =
                 matches!(refused, SequenceError::NotThisSnapshot(_) | SequenceError::InvalidField { .. });
-            assert!(expected, "{model}: lie {index}: {refused}");
+            assert!(is_refusal, "{model}: lie {index}: {refused}");
             assert_eq!((engine.sequences(ROOT), engine.load().kv_used), before, "{model}: lie {index}");
         }
         // Without room the restore is refused, and everything else remains.
@@ -259,16 +268,16 @@ fn forks_share_and_a_reset_frees_only_unshared_units() {
         let position = (tokens.len() - 1) / 16 * 16;
         let fork = engine.fork(&key("r"), name("fork")).unwrap();
         assert_eq!((fork.tokens as usize, fork.cached as usize), (tokens.len(), position), "{model}");
-        let want = undisturbed(model, &tokens);
+        let expected = undisturbed(model, &tokens);
 
         // The fork still uses the tokens, so they stay cached.
         assert_eq!(engine.reset(&key("r"), 100).unwrap().tokens, 100);
-        assert_continues(model, &mut engine, &tokens, &want, position);
+        assert_continues(model, &mut engine, &tokens, &expected, position);
         // A continuation after the cut diverges from the fork.
         let cut = undisturbed(model, &tokens[..100]);
-        let heard = together(&mut engine, &[Ask::greedy(tokens[..100].to_vec(), GENERATE)]).remove(0);
-        assert_eq!(heard.tokens, cut.tokens, "{model}");
-        assert!(heard.logits.iter().all(|(position, row)| *row == cut.logits[position]), "{model}");
+        let output = together(&mut engine, &[Request::greedy(tokens[..100].to_vec(), GENERATE)]).remove(0);
+        assert_eq!(output.tokens, cut.tokens, "{model}");
+        assert!(output.logits.iter().all(|(position, row)| *row == cut.logits[position]), "{model}");
 
         // If no other sequence uses the tokens, they are gone down to the cut.
         let mut engine = open(model, &options(model));
@@ -281,7 +290,7 @@ fn forks_share_and_a_reset_frees_only_unshared_units() {
         }
         engine.reset(&key("fork"), 100).unwrap();
         assert_eq!(engine.sequences(ROOT).iter().map(|s| s.tokens).collect::<Vec<_>>(), [100, 100]);
-        let again = together(&mut engine, &[Ask::greedy(tokens.clone(), 1)]).remove(0);
+        let again = together(&mut engine, &[Request::greedy(tokens.clone(), 1)]).remove(0);
         assert!(again.cached() <= 96, "{model}: {} tokens are still there", again.cached());
         assert!(engine.forget(&key("fork")).unwrap() && !engine.forget(&key("fork")).unwrap());
         assert!(matches!(engine.reset(&key("fork"), 1), Err(SequenceError::Unknown { .. })));

@@ -2,9 +2,9 @@
 
 use crate::exactness::{assert_same, models, same_twice};
 use crate::harness::{
-    Ask, Heard, cramped, one_by_one, open, options, path, prompt, run_to_end, submit, together,
+    Output, Request, cramped, one_by_one, open, options, path, prompt, run_to_end, submit, together,
 };
-use crate::stages::{Workers, most_shards};
+use crate::stages::{Workers, max_shards};
 use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
@@ -16,7 +16,7 @@ const LLAMA: &str = "tiny/llama/llama-f32";
 const GENERATE: u32 = 40;
 
 /// Prompts with repetitions, so that there are always draft tokens, accepted or not.
-pub(crate) fn asks() -> Vec<Ask> {
+pub(crate) fn requests() -> Vec<Request> {
     let repeated = |seed: u64, len: usize, times: usize| prompt(seed, len).repeat(times);
     let prompts = [
         repeated(1, 7, 2),
@@ -27,29 +27,30 @@ pub(crate) fn asks() -> Vec<Ask> {
         repeated(6, 16, 4),
         [prompt(7, 40), repeated(7, 11, 2)].concat(),
     ];
-    let mut asks: Vec<Ask> = prompts.into_iter().map(|prompt| Ask::greedy(prompt, GENERATE)).collect();
+    let mut requests: Vec<Request> =
+        prompts.into_iter().map(|prompt| Request::greedy(prompt, GENERATE)).collect();
     // Among three tokens some draft tokens are accepted with every model.
     let three = prompt(8, 60).iter().map(|token| 10 + token % 3).collect();
     let logit_bias = vec![(10, 100.0), (11, 100.0), (12, 100.0)];
-    asks.push(Ask {
+    requests.push(Request {
         sampling: Sampling { logit_bias, ..Sampling::default() },
-        ..Ask::greedy(three, GENERATE)
+        ..Request::greedy(three, GENERATE)
     });
-    asks
+    requests
 }
 
 /// The result without draft tokens.
-pub(crate) fn plain(model: &str, asks: &[Ask]) -> Vec<Heard> {
-    one_by_one(&mut open(model, &EngineOptions { prefix_cache: false, ..options(model) }), asks)
+pub(crate) fn plain(model: &str, requests: &[Request]) -> Vec<Output> {
+    one_by_one(&mut open(model, &EngineOptions { prefix_cache: false, ..options(model) }), requests)
 }
 
-fn drafting(model: &str, options: &EngineOptions, most: u32) -> Engine {
-    open(model, options).with_speculation(Speculation::ngram().always(most))
+fn drafting(model: &str, options: &EngineOptions, draft_len: u32) -> Engine {
+    open(model, options).with_speculation(Speculation::ngram().always(draft_len))
 }
 
 /// (verified draft tokens, accepted draft tokens).
-pub(crate) fn counts(heard: &[Heard]) -> (u32, u32) {
-    let finished = heard.iter().filter_map(|heard| heard.finished.as_ref());
+pub(crate) fn counts(outputs: &[Output]) -> (u32, u32) {
+    let finished = outputs.iter().filter_map(|output| output.finished.as_ref());
     finished.fold((0, 0), |(all, right), finished| {
         (all + finished.drafted_tokens, right + finished.accepted_tokens)
     })
@@ -59,18 +60,18 @@ pub(crate) fn counts(heard: &[Heard]) -> (u32, u32) {
 fn draft_tokens_change_no_bit() {
     let mut preempted = 0;
     for model in models() {
-        let asks = asks();
-        let want = plain(model, &asks);
+        let requests = requests();
+        let expected = plain(model, &requests);
         let (mut drafted, mut accepted) = (0, 0);
-        let mut run = |what: &str, at_once: bool, most: u32, options: EngineOptions| {
-            let mut engine = drafting(model, &options, most);
-            let rounds = same_twice(&format!("{model}: {what}"), &mut engine, &asks, &want, at_once);
+        let mut run = |case: &str, at_once: bool, draft_len: u32, options: EngineOptions| {
+            let mut engine = drafting(model, &options, draft_len);
+            let rounds = same_twice(&format!("{model}: {case}"), &mut engine, &requests, &expected, at_once);
             let (all, right) = counts(&rounds);
             (drafted, accepted) = (drafted + all, accepted + right);
             let metrics = engine.metrics();
-            assert_eq!((metrics.drafted.get(), metrics.accepted.get()), (all.into(), right.into()), "{what}");
-            assert_eq!(engine.load().kv_used, 0, "{model}: {what}");
-            rounds.iter().map(Heard::preemptions).sum::<u32>()
+            assert_eq!((metrics.drafted.get(), metrics.accepted.get()), (all.into(), right.into()), "{case}");
+            assert_eq!(engine.load().kv_used, 0, "{model}: {case}");
+            rounds.iter().map(Output::preemptions).sum::<u32>()
         };
         run("alone", false, 5, options(model));
         run("eight at once", true, 5, options(model));
@@ -104,16 +105,16 @@ fn seeded_draws_are_the_same_with_draft_tokens() {
     let few = |seed| Sampling { temperature: 0.2, top_k: 8, seed, ..Sampling::default() };
     let (mut drafted, mut accepted) = (0, 0);
     for model in models() {
-        let all = asks();
-        let seeded = |(seed, ask): (u64, Ask)| Ask {
+        let all = requests();
+        let seeded = |(seed, request): (u64, Request)| Request {
             sampling: if seed % 2 == 0 { few(seed) } else { sampling(seed) },
-            ..ask.tokens_only()
+            ..request.tokens_only()
         };
-        let asks: Vec<Ask> = (1..).zip(all).map(seeded).collect();
-        let want = plain(model, &asks);
-        let got = together(&mut drafting(model, &options(model), 6), &asks);
-        for (want, got) in want.iter().zip(&got) {
-            assert_eq!((&want.tokens, &want.logprobs), (&got.tokens, &got.logprobs), "{model}");
+        let requests: Vec<Request> = (1..).zip(all).map(seeded).collect();
+        let expected = plain(model, &requests);
+        let got = together(&mut drafting(model, &options(model), 6), &requests);
+        for (expected, got) in expected.iter().zip(&got) {
+            assert_eq!((&expected.tokens, &expected.logprobs), (&got.tokens, &got.logprobs), "{model}");
         }
         let (all, right) = counts(&got);
         (drafted, accepted) = (drafted + all, accepted + right);
@@ -125,8 +126,8 @@ fn seeded_draws_are_the_same_with_draft_tokens() {
 #[test]
 fn endings_are_found_among_draft_tokens() {
     for model in [LLAMA, "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
-        for ask in asks().into_iter().step_by(3).map(Ask::tokens_only) {
-            let whole = plain(model, std::slice::from_ref(&ask)).remove(0);
+        for request in requests().into_iter().step_by(3).map(Request::tokens_only) {
+            let whole = plain(model, std::slice::from_ref(&request)).remove(0);
             let text: Vec<char> = whole.text.chars().collect();
             let half: String = text[text.len() / 2..].iter().take(2).collect();
             let mut stops: Vec<Stop> = (1..GENERATE)
@@ -139,20 +140,23 @@ fn endings_are_found_among_draft_tokens() {
             stops.push(Stop { token_ids, min_tokens: GENERATE / 2 + 3, ..stop.clone() });
             stops.push(Stop { strings: vec![half], ..stop });
             for stop in stops {
-                let ask = Ask { stop, ..ask.clone() };
-                let want = plain(model, std::slice::from_ref(&ask)).remove(0);
+                let request = Request { stop, ..request.clone() };
+                let expected = plain(model, std::slice::from_ref(&request)).remove(0);
                 let mut engine = drafting(model, &options(model), 7);
-                let got = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
-                let end = |heard: &Heard| {
-                    let finished = heard.finished.clone().unwrap();
+                let got = one_by_one(&mut engine, std::slice::from_ref(&request)).remove(0);
+                let end = |output: &Output| {
+                    let finished = output.finished.clone().unwrap();
                     (finished.reason, finished.matched, finished.completion_tokens)
                 };
-                assert_eq!((&got.tokens, &got.text, end(&got)), (&want.tokens, &want.text, end(&want)));
+                assert_eq!(
+                    (&got.tokens, &got.text, end(&got)),
+                    (&expected.tokens, &expected.text, end(&expected))
+                );
                 engine.check().unwrap();
                 // The cache afterwards is the one without draft tokens.
                 let mut without = open(model, &options(model));
-                one_by_one(&mut without, std::slice::from_ref(&ask));
-                let longer = Ask::greedy([&ask.prompt[..], &want.tokens, &[1, 2, 3]].concat(), 1);
+                one_by_one(&mut without, std::slice::from_ref(&request));
+                let longer = Request::greedy([&request.prompt[..], &expected.tokens, &[1, 2, 3]].concat(), 1);
                 let cached =
                     |engine: &mut Engine| one_by_one(engine, std::slice::from_ref(&longer))[0].cached();
                 assert_eq!(cached(&mut engine), cached(&mut without), "{model}");
@@ -164,23 +168,25 @@ fn endings_are_found_among_draft_tokens() {
 #[test]
 fn choices_and_attempts_continue_with_draft_tokens() {
     for model in [LLAMA, "tiny/gemma4/gemma4-f32", "tiny/granitehybrid/granitehybrid-f32"] {
-        let ask = asks().remove(1).tokens_only();
-        let choice = |seed| Ask {
+        let request = requests().remove(1).tokens_only();
+        let choice = |seed| Request {
             sampling: Sampling { temperature: 0.7, seed, ..Sampling::default() },
             together: 3,
-            ..ask.clone()
+            ..request.clone()
         };
-        let choices: Vec<Ask> = (1..4).map(choice).collect();
-        let want =
-            plain(model, &choices.iter().cloned().map(|ask| Ask { together: 1, ..ask }).collect::<Vec<_>>());
+        let choices: Vec<Request> = (1..4).map(choice).collect();
+        let expected = plain(
+            model,
+            &choices.iter().cloned().map(|request| Request { together: 1, ..request }).collect::<Vec<_>>(),
+        );
         let got = together(&mut drafting(model, &options(model), 5), &choices);
-        for (want, got) in want.iter().zip(&got) {
-            assert_eq!(want.tokens, got.tokens, "{model}");
+        for (expected, got) in expected.iter().zip(&got) {
+            assert_eq!(expected.tokens, got.tokens, "{model}");
         }
-        for (choice, want) in choices.iter().zip(&want) {
-            let resumed = Ask { emitted: want.tokens[..17].to_vec(), together: 1, ..choice.clone() };
+        for (choice, expected) in choices.iter().zip(&expected) {
+            let resumed = Request { emitted: expected.tokens[..17].to_vec(), together: 1, ..choice.clone() };
             let rest = one_by_one(&mut drafting(model, &options(model), 5), &[resumed]).remove(0);
-            assert_eq!(rest.tokens, want.tokens[17..], "{model}");
+            assert_eq!(rest.tokens, expected.tokens[17..], "{model}");
             assert_eq!(rest.finished.unwrap().reason, FinishReason::Length);
         }
     }
@@ -190,12 +196,12 @@ fn choices_and_attempts_continue_with_draft_tokens() {
 fn a_request_removed_with_draft_tokens_in_flight_leaves_nothing() {
     for model in models() {
         let mut engine = drafting(model, &options(model), 5);
-        let asked: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
-        for asked in asked.iter().step_by(2) {
+        let submitted: Vec<_> = requests().iter().map(|request| submit(&mut engine, request)).collect();
+        for submitted in submitted.iter().step_by(2) {
             for _ in 0..3 {
                 engine.step(std::time::Instant::now()).unwrap();
             }
-            engine.cancel(asked.id.unwrap());
+            engine.cancel(submitted.id.unwrap());
             engine.check().unwrap();
         }
         run_to_end(&mut engine);
@@ -205,17 +211,17 @@ fn a_request_removed_with_draft_tokens_in_flight_leaves_nothing() {
 
 #[test]
 fn two_stages_verify_draft_tokens_too() {
-    for model in models().filter(|model| most_shards(model) >= 2) {
-        let asks = asks();
-        let want = plain(model, &asks);
+    for model in models().filter(|model| max_shards(model) >= 2) {
+        let requests = requests();
+        let expected = plain(model, &requests);
         let workers = Workers::start(model, 1, &options(model));
         let mut engine =
             workers.next_engine(model, &options(model)).with_speculation(Speculation::ngram().always(5));
-        let got = together(&mut engine, &asks);
-        assert_same(&format!("{model} over two"), &want, &got);
-        let tokens: Vec<Ask> = asks.into_iter().map(Ask::tokens_only).collect();
+        let got = together(&mut engine, &requests);
+        assert_same(&format!("{model} over two"), &expected, &got);
+        let tokens: Vec<Request> = requests.into_iter().map(Request::tokens_only).collect();
         let got = together(&mut engine, &tokens);
-        let same = want.iter().zip(&got).all(|(want, got)| want.tokens == got.tokens);
+        let same = expected.iter().zip(&got).all(|(expected, got)| expected.tokens == got.tokens);
         assert!(same, "{model} over two, tokens only");
         assert!(counts(&got).1 > 0, "{model}");
     }
@@ -225,10 +231,10 @@ fn two_stages_verify_draft_tokens_too() {
 #[test]
 fn the_choice_of_draft_length_changes_no_token() {
     for model in models() {
-        let asks = asks();
-        let want = plain(model, &asks);
+        let requests = requests();
+        let expected = plain(model, &requests);
         let mut engine = open(model, &options(model)).with_speculation(Speculation::ngram());
-        assert_same(model, &want, &together(&mut engine, &asks));
+        assert_same(model, &expected, &together(&mut engine, &requests));
     }
 }
 
@@ -241,20 +247,21 @@ fn drawn_tokens_keep_their_distribution() {
     const TOKENS: usize = 6;
     // Three tokens, so that all runs of them have occurred before.
     let text: Vec<u32> = prompt(3, 60).iter().map(|token| 10 + token % 3).collect();
-    let ask = |seed| Ask {
+    let request = |seed| Request {
         sampling: Sampling {
             temperature: 1.0,
             logit_bias: vec![(10, 100.0), (11, 100.0), (12, 100.0)],
             seed,
             ..Sampling::default()
         },
-        ..Ask::greedy(text.clone(), TOKENS as u32).tokens_only()
+        ..Request::greedy(text.clone(), TOKENS as u32).tokens_only()
     };
     let draws = |engine: &mut Engine, seeds: std::ops::Range<u64>| {
-        let asks: Vec<Ask> = seeds.map(ask).collect();
-        let heard: Vec<Heard> = asks.chunks(200).flat_map(|asks| together(engine, asks)).collect();
-        let all = counts(&heard);
-        (heard.into_iter().map(|heard| heard.tokens).collect::<Vec<_>>(), all)
+        let requests: Vec<Request> = seeds.map(request).collect();
+        let outputs: Vec<Output> =
+            requests.chunks(200).flat_map(|requests| together(engine, requests)).collect();
+        let all = counts(&outputs);
+        (outputs.into_iter().map(|output| output.tokens).collect::<Vec<_>>(), all)
     };
     let (with_drafts, (drafted, accepted)) = draws(&mut drafting(LLAMA, &options(LLAMA), 3), 0..SEEDS);
     let (plain, _) = draws(&mut open(LLAMA, &options(LLAMA)), SEEDS..2 * SEEDS);
@@ -291,22 +298,26 @@ fn drafters() -> [(&'static str, SpeculativeMethod); 3] {
 #[test]
 fn drafters_change_no_bit() {
     for (model, speculative_method) in drafters() {
-        let asks = asks();
-        let want = plain(model, &asks);
+        let requests = requests();
+        let expected = plain(model, &requests);
         let (mut drafted, mut accepted) = (0, 0);
-        let mut run = |what: &str, at_once: bool, options: EngineOptions| {
+        let mut run = |case: &str, at_once: bool, options: EngineOptions| {
             let mut engine =
                 open(model, &EngineOptions { speculative_method: speculative_method.clone(), ..options })
                     .with_draft_len(4);
             for _ in 0..2 {
-                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
-                assert_same(&format!("{model}, {speculative_method:?}: {what}"), &want, &got);
+                let got = if at_once {
+                    together(&mut engine, &requests)
+                } else {
+                    one_by_one(&mut engine, &requests)
+                };
+                assert_same(&format!("{model}, {speculative_method:?}: {case}"), &expected, &got);
                 engine.check().unwrap();
-                // The last one's draws are biased, which no drafter knows.
+                // The last request has a logit bias, which no drafter takes into account.
                 let (all, right) = counts(&got[..got.len() - 1]);
                 (drafted, accepted) = (drafted + all, accepted + right);
             }
-            assert_eq!(engine.load().kv_used, 0, "{model}: {what}");
+            assert_eq!(engine.load().kv_used, 0, "{model}: {case}");
         };
         run("alone", false, options(model));
         run("eight at once", true, options(model));
@@ -325,9 +336,11 @@ fn drafters_change_no_bit() {
 #[test]
 fn the_assistants_acceptance_equals_the_references() {
     let text = std::fs::read_to_string(path("tiny/gemma4-assistant/ref").with_extension("json")).unwrap();
-    let told: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let reference: serde_json::Value = serde_json::from_str(&text).unwrap();
     let (model, speculative_method) = drafters().into_iter().next().unwrap();
-    for (ids, rounds) in told["prompts"].as_array().unwrap().iter().zip(told["rounds"].as_array().unwrap()) {
+    for (ids, rounds) in
+        reference["prompts"].as_array().unwrap().iter().zip(reference["rounds"].as_array().unwrap())
+    {
         let prompt: Vec<u32> = serde_json::from_value(ids.clone()).unwrap();
         let rounds = rounds.as_array().unwrap();
         let accepted: u64 = rounds.iter().map(|round| round["accepted"].as_u64().unwrap()).sum();
@@ -335,13 +348,13 @@ fn the_assistants_acceptance_equals_the_references() {
         let tokens = 1 + rounds.len() as u32 + accepted as u32;
         let options = EngineOptions { speculative_method: speculative_method.clone(), ..options(model) };
         // Room for four draft tokens in the last round too.
-        let ask = Ask::greedy(prompt, tokens + 4).tokens_only();
+        let request = Request::greedy(prompt, tokens + 4).tokens_only();
         let mut engine = open(model, &options).with_draft_len(4);
-        let asked = submit(&mut engine, &ask);
-        while (asked.heard().tokens.len() as u32) < tokens {
+        let submitted = submit(&mut engine, &request);
+        while (submitted.output().tokens.len() as u32) < tokens {
             engine.step(std::time::Instant::now()).unwrap();
         }
-        assert_eq!(asked.heard().tokens.len() as u32, tokens, "a round ends there");
+        assert_eq!(submitted.output().tokens.len() as u32, tokens, "a round ends there");
         let metrics = engine.metrics();
         let counted = (metrics.drafts.get(), metrics.drafted.get(), metrics.accepted.get());
         assert_eq!(counted, (rounds.len() as u64, 4 * rounds.len() as u64, accepted));

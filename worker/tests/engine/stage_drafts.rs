@@ -1,8 +1,8 @@
 //! A drafter at the last stage of a replica: its draft tokens change no bit, and equal those of one worker.
 
 use crate::exactness::assert_same;
-use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
-use crate::speculation::{asks, counts, plain};
+use crate::harness::{Output, Request, cramped, one_by_one, open, options, path, prompt, submit, together};
+use crate::speculation::{counts, plain, requests};
 use crate::stages::Workers;
 use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
@@ -37,43 +37,47 @@ fn over_two(workers: &Workers, options: &EngineOptions) -> Engine {
 
 #[test]
 fn draft_tokens_of_the_last_stage_change_no_bit() {
-    let asks = asks();
-    let want = plain(MODEL, &asks);
-    let tokens_only: Vec<Ask> = asks.iter().cloned().map(Ask::tokens_only).collect();
+    let requests = requests();
+    let expected = plain(MODEL, &requests);
+    let tokens_only: Vec<Request> = requests.iter().cloned().map(Request::tokens_only).collect();
     let workers = Workers::start(MODEL, 1, &drafting());
-    let run = |what: &str, at_once: bool, options: EngineOptions| {
+    let run = |case: &str, at_once: bool, options: EngineOptions| {
         let mut engine = over_two(&workers, &options);
-        let run = |engine: &mut Engine, asks: &[Ask]| match at_once {
-            true => together(engine, asks),
-            false => one_by_one(engine, asks),
+        let run = |engine: &mut Engine, requests: &[Request]| match at_once {
+            true => together(engine, requests),
+            false => one_by_one(engine, requests),
         };
         let mut all = Vec::new();
         // The second time from the prefix cache, if there is one.
         for _ in 0..2 {
-            let got = run(&mut engine, &asks);
-            assert_same(&format!("over two: {what}"), &want, &got);
+            let got = run(&mut engine, &requests);
+            assert_same(&format!("over two: {case}"), &expected, &got);
             engine.check().unwrap();
             all.extend(got);
         }
         // Sequences that are sampled at the last stage alone get draft tokens too.
         let got = run(&mut engine, &tokens_only);
-        for (want, got) in want.iter().zip(&got) {
-            assert_eq!((&want.tokens, &want.text), (&got.tokens, &got.text), "over two: {what}, tokens only");
+        for (expected, got) in expected.iter().zip(&got) {
+            assert_eq!(
+                (&expected.tokens, &expected.text),
+                (&got.tokens, &got.text),
+                "over two: {case}, tokens only"
+            );
         }
         let (drafted, accepted) = counts(&got);
-        assert!(accepted > 0 && drafted > accepted, "{what}: {accepted} of {drafted}");
+        assert!(accepted > 0 && drafted > accepted, "{case}: {accepted} of {drafted}");
         all.extend(got);
         let (drafted, accepted) = counts(&all);
         let metrics = engine.metrics();
         assert_eq!(
             (metrics.drafted.get(), metrics.accepted.get()),
             (drafted.into(), accepted.into()),
-            "{what}"
+            "{case}"
         );
-        assert_eq!(engine.load().kv_used, 0, "{what}");
+        assert_eq!(engine.load().kv_used, 0, "{case}");
         all
     };
-    let cached = |heard: &[Heard]| heard.iter().map(Heard::cached).sum::<usize>();
+    let cached = |outputs: &[Output]| outputs.iter().map(Output::cached).sum::<usize>();
     let alone = run("alone", false, drafting());
     assert!(cached(&alone) > 0);
     assert!(cached(&run("eight at once", true, drafting())) > 0);
@@ -86,22 +90,22 @@ fn draft_tokens_of_the_last_stage_change_no_bit() {
     let cramped = cramped(MODEL, &drafting(), 140);
     let preempted = (4..12).any(|quarters| {
         let kv_bytes = cramped.kv_bytes.map(|bytes| bytes * quarters / 4);
-        let heard = run("preempted", true, EngineOptions { kv_bytes, ..cramped.clone() });
-        heard.iter().map(Heard::preemptions).sum::<u32>() > 0
+        let outputs = run("preempted", true, EngineOptions { kv_bytes, ..cramped.clone() });
+        outputs.iter().map(Output::preemptions).sum::<u32>() > 0
     });
     assert!(preempted);
 }
 
 #[test]
 fn the_last_stage_drafts_like_one_worker() {
-    let asks: Vec<Ask> = asks().into_iter().map(Ask::tokens_only).collect();
+    let requests: Vec<Request> = requests().into_iter().map(Request::tokens_only).collect();
     let mut one = open(MODEL, &drafting()).with_draft_len(4);
     let workers = Workers::start(MODEL, 1, &drafting());
     let mut two = over_two(&workers, &drafting());
-    for ask in &asks {
-        let ask = std::slice::from_ref(ask);
-        let (want, got) = (one_by_one(&mut one, ask), one_by_one(&mut two, ask));
-        assert_eq!(counts(&got), counts(&want));
+    for request in &requests {
+        let request = std::slice::from_ref(request);
+        let (expected, got) = (one_by_one(&mut one, request), one_by_one(&mut two, request));
+        assert_eq!(counts(&got), counts(&expected));
     }
 }
 
@@ -116,16 +120,20 @@ fn seeded_draws_and_choices_are_the_same_with_a_drafter_at_the_last_stage() {
         logprobs: Some(2),
         ..Sampling::default()
     };
-    let seeded = |(seed, ask): (u64, Ask)| Ask { sampling: sampling(seed), ..ask.tokens_only() };
-    let mut asks: Vec<Ask> = (1..).zip(asks()).map(seeded).collect();
+    let seeded =
+        |(seed, request): (u64, Request)| Request { sampling: sampling(seed), ..request.tokens_only() };
+    let mut requests: Vec<Request> = (1..).zip(requests()).map(seeded).collect();
     // Several draws from the last row of one prompt.
-    let chosen = asks[1].clone();
-    asks.extend((20..23).map(|seed| Ask { sampling: sampling(seed), together: 3, ..chosen.clone() }));
-    let want = plain(MODEL, &asks.iter().cloned().map(|ask| Ask { together: 1, ..ask }).collect::<Vec<_>>());
+    let chosen = requests[1].clone();
+    requests.extend((20..23).map(|seed| Request { sampling: sampling(seed), together: 3, ..chosen.clone() }));
+    let expected = plain(
+        MODEL,
+        &requests.iter().cloned().map(|request| Request { together: 1, ..request }).collect::<Vec<_>>(),
+    );
     let workers = Workers::start(MODEL, 1, &drafting());
-    let got = together(&mut over_two(&workers, &drafting()), &asks);
-    for (want, got) in want.iter().zip(&got) {
-        assert_eq!((&want.tokens, &want.logprobs), (&got.tokens, &got.logprobs));
+    let got = together(&mut over_two(&workers, &drafting()), &requests);
+    for (expected, got) in expected.iter().zip(&got) {
+        assert_eq!((&expected.tokens, &expected.logprobs), (&got.tokens, &got.logprobs));
     }
     let (drafted, accepted) = counts(&got);
     assert!(accepted > 0 && drafted > accepted, "{accepted} of {drafted}");
@@ -134,14 +142,14 @@ fn seeded_draws_and_choices_are_the_same_with_a_drafter_at_the_last_stage() {
 /// With its own choice it drafts where that pays, and the tokens are the same.
 #[test]
 fn the_choice_of_draft_length_over_stages_changes_no_token() {
-    let asks = asks();
-    let want = plain(MODEL, &asks);
+    let requests = requests();
+    let expected = plain(MODEL, &requests);
     let workers = Workers::start(MODEL, 1, &drafting());
     let mut engine = workers.next_engine(MODEL, &drafting());
-    assert_same("what pays", &want, &together(&mut engine, &asks));
-    let tokens_only: Vec<Ask> = asks.into_iter().map(Ask::tokens_only).collect();
-    for (want, got) in want.iter().zip(together(&mut engine, &tokens_only)) {
-        assert_eq!(want.tokens, got.tokens);
+    assert_same("what pays", &expected, &together(&mut engine, &requests));
+    let tokens_only: Vec<Request> = requests.into_iter().map(Request::tokens_only).collect();
+    for (expected, got) in expected.iter().zip(together(&mut engine, &tokens_only)) {
+        assert_eq!(expected.tokens, got.tokens);
     }
 }
 
@@ -149,13 +157,13 @@ fn the_choice_of_draft_length_over_stages_changes_no_token() {
 fn a_request_removed_while_the_stage_drafts_leaves_nothing() {
     let workers = Workers::start(MODEL, 1, &drafting());
     let mut engine = over_two(&workers, &drafting());
-    let asks: Vec<Ask> = asks().into_iter().map(Ask::tokens_only).collect();
-    let asked: Vec<_> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
-    for asked in asked.iter().step_by(2) {
+    let requests: Vec<Request> = requests().into_iter().map(Request::tokens_only).collect();
+    let submitted: Vec<_> = requests.iter().map(|request| submit(&mut engine, request)).collect();
+    for submitted in submitted.iter().step_by(2) {
         for _ in 0..5 {
             engine.step(Instant::now()).unwrap();
         }
-        engine.cancel(asked.id.unwrap());
+        engine.cancel(submitted.id.unwrap());
         engine.check().unwrap();
     }
     while engine.has_work() {
@@ -168,8 +176,8 @@ fn a_request_removed_while_the_stage_drafts_leaves_nothing() {
 fn a_last_stage_that_is_lost_while_it_drafts_ends_the_replica() {
     let mut workers = Workers::start(MODEL, 1, &drafting());
     let mut engine = over_two(&workers, &drafting());
-    let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 400).tokens_only());
-    while asked.heard().tokens.len() < 8 {
+    let submitted = submit(&mut engine, &Request::greedy(prompt(1, 20), 400).tokens_only());
+    while submitted.output().tokens.len() < 8 {
         engine.step(Instant::now()).unwrap();
     }
     assert!(engine.metrics().drafted.get() > 0);
@@ -182,22 +190,22 @@ fn a_last_stage_that_is_lost_while_it_drafts_ends_the_replica() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(&error, Error::StageLost(who) if who.stage == 1), "{error}");
+    assert!(matches!(&error, Error::StageLost(failure) if failure.stage == 1), "{error}");
 }
 
 /// Names of the chunks of some tensors of a file.
 fn chunks(file: &ModelFile, tensors: &[&str]) -> HashSet<ChunkId> {
     let manifest = Manifest::of_file(file).unwrap();
-    tensors.iter().flat_map(|name| manifest.chunks(name).unwrap().map(|place| place.id)).collect()
+    tensors.iter().flat_map(|name| manifest.chunks(name).unwrap().map(|chunk| chunk.id)).collect()
 }
 
 /// The last stage has no file. It fetches its layers and the drafter from a worker that has both, and has
 /// them at the next start.
 #[test]
 fn a_drafter_is_fetched_once_from_another_worker() {
-    let asks = asks();
-    let want = plain(MODEL, &asks);
-    let tokens_only: Vec<Ask> = asks.iter().cloned().map(Ask::tokens_only).collect();
+    let requests = requests();
+    let expected = plain(MODEL, &requests);
+    let tokens_only: Vec<Request> = requests.iter().cloned().map(Request::tokens_only).collect();
     let dir = tempfile::tempdir().unwrap();
     let store = ShardStore::open(dir.path().join("shards"), 1 << 30).unwrap();
     let mut workers = Workers::start(MODEL, 1, &drafting());
@@ -214,10 +222,10 @@ fn a_drafter_is_fetched_once_from_another_worker() {
         };
         workers.add_as(0, name.to_owned(), config);
         let mut engine = over_two(&workers, &drafting());
-        assert_same(name, &want, &one_by_one(&mut engine, &asks));
+        assert_same(name, &expected, &one_by_one(&mut engine, &requests));
         let got = one_by_one(&mut engine, &tokens_only);
-        for (want, got) in want.iter().zip(&got) {
-            assert_eq!((&want.tokens, &want.text), (&got.tokens, &got.text), "{name}");
+        for (expected, got) in expected.iter().zip(&got) {
+            assert_eq!((&expected.tokens, &expected.text), (&got.tokens, &got.text), "{name}");
         }
         let (drafted, accepted) = counts(&got);
         assert!(accepted > 0 && drafted > accepted, "{name}: {accepted} of {drafted}");

@@ -1,7 +1,7 @@
 //! Models over several workers: the same bits as in one, and a failed stage fails the replica.
 
-use crate::exactness::{asks, assert_same, models, undisturbed};
-use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
+use crate::exactness::{assert_same, models, requests, undisturbed};
+use crate::harness::{Output, Request, cramped, one_by_one, open, options, path, prompt, submit, together};
 use kvasir_worker::Error;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::kv_cache::Placement;
@@ -111,28 +111,32 @@ fn is_busy(error: &transport::Error) -> bool {
     matches!(error, transport::Error::StageFailed(StageFailure::Busy))
 }
 
-pub(crate) fn most_shards(model: &str) -> usize {
+pub(crate) fn max_shards(model: &str) -> usize {
     ModelSpec::from_file(&ModelFile::open(path(model)).unwrap()).unwrap().cut_points().len() + 1
 }
 
 #[test]
 fn two_and_three_stages_change_no_bit() {
-    let mut most_seen = 0;
+    let mut max_seen = 0;
     for model in models() {
-        let asks = asks();
-        let want = undisturbed(model, &asks);
-        let most = most_shards(model).min(3);
-        most_seen = most_seen.max(most);
-        for shards in 2..=most {
+        let requests = requests();
+        let expected = undisturbed(model, &requests);
+        let max_shards = max_shards(model).min(3);
+        max_seen = max_seen.max(max_shards);
+        for shards in 2..=max_shards {
             let workers = Workers::start(model, shards - 1, &options(model));
-            let run = |what: &str, at_once: bool, options: EngineOptions| {
+            let run = |case: &str, at_once: bool, options: EngineOptions| {
                 let mut engine = workers.next_engine(model, &options);
-                let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
-                assert_same(&format!("{model} over {shards}: {what}"), &want, &got);
+                let got = if at_once {
+                    together(&mut engine, &requests)
+                } else {
+                    one_by_one(&mut engine, &requests)
+                };
+                assert_same(&format!("{model} over {shards}: {case}"), &expected, &got);
                 // Again: from the prefix cache, and with the state that it kept.
-                let hits = one_by_one(&mut engine, &asks);
-                assert_same(&format!("{model} over {shards}: {what}, again"), &want, &hits);
-                hits.iter().map(Heard::cached).sum::<usize>()
+                let hits = one_by_one(&mut engine, &requests);
+                assert_same(&format!("{model} over {shards}: {case}, again"), &expected, &hits);
+                hits.iter().map(Output::cached).sum::<usize>()
             };
             run("whole prompts", false, EngineOptions { chunk: Some(0), ..options(model) });
             let hits = run("chunks of 7, together", true, EngineOptions { chunk: Some(7), ..options(model) });
@@ -143,45 +147,51 @@ fn two_and_three_stages_change_no_bit() {
             run("no prefix cache", true, narrow);
         }
     }
-    assert_eq!(most_seen, 3);
+    assert_eq!(max_seen, 3);
 }
 
 #[test]
 fn preemption_and_sampling_equal_those_of_one_worker() {
     for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
-        let sampled = |seed: u64| Ask {
+        let sampled = |seed: u64| Request {
             sampling: Sampling { temperature: 1.0, seed, ..Sampling::default() },
-            ..Ask::greedy(prompt(seed, 20), 240).tokens_only()
+            ..Request::greedy(prompt(seed, 20), 240).tokens_only()
         };
-        let greedy = |seed: u64| Ask::greedy(prompt(seed, 20), 240).tokens_only();
-        let asks =
-            [greedy(21), sampled(22), greedy(23), Ask::greedy(prompt(24, 20), 240), sampled(25), greedy(26)];
+        let greedy = |seed: u64| Request::greedy(prompt(seed, 20), 240).tokens_only();
+        let requests = [
+            greedy(21),
+            sampled(22),
+            greedy(23),
+            Request::greedy(prompt(24, 20), 240),
+            sampled(25),
+            greedy(26),
+        ];
         let base = EngineOptions { prefix_cache: false, chunk: Some(8), ..options(model) };
         let smallest = cramped(model, &base, 260);
-        let gave_way = |heard: &[Heard]| heard.iter().map(Heard::preemptions).sum::<u32>();
+        let preemptions = |outputs: &[Output]| outputs.iter().map(Output::preemptions).sum::<u32>();
         // Arenas in which some sequences are admitted and later preempted, the smallest first. The number
         // that a pipeline admits depends on the steps in flight when it plans, so some arenas may cause no
         // preemption.
-        let stages_gave_way = (4..40).any(|quarters| {
+        let stages_preempted = (4..40).any(|quarters| {
             let kv_bytes = smallest.kv_bytes.map(|bytes| bytes * quarters / 4);
             let options = EngineOptions { kv_bytes, ..base.clone() };
-            let want = together(&mut open(model, &options), &asks);
-            if gave_way(&want) == 0 {
+            let expected = together(&mut open(model, &options), &requests);
+            if preemptions(&expected) == 0 {
                 return false;
             }
-            let workers = Workers::start(model, most_shards(model).min(3) - 1, &options);
-            let got = together(&mut workers.engine(model, &options).unwrap(), &asks);
-            for (want, got) in want.iter().zip(&got) {
-                assert_eq!((&got.tokens, &got.failed), (&want.tokens, &None), "{model}");
+            let workers = Workers::start(model, max_shards(model).min(3) - 1, &options);
+            let got = together(&mut workers.engine(model, &options).unwrap(), &requests);
+            for (expected, got) in expected.iter().zip(&got) {
+                assert_eq!((&got.tokens, &got.failed), (&expected.tokens, &None), "{model}");
             }
-            gave_way(&got) > 0
+            preemptions(&got) > 0
         });
-        assert!(stages_gave_way, "{model}");
+        assert!(stages_preempted, "{model}");
     }
 }
 
 /// One request for each way of sampling, and choices of one prompt.
-fn draws() -> Vec<Ask> {
+fn draws() -> Vec<Request> {
     let base = Sampling { temperature: 0.9, seed: 11, ..Sampling::default() };
     let bias = vec![(9, 3.0), (17, -100.0), (300, 1.5)];
     let samplings = [
@@ -197,34 +207,37 @@ fn draws() -> Vec<Ask> {
         Sampling { logprobs: Some(0), repetition_penalty: 0.8, logit_bias: bias, ..Sampling::default() },
     ];
     let with = |(seed, sampling): (u64, Sampling)| {
-        let ask = Ask { sampling, ..Ask::greedy(prompt(60 + seed, 21), 24).tokens_only() };
+        let request = Request { sampling, ..Request::greedy(prompt(60 + seed, 21), 24).tokens_only() };
         // End tokens are barred for a while, on the device or on the host.
-        Ask { stop: Stop { min_tokens: if seed % 2 == 0 { 6 } else { 0 }, ..ask.stop.clone() }, ..ask }
+        Request {
+            stop: Stop { min_tokens: if seed % 2 == 0 { 6 } else { 0 }, ..request.stop.clone() },
+            ..request
+        }
     };
-    let mut asks: Vec<Ask> = (0..).zip(samplings).map(with).collect();
-    asks.extend((0..4).map(|seed| Ask {
+    let mut requests: Vec<Request> = (0..).zip(samplings).map(with).collect();
+    requests.extend((0..4).map(|seed| Request {
         sampling: Sampling { seed, logprobs: Some(2), ..base.clone() },
-        ..Ask::greedy(prompt(99, 40), 24).tokens_only()
+        ..Request::greedy(prompt(99, 40), 24).tokens_only()
     }));
-    // Rows that are wanted whole next to rows that are sampled at another stage.
-    asks.push(Ask { sampling: base, ..Ask::greedy(prompt(98, 30), 10) });
-    asks
+    // Rows that are read whole next to rows that are sampled at another stage.
+    requests.push(Request { sampling: base, ..Request::greedy(prompt(98, 30), 10) });
+    requests
 }
 
 #[test]
 fn the_last_stage_draws_like_one_worker() {
     for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
-        let asks = draws();
-        let want = one_by_one(&mut open(model, &options(model)), &asks);
-        for shards in 2..=most_shards(model).min(3) {
+        let requests = draws();
+        let expected = one_by_one(&mut open(model, &options(model)), &requests);
+        for shards in 2..=max_shards(model).min(3) {
             let workers = Workers::start(model, shards - 1, &options(model));
             let mut engine = workers.engine(model, &options(model)).unwrap();
-            for what in ["at once", "again, from the cache"] {
-                let got = together(&mut engine, &asks);
-                for (index, (want, got)) in want.iter().zip(&got).enumerate() {
-                    let what = format!("{model} over {shards}, {what}: {:?}", asks[index].sampling);
-                    assert_eq!((&got.tokens, &got.text), (&want.tokens, &want.text), "{what}");
-                    assert_eq!(got.logprobs, want.logprobs, "{what}");
+            for case in ["at once", "again, from the cache"] {
+                let got = together(&mut engine, &requests);
+                for (index, (expected, got)) in expected.iter().zip(&got).enumerate() {
+                    let case = format!("{model} over {shards}, {case}: {:?}", requests[index].sampling);
+                    assert_eq!((&got.tokens, &got.text), (&expected.tokens, &expected.text), "{case}");
+                    assert_eq!(got.logprobs, expected.logprobs, "{case}");
                 }
             }
             assert_eq!(engine.load().kv_used, 0, "nothing is held");
@@ -242,16 +255,16 @@ fn the_first_and_last_stages_share_the_logits_of_one_stream() {
         ("tiny/qwen3moe/qwen3moe-f32", false),
     ];
     for (model, divides) in models {
-        let asks = draws();
-        let want = one_by_one(&mut open(model, &options(model)), &asks);
-        for shards in 2..=most_shards(model).min(3) {
+        let requests = draws();
+        let expected = one_by_one(&mut open(model, &options(model)), &requests);
+        for shards in 2..=max_shards(model).min(3) {
             let workers = Workers::start(model, shards - 1, &options(model));
             let mut engine = workers.engine(model, &options(model)).unwrap();
-            let got = one_by_one(&mut engine, &asks);
-            for (index, (want, got)) in want.iter().zip(&got).enumerate() {
-                let what = format!("{model} over {shards}: {:?}", asks[index].sampling);
-                assert_eq!((&got.tokens, &got.text), (&want.tokens, &want.text), "{what}");
-                assert_eq!(got.logprobs, want.logprobs, "{what}");
+            let got = one_by_one(&mut engine, &requests);
+            for (index, (expected, got)) in expected.iter().zip(&got).enumerate() {
+                let case = format!("{model} over {shards}: {:?}", requests[index].sampling);
+                assert_eq!((&got.tokens, &got.text), (&expected.tokens, &expected.text), "{case}");
+                assert_eq!(got.logprobs, expected.logprobs, "{case}");
             }
             let divided = engine.metrics().shards.divided.get();
             assert_eq!(divided > 0, divides, "{model} over {shards}: {divided}");
@@ -264,15 +277,16 @@ fn several_steps_are_in_flight_and_all_stages_compute() {
     let model = "tiny/llama/llama-f32";
     let workers = Workers::start(model, 2, &options(model));
     let mut engine = workers.engine(model, &options(model)).unwrap();
-    let asks: Vec<Ask> = (0..6).map(|seed| Ask::greedy(prompt(seed, 300), 40).tokens_only()).collect();
-    let asked: Vec<_> = asks.iter().map(|ask| submit(&mut engine, ask)).collect();
-    let mut most = 0;
+    let requests: Vec<Request> =
+        (0..6).map(|seed| Request::greedy(prompt(seed, 300), 40).tokens_only()).collect();
+    let submitted: Vec<_> = requests.iter().map(|request| submit(&mut engine, request)).collect();
+    let mut max_under_way = 0;
     while engine.has_work() {
         engine.step(Instant::now()).unwrap();
-        most = most.max(engine.metrics().shards.under_way.get());
+        max_under_way = max_under_way.max(engine.metrics().shards.under_way.get());
     }
-    assert!(most >= 3, "{most} steps under way");
-    assert!(asked.iter().all(|asked| asked.heard().tokens.len() == 40));
+    assert!(max_under_way >= 3, "{max_under_way} steps under way");
+    assert!(submitted.iter().all(|submitted| submitted.output().tokens.len() == 40));
     let shards = &engine.metrics().shards;
     for stage in 0..3 {
         let label = StageLabel { stage };
@@ -287,19 +301,19 @@ fn a_request_cancelled_with_rows_in_flight_leaves_nothing_behind() {
     let model = "tiny/qwen35/qwen35-f32";
     let workers = Workers::start(model, 1, &options(model));
     let mut engine = workers.engine(model, &options(model)).unwrap();
-    let kept = Ask::greedy(prompt(2, 50), 20).tokens_only();
-    let want = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&kept));
+    let remaining = Request::greedy(prompt(2, 50), 20).tokens_only();
+    let expected = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&remaining));
     for steps in 1..6 {
-        let asked = submit(&mut engine, &Ask::greedy(prompt(40 + steps, 500), 20).tokens_only());
-        let beside = submit(&mut engine, &kept);
+        let submitted = submit(&mut engine, &Request::greedy(prompt(40 + steps, 500), 20).tokens_only());
+        let concurrent = submit(&mut engine, &remaining);
         for _ in 0..steps {
             engine.step(Instant::now()).unwrap();
         }
-        engine.cancel(asked.id.unwrap());
+        engine.cancel(submitted.id.unwrap());
         while engine.has_work() {
             engine.step(Instant::now()).unwrap();
         }
-        assert_eq!(beside.heard().tokens, want[0].tokens);
+        assert_eq!(concurrent.output().tokens, expected[0].tokens);
         // Results that were in flight when the last request ended are processed too.
         while engine.step(Instant::now()).unwrap() != StepOutcome::Idle {}
         assert_eq!(engine.load().kv_used, 0, "cancelled after {steps} steps");
@@ -310,8 +324,8 @@ fn a_request_cancelled_with_rows_in_flight_leaves_nothing_behind() {
 #[test]
 fn bfloat16_between_stages_is_close_and_independent_of_chunks() {
     let model = "tiny/llama/llama-f32";
-    let asks = [Ask::greedy(prompt(3, 60), 4)];
-    let want = one_by_one(&mut open(model, &options(model)), &asks);
+    let requests = [Request::greedy(prompt(3, 60), 4)];
+    let expected = one_by_one(&mut open(model, &options(model)), &requests);
     let workers = Workers::start(model, 1, &options(model));
     let run = |chunk| {
         let options = EngineOptions { chunk: Some(chunk), prefix_cache: false, ..options(model) };
@@ -324,12 +338,12 @@ fn bfloat16_between_stages_is_close_and_independent_of_chunks() {
             }
         };
         assert!(engine.origin().numeric_class.ends_with("/wire-bf16"), "part of the numeric class");
-        one_by_one(&mut engine, &asks)
+        one_by_one(&mut engine, &requests)
     };
     let (whole, chunked) = (run(0), run(7));
     assert_same("chunks of 7", &whole, &chunked);
     let float = |bits: &u32| f32::from_bits(*bits);
-    let (exact, rounded) = (&want[0].logits[&59], &whole[0].logits[&59]);
+    let (exact, rounded) = (&expected[0].logits[&59], &whole[0].logits[&59]);
     let worst = exact.iter().zip(rounded).map(|(a, b)| (float(a) - float(b)).abs()).fold(0.0, f32::max);
     assert!(worst > 0.0 && worst < 0.2, "max |dlogit| {worst}");
 }
@@ -341,15 +355,15 @@ fn a_stage_of_another_class_or_an_impossible_split_is_refused() {
     let workers = Workers::start(model, 1, &other);
     let refused = workers.engine(model, &options(model)).err().unwrap();
     let Error::StageLost(lost) = &refused else { panic!("{refused}") };
-    let says = &lost.source;
-    assert!(matches!(says, transport::Error::StageFailed(StageFailure::OtherClass { .. })), "{says}");
+    let source = &lost.source;
+    assert!(matches!(source, transport::Error::StageFailed(StageFailure::OtherClass { .. })), "{source}");
     assert_eq!(lost.stage, 1);
 
-    let most = most_shards(model);
-    let workers = Workers::start(model, most, &options(model));
+    let max = max_shards(model);
+    let workers = Workers::start(model, max, &options(model));
     let refused = workers.engine(model, &options(model)).err().unwrap();
     assert!(
-        matches!(refused, Error::Shards { shards, most: m } if shards == most + 1 && m == most),
+        matches!(refused, Error::Shards { shards, most: m } if shards == max + 1 && m == max),
         "{refused}"
     );
 
@@ -367,8 +381,8 @@ fn a_worker_holds_one_stage_at_a_time() {
     assert!(matches!(&refused, Error::StageLost(lost) if is_busy(&lost.source)), "{refused}");
     drop(first);
     let mut second = workers.next_engine(model, &options(model));
-    let heard = together(&mut second, &[Ask::greedy(prompt(1, 20), 4)]);
-    assert_eq!(heard[0].tokens.len(), 4);
+    let outputs = together(&mut second, &[Request::greedy(prompt(1, 20), 4)]);
+    assert_eq!(outputs[0].tokens.len(), 4);
 }
 
 #[test]
@@ -377,8 +391,8 @@ fn a_lost_stage_ends_the_replica_within_three_seconds() {
     for lost in [0, 1] {
         let mut workers = Workers::start(model, 2, &options(model));
         let mut engine = workers.engine(model, &options(model)).unwrap();
-        let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 400).tokens_only());
-        while asked.heard().tokens.len() < 3 {
+        let submitted = submit(&mut engine, &Request::greedy(prompt(1, 20), 400).tokens_only());
+        while submitted.output().tokens.len() < 3 {
             engine.step(Instant::now()).unwrap();
         }
         let service = workers.services.remove(lost);
@@ -390,16 +404,16 @@ fn a_lost_stage_ends_the_replica_within_three_seconds() {
                 Err(error) => break error,
             }
         };
-        assert!(matches!(&error, Error::StageLost(who) if who.stage == lost + 1), "{error}");
+        assert!(matches!(&error, Error::StageLost(failure) if failure.stage == lost + 1), "{error}");
         assert!(since.elapsed() < 3 * Duration::from_secs(3), "{:?}", since.elapsed());
         // A new replica with another worker in its place has nothing of the steps in flight.
         drop(engine);
         workers.replace(lost, model);
         let mut engine = workers.next_engine(model, &options(model));
-        let ask = Ask::greedy(prompt(1, 20), 8);
-        let want = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&ask));
+        let request = Request::greedy(prompt(1, 20), 8);
+        let expected = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&request));
         assert_eq!(engine.load().kv_used, 0);
-        assert_same("formed again", &want, &one_by_one(&mut engine, &[ask]));
+        assert_same("formed again", &expected, &one_by_one(&mut engine, &[request]));
         assert_eq!(engine.load().kv_used, 0);
         engine.check().unwrap();
     }

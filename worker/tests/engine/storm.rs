@@ -3,7 +3,7 @@
 //! overwritten with NaN again and again.
 
 use crate::harness::{
-    Ask, Asked, Heard, QUANT, ROOT, TINY, cramped, one_by_one, open, options, prompt, submit,
+    Output, QUANT, ROOT, Request, Submitted, TINY, cramped, one_by_one, open, options, prompt, submit,
 };
 use kvasir_worker::engine::resume::{Capture, SequenceKey};
 use kvasir_worker::engine::{Engine, StepOutcome};
@@ -25,7 +25,7 @@ const AFTER: u32 = 8;
 const LONGEST: usize = 170;
 
 /// Maximum number of requests of a storm, including those that continue from forks and snapshots.
-const MOST: usize = 24;
+const MAX_REQUESTS: usize = 24;
 
 /// A small generator: the seed determines the storm.
 struct Dice(u64);
@@ -45,8 +45,8 @@ impl Dice {
 fn prompts() -> Vec<Vec<u32>> {
     let stem = prompt(1, 160);
     let mut prompts = vec![stem.clone(), prompt(2, 23), prompt(3, 70)];
-    for (seed, parts_at) in (10..).zip([16, 40, 96, 100, 128, 150]) {
-        prompts.push([&stem[..parts_at], &prompt(seed, 9)].concat());
+    for (seed, shared_len) in (10..).zip([16, 40, 96, 100, 128, 150]) {
+        prompts.push([&stem[..shared_len], &prompt(seed, 9)].concat());
     }
     // Continues another prompt, like the next turn of a chat.
     prompts.push([prompts[2].clone(), prompt(20, 30)].concat());
@@ -57,10 +57,10 @@ fn prompts() -> Vec<Vec<u32>> {
 /// A request of the storm: its prompt, and the number of tokens of the undisturbed output that it starts
 /// with.
 struct Sent {
-    which: usize,
+    prompt_index: usize,
     given: usize,
     key: SequenceKey,
-    asked: Asked,
+    submitted: Submitted,
 }
 
 /// Counts over all storms.
@@ -76,11 +76,11 @@ struct Seen {
 }
 
 struct Storm<'a> {
-    what: String,
+    case: String,
     dice: Dice,
     engine: Engine,
-    asks: &'a [Ask],
-    want: &'a [Heard],
+    requests: &'a [Request],
+    expected: &'a [Output],
     sent: Vec<Sent>,
     saving: Vec<(usize, oneshot::Receiver<Result<Capture, SequenceError>>)>,
     saved: Vec<(usize, Snapshot)>,
@@ -95,34 +95,35 @@ impl Storm<'_> {
     }
 
     /// Requests a prompt's output after its first `given` tokens, if there is more of it.
-    fn ask(&mut self, which: usize, given: usize) {
-        if given == self.want[which].tokens.len() {
+    fn submit_prompt(&mut self, prompt_index: usize, given: usize) {
+        if given == self.expected[prompt_index].tokens.len() {
             return;
         }
         let key = self.key();
-        let prompt = [&self.asks[which].prompt[..], &self.want[which].tokens[..given]].concat();
-        let most = if given == 0 { GENERATE } else { GENERATE + AFTER - given as u32 };
-        let ask = Ask::greedy(prompt, most).tokens_only().named(key.name.clone());
-        let asked = submit(&mut self.engine, &ask);
-        self.sent.push(Sent { which, given, key, asked });
+        let prompt =
+            [&self.requests[prompt_index].prompt[..], &self.expected[prompt_index].tokens[..given]].concat();
+        let max_tokens = if given == 0 { GENERATE } else { GENERATE + AFTER - given as u32 };
+        let request = Request::greedy(prompt, max_tokens).tokens_only().named(key.name.clone());
+        let submitted = submit(&mut self.engine, &request);
+        self.sent.push(Sent { prompt_index, given, key, submitted });
     }
 
     /// Number of output tokens in a sequence of `tokens` tokens.
-    fn given(&self, which: usize, tokens: u32) -> usize {
-        tokens as usize - self.asks[which].prompt.len()
+    fn given(&self, prompt_index: usize, tokens: u32) -> usize {
+        tokens as usize - self.requests[prompt_index].prompt.len()
     }
 
     /// Forks a sequence, live or not, and submits a request that continues it.
     fn fork(&mut self, seen: &mut Seen) {
         let at = self.dice.below(self.sent.len());
-        let (which, of, to) = (self.sent[at].which, self.sent[at].key.clone(), self.key());
+        let (prompt_index, of, to) = (self.sent[at].prompt_index, self.sent[at].key.clone(), self.key());
         match self.engine.fork(&of, to.name) {
             Ok(info) => {
                 seen.forks += 1;
-                self.ask(which, self.given(which, info.tokens));
+                self.submit_prompt(prompt_index, self.given(prompt_index, info.tokens));
             }
             // Nothing of it has been computed yet, or it was refused.
-            Err(error) => assert!(matches!(error, SequenceError::Unknown { .. }), "{}: {error}", self.what),
+            Err(error) => assert!(matches!(error, SequenceError::Unknown { .. }), "{}: {error}", self.case),
         }
     }
 
@@ -130,21 +131,21 @@ impl Storm<'_> {
         let at = self.dice.below(self.sent.len());
         let (reply, answer) = oneshot::channel();
         self.engine.save(&self.sent[at].key, reply);
-        self.saving.push((self.sent[at].which, answer));
+        self.saving.push((self.sent[at].prompt_index, answer));
     }
 
     /// Processes the snapshots that were completed meanwhile.
     fn collect(&mut self, seen: &mut Seen) {
-        for (which, mut answer) in std::mem::take(&mut self.saving) {
+        for (prompt_index, mut answer) in std::mem::take(&mut self.saving) {
             match answer.try_recv() {
                 Ok(Ok(capture)) => {
                     seen.saves += 1;
-                    self.saved.push((which, capture.into_snapshot()));
+                    self.saved.push((prompt_index, capture.into_snapshot()));
                 }
                 Ok(Err(SequenceError::Unknown { .. } | SequenceError::NoRoom { .. })) => {}
-                Ok(Err(error)) => panic!("{}: {error}", self.what),
-                Err(oneshot::error::TryRecvError::Empty) => self.saving.push((which, answer)),
-                Err(error) => panic!("{}: {error}", self.what),
+                Ok(Err(error)) => panic!("{}: {error}", self.case),
+                Err(oneshot::error::TryRecvError::Empty) => self.saving.push((prompt_index, answer)),
+                Err(error) => panic!("{}: {error}", self.case),
             }
         }
     }
@@ -152,30 +153,30 @@ impl Storm<'_> {
     /// Restores a snapshot, and submits a request that continues it.
     fn restore(&mut self, seen: &mut Seen) {
         let at = self.dice.below(self.saved.len());
-        let (which, snapshot) = self.saved.swap_remove(at);
+        let (prompt_index, snapshot) = self.saved.swap_remove(at);
         let key = self.key();
         match self.engine.restore(key, &snapshot) {
             Ok(_) => seen.restores += 1,
             // Live sequences hold too much.
-            Err(error) => assert!(matches!(error, SequenceError::NoRoom { .. }), "{}: {error}", self.what),
+            Err(error) => assert!(matches!(error, SequenceError::NoRoom { .. }), "{}: {error}", self.case),
         }
-        self.ask(which, self.given(which, snapshot.tokens().len() as u32));
+        self.submit_prompt(prompt_index, self.given(prompt_index, snapshot.tokens().len() as u32));
     }
 
     fn run(&mut self, seen: &mut Seen) {
         let mut left = 6 + self.dice.below(10);
         while left > 0 || self.engine.has_work() {
             while left > 0 && (!self.engine.has_work() || self.dice.below(3) == 0) {
-                let which = self.dice.below(self.asks.len());
-                self.ask(which, 0);
+                let prompt_index = self.dice.below(self.requests.len());
+                self.submit_prompt(prompt_index, 0);
                 left -= 1;
             }
             // Bounds the storm although forks are forked again.
-            let open = self.sent.len() < MOST;
+            let open = self.sent.len() < MAX_REQUESTS;
             match self.dice.below(200) {
                 0 | 1 => {
                     let at = self.dice.below(self.sent.len());
-                    self.sent[at].asked.id.into_iter().for_each(|id| self.engine.cancel(id));
+                    self.sent[at].submitted.id.into_iter().for_each(|id| self.engine.cancel(id));
                 }
                 2 | 3 if open => self.fork(seen),
                 4 | 5 if open => self.save(),
@@ -190,29 +191,29 @@ impl Storm<'_> {
             assert!(
                 outcome != StepOutcome::Idle || !self.engine.has_work(),
                 "{}: nothing is planned",
-                self.what
+                self.case
             );
             self.collect(seen);
         }
-        assert!(self.saving.is_empty(), "{}: a save has no answer", self.what);
+        assert!(self.saving.is_empty(), "{}: a save has no answer", self.case);
     }
 
-    fn judge(&self, seen: &mut Seen) {
-        assert_eq!(self.engine.load().kv_used, 0, "{}", self.what);
-        for Sent { which, given, asked, .. } in &self.sent {
-            let what = format!("{}, prompt {which} and {given} tokens", self.what);
-            let heard = asked.heard();
-            assert_eq!(heard.failed, None, "{what}");
-            let want = &self.want[*which].tokens[*given..];
-            match &heard.finished {
+    fn check_outputs(&self, seen: &mut Seen) {
+        assert_eq!(self.engine.load().kv_used, 0, "{}", self.case);
+        for Sent { prompt_index, given, submitted, .. } in &self.sent {
+            let case = format!("{}, prompt {prompt_index} and {given} tokens", self.case);
+            let output = submitted.output();
+            assert_eq!(output.failed, None, "{case}");
+            let expected = &self.expected[*prompt_index].tokens[*given..];
+            match &output.finished {
                 Some(finished) => {
-                    let most = if *given == 0 { GENERATE as usize } else { want.len() };
-                    assert_eq!(finished.reason, FinishReason::Length, "{what}");
-                    assert_eq!(heard.tokens, want[..most], "{what}");
-                    seen.cached += heard.cached() as u64;
+                    let len = if *given == 0 { GENERATE as usize } else { expected.len() };
+                    assert_eq!(finished.reason, FinishReason::Length, "{case}");
+                    assert_eq!(output.tokens, expected[..len], "{case}");
+                    seen.cached += output.cached() as u64;
                 }
                 None => {
-                    assert!(want.starts_with(&heard.tokens), "{what}");
+                    assert!(expected.starts_with(&output.tokens), "{case}");
                     seen.cancelled += 1;
                 }
             }
@@ -225,10 +226,10 @@ impl Storm<'_> {
 fn a_storm_changes_no_token() {
     let mut seen = Seen::default();
     for model in TINY.into_iter().chain(QUANT) {
-        let ask = |prompt| Ask::greedy(prompt, GENERATE + AFTER).tokens_only();
-        let asks: Vec<Ask> = prompts().into_iter().map(ask).collect();
-        let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-        let want = one_by_one(&mut open(model, &calm), &asks);
+        let request = |prompt| Request::greedy(prompt, GENERATE + AFTER).tokens_only();
+        let requests: Vec<Request> = prompts().into_iter().map(request).collect();
+        let baseline = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
+        let expected = one_by_one(&mut open(model, &baseline), &requests);
         // Windows hold more blocks at once with longer steps.
         let whole = EngineOptions { chunk: Some(0), ..options(model) };
         let longest = LONGEST + (GENERATE + AFTER) as usize;
@@ -244,18 +245,18 @@ fn a_storm_changes_no_token() {
                 ..options(model)
             };
             let mut storm = Storm {
-                what: format!("{model}, seed {seed}"),
+                case: format!("{model}, seed {seed}"),
                 dice,
                 engine: open(model, &options),
-                asks: &asks,
-                want: &want,
+                requests: &requests,
+                expected: &expected,
                 sent: Vec::new(),
                 saving: Vec::new(),
                 saved: Vec::new(),
                 names: 0,
             };
             storm.run(&mut seen);
-            storm.judge(&mut seen);
+            storm.check_outputs(&mut seen);
         }
     }
     let Seen { preempted, cached, cancelled, forks, saves, restores, poisoned } = seen;

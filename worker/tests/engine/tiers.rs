@@ -1,7 +1,7 @@
 //! Evicted prefixes come back from host memory and from files, also after a restart, without changing a bit.
 //! Damaged pieces and those of another origin are computed again.
 
-use crate::harness::{Ask, Asked, Heard, cramped, one_by_one, open, options, prompt, submit};
+use crate::harness::{Output, Request, Submitted, cramped, one_by_one, open, options, prompt, submit};
 use kernels::backend::KvType;
 use kvasir_worker::decoder::StateType;
 use kvasir_worker::engine::{Engine, StepOutcome};
@@ -23,14 +23,14 @@ pub(crate) const KINDS: [&str; 6] = [
 const PROMPT: usize = 200;
 const GENERATE: u32 = 12;
 
-pub(crate) fn asked() -> Ask {
-    Ask::greedy(prompt(1, PROMPT), GENERATE)
+pub(crate) fn base_request() -> Request {
+    Request::greedy(prompt(1, PROMPT), GENERATE)
 }
 
 /// All positions of the prompt and the output, without sharing.
-pub(crate) fn undisturbed(model: &str, ask: &Ask) -> Heard {
+pub(crate) fn undisturbed(model: &str, request: &Request) -> Output {
     let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
-    one_by_one(&mut open(model, &options), std::slice::from_ref(ask)).remove(0)
+    one_by_one(&mut open(model, &options), std::slice::from_ref(request)).remove(0)
 }
 
 /// Options with an arena for little more than one such request.
@@ -45,12 +45,12 @@ pub(crate) fn host(host_bytes: u64) -> TiersConfig {
 
 pub(crate) fn disk(dir: &Path, host_bytes: u64) -> TiersConfig {
     let disk = Some(DiskConfig { dir: dir.to_owned(), bytes: 1 << 30 });
-    TiersConfig { host_bytes, disk, patience: Duration::from_secs(60) }
+    TiersConfig { host_bytes, disk, load_timeout: Duration::from_secs(60) }
 }
 
 /// Runs requests to the end. They may wait for files meanwhile.
-pub(crate) fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
-    let asked: Vec<Asked> = asks.iter().map(|ask| submit(engine, ask)).collect();
+pub(crate) fn finish(engine: &mut Engine, requests: &[Request]) -> Vec<Output> {
+    let submitted: Vec<Submitted> = requests.iter().map(|request| submit(engine, request)).collect();
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.has_work() {
         if engine.step(Instant::now()).unwrap() == StepOutcome::Idle {
@@ -59,7 +59,7 @@ pub(crate) fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
         }
     }
     while engine.copy_out() {}
-    asked.iter().map(Asked::heard).collect()
+    submitted.iter().map(Submitted::output).collect()
 }
 
 /// The files of pieces, without the lock file.
@@ -70,17 +70,17 @@ pub(crate) fn pieces(dir: &Path) -> Vec<PathBuf> {
 
 pub(crate) fn evict(engine: &mut Engine) {
     for seed in 100..108 {
-        finish(engine, &[Ask::greedy(prompt(seed, 330), 2).tokens_only()]);
+        finish(engine, &[Request::greedy(prompt(seed, 330), 2).tokens_only()]);
     }
 }
 
 /// Checks for the same tokens, and the same bits at every position with logits.
-pub(crate) fn assert_same(what: &str, heard: &Heard, want: &Heard) {
-    assert_eq!(heard.failed, None, "{what}");
-    assert_eq!(heard.tokens, want.tokens, "{what}");
-    assert_eq!(heard.logits.len(), want.logits.len() - heard.cached(), "{what}");
-    for (position, row) in &heard.logits {
-        assert!(*row == want.logits[position], "{what}: logits at {position} differ");
+pub(crate) fn assert_same(case: &str, output: &Output, expected: &Output) {
+    assert_eq!(output.failed, None, "{case}");
+    assert_eq!(output.tokens, expected.tokens, "{case}");
+    assert_eq!(output.logits.len(), expected.logits.len() - output.cached(), "{case}");
+    for (position, row) in &output.logits {
+        assert!(*row == expected.logits[position], "{case}: logits at {position} differ");
     }
 }
 
@@ -88,9 +88,9 @@ pub(crate) fn assert_same(what: &str, heard: &Heard, want: &Heard) {
 fn without_tiers_an_evicted_prefix_is_gone() {
     for model in KINDS {
         let mut engine = open(model, &small(model, 16, TiersConfig::default()));
-        finish(&mut engine, &[asked()]);
+        finish(&mut engine, &[base_request()]);
         evict(&mut engine);
-        assert_eq!(finish(&mut engine, &[asked()])[0].cached(), 0, "{model}");
+        assert_eq!(finish(&mut engine, &[base_request()])[0].cached(), 0, "{model}");
     }
 }
 
@@ -98,24 +98,25 @@ fn without_tiers_an_evicted_prefix_is_gone() {
 fn an_evicted_prefix_comes_back_from_host_memory_bit_by_bit() {
     for model in KINDS {
         for block_tokens in [16, 64] {
-            let what = format!("{model}, blocks of {block_tokens}");
+            let case = format!("{model}, blocks of {block_tokens}");
             let mut engine = open(model, &small(model, block_tokens, host(64 << 20)));
-            let first = finish(&mut engine, &[asked()]).remove(0);
-            let want = undisturbed(model, &asked());
-            assert_same(&what, &first, &want);
+            let first = finish(&mut engine, &[base_request()]).remove(0);
+            let expected = undisturbed(model, &base_request());
+            assert_same(&case, &first, &expected);
             evict(&mut engine);
-            let again = finish(&mut engine, &[asked()]).remove(0);
-            assert_eq!(again.cached(), 192, "{what}");
-            assert_same(&what, &again, &want);
-            assert_eq!(engine.metrics().tiers.hits.get(), 1, "{what}");
-            assert_eq!(engine.metrics().tiers.hit_tokens.get(), 192, "{what}");
+            let again = finish(&mut engine, &[base_request()]).remove(0);
+            assert_eq!(again.cached(), 192, "{case}");
+            assert_same(&case, &again, &expected);
+            assert_eq!(engine.metrics().tiers.hits.get(), 1, "{case}");
+            assert_eq!(engine.metrics().tiers.hit_tokens.get(), 192, "{case}");
 
             // The next turn: the generated tokens came back too.
-            let next = Ask::greedy([asked().prompt, first.tokens, prompt(9, 30)].concat(), GENERATE);
+            let next =
+                Request::greedy([base_request().prompt, first.tokens, prompt(9, 30)].concat(), GENERATE);
             evict(&mut engine);
-            let heard = finish(&mut engine, std::slice::from_ref(&next)).remove(0);
-            assert_eq!(heard.cached(), 208, "{what}");
-            assert_same(&what, &heard, &undisturbed(model, &next));
+            let output = finish(&mut engine, std::slice::from_ref(&next)).remove(0);
+            assert_eq!(output.cached(), 208, "{case}");
+            assert_same(&case, &output, &undisturbed(model, &next));
         }
     }
 }
@@ -123,50 +124,50 @@ fn an_evicted_prefix_comes_back_from_host_memory_bit_by_bit() {
 #[test]
 fn a_tier_that_is_too_small_keeps_the_start() {
     let model = KINDS[0];
-    let want = undisturbed(model, &asked());
+    let expected = undisturbed(model, &base_request());
     let mut engine = open(model, &small(model, 16, host(1)));
-    finish(&mut engine, &[asked()]);
+    finish(&mut engine, &[base_request()]);
     evict(&mut engine);
-    let heard = finish(&mut engine, &[asked()]).remove(0);
-    assert_eq!(heard.cached(), 0);
-    assert_same(model, &heard, &want);
+    let output = finish(&mut engine, &[base_request()]).remove(0);
+    assert_eq!(output.cached(), 0);
+    assert_same(model, &output, &expected);
 
     let block = engine.decoder().groups()[0].block_bytes as u64;
     let dir = tempfile::tempdir().unwrap();
     let six = Some(DiskConfig { dir: dir.path().to_owned(), bytes: 6 * (block + 128) });
     let options = small(model, 16, TiersConfig { disk: six, ..disk(dir.path(), 0) });
-    finish(&mut open(model, &options), &[asked()]);
-    let heard = finish(&mut open(model, &options), &[asked()]).remove(0);
-    assert_eq!(heard.cached(), 96);
-    assert_same(model, &heard, &want);
+    finish(&mut open(model, &options), &[base_request()]);
+    let output = finish(&mut open(model, &options), &[base_request()]).remove(0);
+    assert_eq!(output.cached(), 96);
+    assert_same(model, &output, &expected);
 }
 
 #[test]
 fn files_serve_the_next_process_and_a_burst_of_requests() {
     for model in KINDS {
         for host_bytes in [0, 64 << 20] {
-            let what = format!("{model}, {host_bytes} bytes of host memory");
+            let case = format!("{model}, {host_bytes} bytes of host memory");
             let dir = tempfile::tempdir().unwrap();
             let options = small(model, 16, disk(dir.path(), host_bytes));
-            let want = undisturbed(model, &asked());
+            let expected = undisturbed(model, &base_request());
             let mut engine = open(model, &options);
-            finish(&mut engine, &[asked()]);
+            finish(&mut engine, &[base_request()]);
             drop(engine);
             let mut engine = open(model, &options);
-            let heard = finish(&mut engine, &[asked()]).remove(0);
-            assert_eq!(heard.cached(), 192, "{what}");
-            assert_same(&what, &heard, &want);
-            assert_eq!(engine.metrics().tiers.load_failures.get(), 0, "{what}");
+            let output = finish(&mut engine, &[base_request()]).remove(0);
+            assert_eq!(output.cached(), 192, "{case}");
+            assert_same(&case, &output, &expected);
+            assert_eq!(engine.metrics().tiers.load_failures.get(), 0, "{case}");
             evict(&mut engine);
             drop(engine);
 
             let mut engine = open(model, &options);
-            for heard in finish(&mut engine, &[asked(), asked(), asked()]) {
-                assert_eq!(heard.cached(), 192, "{what}");
-                assert_same(&what, &heard, &want);
+            for output in finish(&mut engine, &[base_request(), base_request(), base_request()]) {
+                assert_eq!(output.cached(), 192, "{case}");
+                assert_same(&case, &output, &expected);
             }
-            assert_eq!(engine.metrics().tiers.hits.get(), 1, "{what}: then the arena has it");
-            assert_eq!(engine.load().kv_used, 0, "{what}");
+            assert_eq!(engine.metrics().tiers.hits.get(), 1, "{case}: then the arena has it");
+            assert_eq!(engine.load().kv_used, 0, "{case}");
         }
     }
 }
@@ -176,8 +177,8 @@ fn damaged_files_are_computed_again() {
     for model in KINDS {
         let dir = tempfile::tempdir().unwrap();
         let options = small(model, 16, disk(dir.path(), 0));
-        let want = undisturbed(model, &asked());
-        finish(&mut open(model, &options), &[asked()]);
+        let expected = undisturbed(model, &base_request());
+        finish(&mut open(model, &options), &[base_request()]);
         for (index, path) in pieces(dir.path()).iter().enumerate() {
             let mut bytes = std::fs::read(path).unwrap();
             match index % 2 {
@@ -190,16 +191,16 @@ fn damaged_files_are_computed_again() {
             std::fs::write(path, bytes).unwrap();
         }
         let mut engine = open(model, &options);
-        let heard = finish(&mut engine, &[asked()]).remove(0);
-        assert_eq!(heard.cached(), 0, "{model}");
-        assert_same(model, &heard, &want);
+        let output = finish(&mut engine, &[base_request()]).remove(0);
+        assert_eq!(output.cached(), 0, "{model}");
+        assert_same(model, &output, &expected);
         let failures = engine.metrics().tiers.load_failures.get();
         assert!(failures > 0 && engine.metrics().tiers.hits.get() == 0, "{model}: {failures}");
         drop(engine);
         // The piece was stored again, and is now intact.
-        let heard = finish(&mut open(model, &options), &[asked()]).remove(0);
-        assert_eq!(heard.cached(), 192, "{model}");
-        assert_same(model, &heard, &want);
+        let output = finish(&mut open(model, &options), &[base_request()]).remove(0);
+        assert_eq!(output.cached(), 192, "{model}");
+        assert_same(model, &output, &expected);
     }
 }
 
@@ -208,17 +209,17 @@ fn one_damaged_block_truncates() {
     let model = KINDS[0];
     let dir = tempfile::tempdir().unwrap();
     let options = small(model, 16, disk(dir.path(), 0));
-    finish(&mut open(model, &options), &[asked()]);
-    let want = undisturbed(model, &asked());
+    finish(&mut open(model, &options), &[base_request()]);
+    let expected = undisturbed(model, &base_request());
     let mut served = Vec::new();
     for path in pieces(dir.path()) {
         let whole = std::fs::read(&path).unwrap();
         let mut bytes = whole.clone();
         bytes[100] ^= 1;
         std::fs::write(&path, bytes).unwrap();
-        let heard = finish(&mut open(model, &options), &[asked()]).remove(0);
-        served.push(heard.cached());
-        assert_same(model, &heard, &want);
+        let output = finish(&mut open(model, &options), &[base_request()]).remove(0);
+        served.push(output.cached());
+        assert_same(model, &output, &expected);
         std::fs::write(&path, whole).unwrap();
     }
     // With the first block damaged nothing is served. With the second one, the prefix is too short to be
@@ -234,17 +235,17 @@ fn pieces_of_another_origin_are_not_used() {
         let dir = tempfile::tempdir().unwrap();
         let here = small(model, 16, disk(dir.path(), 0));
         let other = EngineOptions { kv_type: KvType::F16, ..here.clone() };
-        finish(&mut open(model, &other), &[asked()]);
+        finish(&mut open(model, &other), &[base_request()]);
         let other = EngineOptions { state_type: StateType::AutoBf16 { tau: 5 }, ..here.clone() };
         let [origin, own] = [&other, &here].map(|options| open(model, options).origin());
         if origin != own {
-            finish(&mut open(model, &other), &[asked()]);
+            finish(&mut open(model, &other), &[base_request()]);
         }
         assert!(!pieces(dir.path()).is_empty());
         let mut engine = open(model, &here);
-        let heard = finish(&mut engine, &[asked()]).remove(0);
-        assert_eq!((heard.cached(), engine.metrics().tiers.loads.get()), (0, 0), "{model}");
-        assert_same(model, &heard, &undisturbed(model, &asked()));
+        let output = finish(&mut engine, &[base_request()]).remove(0);
+        assert_eq!((output.cached(), engine.metrics().tiers.loads.get()), (0, 0), "{model}");
+        assert_same(model, &output, &undisturbed(model, &base_request()));
     }
 }
 
@@ -253,22 +254,22 @@ fn the_wait_of_a_request_for_files_is_bounded_and_can_be_cancelled() {
     let model = KINDS[0];
     let dir = tempfile::tempdir().unwrap();
     let options = small(model, 16, disk(dir.path(), 0));
-    finish(&mut open(model, &options), &[asked()]);
+    finish(&mut open(model, &options), &[base_request()]);
 
     let mut engine = open(model, &options);
-    let asked_twice = [submit(&mut engine, &asked()), submit(&mut engine, &asked())];
+    let waiting_twice = [submit(&mut engine, &base_request()), submit(&mut engine, &base_request())];
     assert_eq!(engine.load().waiting, 2);
     engine.check().unwrap();
-    engine.cancel(asked_twice[0].id.unwrap());
+    engine.cancel(waiting_twice[0].id.unwrap());
     assert_eq!(engine.load().waiting, 1, "the other one waits for a leader that is gone");
     engine.check().unwrap();
     let rest = finish(&mut engine, &[]);
-    assert!(rest.is_empty() && asked_twice[0].heard().started.is_none());
-    assert_eq!(asked_twice[1].heard().cached(), 192);
+    assert!(rest.is_empty() && waiting_twice[0].output().started.is_none());
+    assert_eq!(waiting_twice[1].output().cached(), 192);
     drop(engine);
 
     let mut engine = open(model, &options);
-    let waiting = submit(&mut engine, &asked());
+    let waiting = submit(&mut engine, &base_request());
     assert!(!engine.can_compute(), "it waits for files");
     engine.cancel(waiting.id.unwrap());
     assert!(!engine.has_work());
@@ -276,8 +277,8 @@ fn the_wait_of_a_request_for_files_is_bounded_and_can_be_cancelled() {
     engine.check().unwrap();
     drop(engine);
 
-    let tiers = TiersConfig { patience: Duration::ZERO, ..disk(dir.path(), 0) };
+    let tiers = TiersConfig { load_timeout: Duration::ZERO, ..disk(dir.path(), 0) };
     let mut engine = open(model, &EngineOptions { tiers, ..options });
-    let heard = finish(&mut engine, &[asked()]).remove(0);
-    assert_same(model, &heard, &undisturbed(model, &asked()));
+    let output = finish(&mut engine, &[base_request()]).remove(0);
+    assert_same(model, &output, &undisturbed(model, &base_request()));
 }

@@ -26,7 +26,7 @@ use transport::service::{CoordinatorApi, deadline};
 use transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Incoming};
 
 /// Test timeout for slow machines.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Root of all requests.
 pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 
@@ -49,14 +49,14 @@ pub(crate) fn options(kv_type: KvType) -> EngineOptions {
         chunk: Some(64),
         max_rows: Some(1024),
         max_sequences: Some(16),
-        pull_patience: Some(PATIENCE),
+        pull_timeout: Some(TIMEOUT),
         ..EngineOptions::default()
     }
 }
 
-/// Awaits `future`. On timeout the test fails with `what`.
-pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} takes too long"))
+/// Awaits `future`. On timeout the test fails with `name`.
+pub(crate) async fn with_timeout<T>(name: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{name} takes too long"))
 }
 
 pub(crate) struct Cluster {
@@ -169,18 +169,18 @@ impl Cluster {
         let api = Api(Arc::clone(&report), Arc::clone(&shipping));
         // The worker dials before its model is loaded.
         let accepted = async {
-            let connection = soon("joining", self.coordinator.accept()).await.unwrap();
-            tokio::spawn(attend(connection.clone(), api));
+            let connection = with_timeout("joining", self.coordinator.accept()).await.unwrap();
+            tokio::spawn(serve_connection(connection.clone(), api));
             Ok(connection)
         };
         let identity = self.identity(name);
         let (service, connection) = tokio::try_join!(WorkerService::start(config, &identity), accepted)?;
-        soon("joining", service.joined()).await;
+        with_timeout("joining", service.joined()).await;
         Ok(Worker { service, node, connection, report, shipping })
     }
 }
 
-async fn attend(connection: Connection, api: Api) {
+async fn serve_connection(connection: Connection, api: Api) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
             Incoming::CoordinatorRpc(rpc) => drop(tokio::spawn(rpc.serve(api.clone()))),
@@ -221,10 +221,10 @@ impl Worker {
         self.connection.open_generate(&request).await.unwrap()
     }
 
-    pub(crate) async fn ask(&self, prompt: &[u32], pull: Option<PullSource>) -> Generated {
+    pub(crate) async fn generate(&self, prompt: &[u32], pull: Option<PullSource>) -> Generated {
         let mut stream = self.open(prompt, pull).await;
         let mut answer = Generated::default();
-        while let Some(frame) = soon("a frame", stream.next()).await {
+        while let Some(frame) = with_timeout("a frame", stream.next()).await {
             match frame.unwrap() {
                 GenerateFrame::Started(started) => {
                     (answer.cached, answer.lookup) = (started.cached_tokens, started.hit_stop);
@@ -241,11 +241,11 @@ impl Worker {
     }
 
     /// Waits until no request runs or waits and no block is in use.
-    pub(crate) async fn settles(&self) {
+    pub(crate) async fn wait_until_idle(&self) {
         let api = self.connection.worker_api().await.unwrap();
-        soon("settling", async {
+        with_timeout("settling", async {
             loop {
-                let WorkerStatus { load, .. } = api.status(deadline(PATIENCE)).await.unwrap();
+                let WorkerStatus { load, .. } = api.status(deadline(TIMEOUT)).await.unwrap();
                 if (load.running, load.waiting, load.kv_used) == (0, 0, 0) {
                     return;
                 }
@@ -258,14 +258,14 @@ impl Worker {
     /// The value of a metric; 0 if it is missing.
     pub(crate) async fn metric(&self, series: &str) -> f64 {
         let api = self.connection.worker_api().await.unwrap();
-        let text = api.metrics_text(deadline(PATIENCE)).await.unwrap();
+        let text = api.metrics_text(deadline(TIMEOUT)).await.unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         line.map_or(0.0, |value| value.parse().unwrap())
     }
 
     /// Waits for a report of KV transfers that satisfies `is`.
-    pub(crate) async fn reports(&self, what: &str, is: impl Fn(&PullReport) -> bool) {
-        soon(what, async {
+    pub(crate) async fn wait_for_report(&self, name: &str, is: impl Fn(&PullReport) -> bool) {
+        with_timeout(name, async {
             while !is(&self.report.lock().unwrap()) {
                 tokio::task::yield_now().await;
             }

@@ -22,21 +22,21 @@ async fn prefixes_are_transferred_between_devices_of_one_class_only() {
     };
     let prompt: Vec<u32> = (0..40).map(|i| 5 + (i * i * 31 + i * 7) % 350).collect();
     let cluster = Cluster::new();
-    let holds = cluster.worker("holds", model, simulated.clone()).await;
-    let want = holds.ask(&prompt, None).await;
-    assert_eq!((want.cached, want.tokens.len()), (0, 12));
-    let pulls = cluster.worker("pulls", model, simulated).await;
-    let answer = pulls.ask(&prompt, Some(holds.source(32))).await;
-    assert_same(model, &answer, &want);
+    let holder = cluster.worker("holds", model, simulated.clone()).await;
+    let expected = holder.generate(&prompt, None).await;
+    assert_eq!((expected.cached, expected.tokens.len()), (0, 12));
+    let puller = cluster.worker("pulls", model, simulated).await;
+    let answer = puller.generate(&prompt, Some(holder.source(32))).await;
+    assert_same(model, &answer, &expected);
     assert_eq!((answer.cached, &*answer.lookup), (32, "prompt_end transfer=32"));
     let on_cpu = cluster.worker("cpu", model, options(KvType::F32)).await;
-    let answer = on_cpu.ask(&prompt, Some(holds.source(32))).await;
-    assert_eq!((answer.cached, &answer.tokens), (0, &want.tokens), "{}", answer.lookup);
+    let answer = on_cpu.generate(&prompt, Some(holder.source(32))).await;
+    assert_eq!((answer.cached, &answer.tokens), (0, &expected.tokens), "{}", answer.lookup);
     assert_eq!(on_cpu.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await, 0.0);
     let op = "kvasir_device_ops{op=\"delta_net\",device=\"ptx-sim\",isa=\"sm_121a\"}";
-    assert_eq!((pulls.metric(op).await, on_cpu.metric(op).await), (1.0, 0.0));
-    for worker in [holds, pulls, on_cpu] {
-        worker.settles().await;
+    assert_eq!((puller.metric(op).await, on_cpu.metric(op).await), (1.0, 0.0));
+    for worker in [holder, puller, on_cpu] {
+        worker.wait_until_idle().await;
         worker.service.stop().await;
     }
 }

@@ -109,11 +109,15 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
 type Whole = (PulledPiece, Vec<u8>);
 
 /// All pieces that the engine offers for these tokens.
-fn whole(engine: &mut Engine, asked: &PullRequest, tokens: &[u32]) -> Result<(u32, Vec<Whole>), PullRefusal> {
-    let offer = engine.kv_sender().offer(&asked.origin, asked.root, tokens, asked.have)?;
+fn whole(
+    engine: &mut Engine,
+    request: &PullRequest,
+    tokens: &[u32],
+) -> Result<(u32, Vec<Whole>), PullRefusal> {
+    let offer = engine.kv_sender().offer(&request.origin, request.root, tokens, request.have)?;
     let prefix = &tokens[..offer.tokens as usize];
-    let names = Namer::new(&engine.origin()).unwrap().names(asked.root, prefix);
-    let copies = engine.kv_sender().copy_pieces(asked.root, prefix, &offer.pieces)?;
+    let names = Namer::new(&engine.origin()).unwrap().names(request.root, prefix);
+    let copies = engine.kv_sender().copy_pieces(request.root, prefix, &offer.pieces)?;
     let head = |((group, end, _), piece): (&(u32, u32, usize), SentPiece)| {
         let bytes = piece.read().unwrap();
         let digest = names.piece(*group as usize, *end).unwrap().digest(&bytes);
@@ -123,12 +127,12 @@ fn whole(engine: &mut Engine, asked: &PullRequest, tokens: &[u32]) -> Result<(u3
 }
 
 async fn send(engine: &Mutex<Engine>, call: PullCall, fault: Fault, notice: &mpsc::UnboundedSender<Notice>) {
-    let PullCall { request: asked, mut reply } = call;
-    let mut tokens = asked.tokens.clone();
+    let PullCall { request, mut reply } = call;
+    let mut tokens = request.tokens.clone();
     if fault == Fault::OtherTokens {
         tokens[0] ^= 1;
     }
-    let whole = whole(&mut engine.lock().unwrap(), &asked, &tokens);
+    let whole = whole(&mut engine.lock().unwrap(), &request, &tokens);
     let (tokens, mut pieces) = match whole {
         Ok(whole) => whole,
         Err(refusal) => return reply.fail(refusal).await.unwrap(),
@@ -144,8 +148,8 @@ async fn send(engine: &Mutex<Engine>, call: PullCall, fault: Fault, notice: &mps
     }
     let cancelled = reply.cancelled();
     reply.head(PullHead { tokens, pieces: pieces.len() as u32 }).await.unwrap();
-    let most = if matches!(fault, Fault::Dies | Fault::Silent) { 3 } else { pieces.len() };
-    for (piece, bytes) in pieces.iter().take(most) {
+    let limit = if matches!(fault, Fault::Dies | Fault::Silent) { 3 } else { pieces.len() };
+    for (piece, bytes) in pieces.iter().take(limit) {
         // The receiver may cancel once it has seen a fault.
         if reply.piece(*piece, bytes).await.is_err() {
             return;

@@ -1,6 +1,6 @@
 //! A worker that is drained and stopped while it serves.
 
-use crate::{PATIENCE, pair, request};
+use crate::{TIMEOUT, pair, request};
 use kvasir_worker::service::WorkerService;
 use proto::message::GenerateFrame;
 use tokio::task::JoinSet;
@@ -17,15 +17,15 @@ async fn end(worker: WorkerService) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_accepted_call_is_served_until_its_end_has_arrived() {
     for round in 0..ROUNDS {
-        let pair = tokio::time::timeout(PATIENCE, pair()).await.unwrap();
+        let pair = tokio::time::timeout(TIMEOUT, pair()).await.unwrap();
         let mut stream = pair.connection.open_generate(&request(TOKENS)).await.unwrap();
         // Drain before the first token, or after it or a later one has arrived.
-        let told_after = round % 8;
+        let drain_after = round % 8;
         let mut worker = Some(pair.worker);
         let mut ending = JoinSet::new();
         let (mut tokens, mut refused) = (0, false);
         let finished = loop {
-            if tokens >= told_after {
+            if tokens >= drain_after {
                 worker.take().into_iter().for_each(|worker| drop(ending.spawn(end(worker))));
             }
             match stream.next().await {
@@ -41,6 +41,6 @@ async fn an_accepted_call_is_served_until_its_end_has_arrived() {
         };
         // A call that was not accepted may be refused; an accepted one is served completely.
         assert!(if refused { tokens == 0 } else { finished && tokens == TOKENS }, "round {round}: {tokens}");
-        tokio::time::timeout(PATIENCE, ending.join_all()).await.unwrap();
+        tokio::time::timeout(TIMEOUT, ending.join_all()).await.unwrap();
     }
 }

@@ -1,6 +1,6 @@
 //! A worker on a host with little free memory.
 
-use crate::{PATIENCE, pair_above, request};
+use crate::{TIMEOUT, pair_above, request};
 use kvasir_worker::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor};
 use proto::message::{GenerateError, GenerateFrame};
 use proto::worker::WorkerState;
@@ -33,20 +33,20 @@ async fn while_memory_is_short_no_new_work_is_taken() {
     let floor = HostFloor { floor: MemoryFloor { bytes: 800 }, memory: host.clone() };
     let pair = pair_above(Some(floor)).await;
     let api = pair.connection.worker_api().await.unwrap();
-    let becomes = async |wanted: WorkerState| {
+    let wait_for_state = async |expected: WorkerState| {
         let start = Instant::now();
         loop {
-            let status = api.status(deadline(PATIENCE)).await.unwrap();
-            if status.load.state == wanted {
+            let status = api.status(deadline(TIMEOUT)).await.unwrap();
+            if status.load.state == expected {
                 return;
             }
-            assert!(start.elapsed() < PATIENCE, "{:?}, not {wanted:?}", status.load.state);
+            assert!(start.elapsed() < TIMEOUT, "{:?}, not {expected:?}", status.load.state);
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    becomes(WorkerState::Ready).await;
+    wait_for_state(WorkerState::Ready).await;
     host.0.store(700, Ordering::Relaxed);
-    becomes(WorkerState::Draining).await;
+    wait_for_state(WorkerState::Draining).await;
     let answer = readyz(pair.worker.ops_address()).await;
     assert!(
         answer.starts_with("HTTP/1.1 503") && answer.contains("free memory is below the floor"),
@@ -55,13 +55,13 @@ async fn while_memory_is_short_no_new_work_is_taken() {
     let mut stream = pair.connection.open_generate(&request(3)).await.unwrap();
     let refused = stream.next().await.unwrap().unwrap();
     assert!(matches!(refused, GenerateFrame::Failed(GenerateError::Draining)), "{refused:?}");
-    let metrics = api.metrics_text(deadline(PATIENCE)).await.unwrap();
+    let metrics = api.metrics_text(deadline(TIMEOUT)).await.unwrap();
     assert!(
         metrics.contains("kvasir_host_memory_short 1\n") && metrics.contains("available_bytes 700\n"),
         "{metrics}"
     );
     host.0.store(2000, Ordering::Relaxed);
-    becomes(WorkerState::Ready).await;
+    wait_for_state(WorkerState::Ready).await;
     let answer = readyz(pair.worker.ops_address()).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     pair.worker.stop().await;

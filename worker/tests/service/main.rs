@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 use transport::service::CoordinatorApi;
 use transport::{Connection, Endpoint, EndpointConfig, Incoming};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn any_port() -> SocketAddr {
     ([127, 0, 0, 1], 0).into()
@@ -57,7 +57,7 @@ impl CoordinatorApi for Coordinator {
 struct Pair {
     worker: WorkerService,
     connection: Connection,
-    _serves: JoinSet<()>,
+    _rpc_tasks: JoinSet<()>,
     _endpoint: Endpoint,
 }
 
@@ -89,28 +89,30 @@ async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig
         engine: EngineOptions { threads: Some(1), kv_bytes: Some(8 << 20), ..EngineOptions::default() },
         part: WorkPart::Both,
         snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
-        stall_floor: PATIENCE,
+        stall_floor: TIMEOUT,
         pool: None,
         floor,
     };
     change(&mut config);
     let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
     let connection = endpoint.accept().await.unwrap();
-    let (say, mut said) = mpsc::unbounded_channel();
+    let (report_tx, mut report_rx) = mpsc::unbounded_channel();
     let serving = connection.clone();
-    let mut serves = JoinSet::new();
-    serves.spawn(async move {
+    let mut rpc_tasks = JoinSet::new();
+    rpc_tasks.spawn(async move {
         // Kept open but not read: a worker whose event stream is refused disconnects.
         let mut unread = Vec::new();
         while let Ok(incoming) = serving.accept().await {
             match incoming {
-                Incoming::CoordinatorRpc(rpc) => drop(tokio::spawn(rpc.serve(Coordinator(say.clone())))),
+                Incoming::CoordinatorRpc(rpc) => {
+                    drop(tokio::spawn(rpc.serve(Coordinator(report_tx.clone()))))
+                }
                 other => unread.push(other),
             }
         }
     });
-    said.recv().await.unwrap();
-    Pair { worker, connection, _serves: serves, _endpoint: endpoint }
+    report_rx.recv().await.unwrap();
+    Pair { worker, connection, _rpc_tasks: rpc_tasks, _endpoint: endpoint }
 }
 
 fn model_id() -> ModelId {

@@ -1,6 +1,6 @@
 //! Sessions of operations over QUIC, on a worker that serves only operations.
 
-use super::{PATIENCE, Pair, pair_of};
+use super::{Pair, TIMEOUT, pair_of};
 use proto::ids::{ModelId, RequestId};
 use proto::operation::{
     Operation, OperationError, OperationInput, OperationOptions, OperationOutput, OperationRequest, Pcm,
@@ -38,7 +38,7 @@ async fn open(pair: &Pair, operation: Operation) -> Result<OperationSession, Ope
         trace: None,
     };
     let opened = pair.connection.open_operation(&request);
-    timeout(PATIENCE, opened).await.unwrap().unwrap()
+    timeout(TIMEOUT, opened).await.unwrap().unwrap()
 }
 
 async fn answers(
@@ -47,7 +47,7 @@ async fn answers(
 ) -> Vec<OperationOutput> {
     let mut all = Vec::new();
     while !all.last().is_some_and(until) {
-        all.push(timeout(PATIENCE, session.answers.next()).await.unwrap().unwrap());
+        all.push(timeout(TIMEOUT, session.answers.next()).await.unwrap().unwrap());
     }
     all
 }
@@ -65,30 +65,30 @@ async fn a_session_hears_segments_resets_and_finishes() {
     {
         vad.sender.send(&input).await.unwrap();
     }
-    let told = answers(&mut vad, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
+    let outputs = answers(&mut vad, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
     let probability = 1.0;
-    let heard = [
+    let segment = [
         OperationOutput::Windows(vec![proto::operation::VoiceWindow { start: 0, probability }]),
         OperationOutput::SpeechStarted { at: 0 },
         OperationOutput::SpeechEnded { at: 512 },
         OperationOutput::Segmented { at: 512 },
     ];
-    let expected: Vec<_> = heard
+    let expected: Vec<_> = segment
         .iter()
         .cloned()
         .chain([OperationOutput::Restarted])
-        .chain(heard.iter().cloned())
+        .chain(segment.iter().cloned())
         .chain([OperationOutput::Finished { samples: 1024 }])
         .collect();
-    assert_eq!(told, expected);
+    assert_eq!(outputs, expected);
 
     let mut turn = open(&pair, Operation::TurnDetection).await.unwrap();
     turn.sender.send(&OperationInput::Samples(Pcm::F32(vec![0.5; 1000]))).await.unwrap();
     turn.sender.send(&OperationInput::Finish).await.unwrap();
-    let told = answers(&mut turn, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
-    assert!(matches!(told[0], OperationOutput::Turn(turn) if turn.at == 1000), "{told:?}");
+    let outputs = answers(&mut turn, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
+    assert!(matches!(outputs[0], OperationOutput::Turn(turn) if turn.at == 1000), "{outputs:?}");
     assert_eq!(
-        told[1..],
+        outputs[1..],
         [OperationOutput::Segmented { at: 1000 }, OperationOutput::Finished { samples: 1000 }]
     );
     pair.worker.stop().await;
@@ -106,8 +106,8 @@ async fn unserved_operations_are_refused_and_limits_hold() {
     impatient.worker.stop().await;
 
     let pair = worker(SessionLimits { sessions: 1, samples: 1000, ..SessionLimits::default() }).await;
-    let nobody = open(&pair, Operation::Asr).await.err();
-    assert_eq!(nobody, Some(OperationError::NotServed { operation: Operation::Asr }));
+    let unserved = open(&pair, Operation::Asr).await.err();
+    assert_eq!(unserved, Some(OperationError::NotServed { operation: Operation::Asr }));
     let mut first = open(&pair, Operation::Vad).await.unwrap();
     assert_eq!(open(&pair, Operation::Vad).await.err(), Some(OperationError::TooManySessions { limit: 1 }));
     first.sender.send(&OperationInput::Close).await.unwrap();
@@ -134,7 +134,7 @@ async fn unserved_operations_are_refused_and_limits_hold() {
             }
         }
     };
-    drop(timeout(PATIENCE, again).await.unwrap());
+    drop(timeout(TIMEOUT, again).await.unwrap());
     pair.worker.stop().await;
 }
 
@@ -144,19 +144,20 @@ async fn a_worker_that_drains_finishes_its_sessions() {
     let pair = worker(SessionLimits::default()).await;
     let mut session = open(&pair, Operation::Vad).await.unwrap();
     let api = pair.connection.worker_api().await.unwrap();
-    api.drain(transport::service::deadline(PATIENCE)).await.unwrap();
+    api.drain(transport::service::deadline(TIMEOUT)).await.unwrap();
     assert_eq!(open(&pair, Operation::Vad).await.err(), Some(OperationError::Draining));
     let drained = tokio::spawn(async move {
         pair.worker.drain().await;
         pair
     });
     session.sender.send(&OperationInput::Samples(Pcm::F32(vec![1.0; 512]))).await.unwrap();
-    let told = answers(&mut session, |answer| matches!(answer, OperationOutput::SpeechStarted { .. })).await;
-    assert_eq!(told.len(), 2);
+    let outputs =
+        answers(&mut session, |answer| matches!(answer, OperationOutput::SpeechStarted { .. })).await;
+    assert_eq!(outputs.len(), 2);
     assert!(!drained.is_finished());
     session.sender.send(&OperationInput::Close).await.unwrap();
     let end = answers(&mut session, |_| true).await;
     assert_eq!(end, [OperationOutput::Finished { samples: 512 }], "closed, not judged");
-    let pair = timeout(PATIENCE, drained).await.unwrap().unwrap();
+    let pair = timeout(TIMEOUT, drained).await.unwrap().unwrap();
     pair.worker.stop().await;
 }

@@ -1,6 +1,6 @@
 //! Chunks over several sockets: all lanes are used, and strikes count for the source.
 
-use crate::cluster::{Cluster, Generated, options, path, soon};
+use crate::cluster::{Cluster, Generated, options, path, with_timeout};
 use crate::peer::{Fault, Peer};
 use crate::{LLAMA, chunk_bytes, empty, find, manifest, prompt};
 use kernels::backend::KvType;
@@ -48,7 +48,7 @@ fn generate(dir: &Path) -> String {
 fn chunks(model: &str) -> usize {
     let manifest = manifest(model);
     let names = manifest.header().tensors().flat_map(|info| manifest.chunks(info.name()).unwrap());
-    names.map(|place| place.id).collect::<HashSet<_>>().len()
+    names.map(|chunk| chunk.id).collect::<HashSet<_>>().len()
 }
 
 /// The results of a worker that fetched the model.
@@ -65,9 +65,9 @@ async fn fetched(cluster: &Cluster, model: &str, from: Vec<String>, lanes: usize
     let held = find(cluster, &ModelRef::Digest(manifest(model).digest()), &store, &from).await;
     let shipping = ShippingConfig { store: Some(store), from, lanes };
     let started = cluster.worker_of("fetches", held.path().to_owned(), shipping, options(KvType::F32));
-    let worker = soon("a start", started).await;
+    let worker = with_timeout("a start", started).await;
     let fetched = Fetched {
-        answer: worker.ask(&prompt(), None).await,
+        answer: worker.generate(&prompt(), None).await,
         quic: worker.service.quic_address(),
         bytes: worker.metric("kvasir_shard_fetched_bytes_total").await,
         struck: worker.metric("kvasir_shard_sources_struck_total{source=\"liar\"}").await,
@@ -80,10 +80,10 @@ async fn fetched(cluster: &Cluster, model: &str, from: Vec<String>, lanes: usize
 /// The generated model, and the answer of a worker that has its file.
 async fn model(cluster: &Cluster, dir: &Path) -> (String, Generated) {
     let model = generate(dir);
-    let holds = cluster.worker("holds", &model, options(KvType::F32)).await;
-    let want = holds.ask(&prompt(), None).await;
-    holds.service.stop().await;
-    (model, want)
+    let holder = cluster.worker("holds", &model, options(KvType::F32)).await;
+    let expected = holder.generate(&prompt(), None).await;
+    holder.service.stop().await;
+    (model, expected)
 }
 
 fn all(sent: &BTreeMap<SocketAddr, usize>) -> usize {
@@ -93,11 +93,11 @@ fn all(sent: &BTreeMap<SocketAddr, usize>) -> usize {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn all_lanes_are_used_and_a_single_lane_is_the_workers_own_socket() {
     let (cluster, dir) = (Cluster::new(), tempfile::tempdir().unwrap());
-    let (model, want) = model(&cluster, dir.path()).await;
+    let (model, expected) = model(&cluster, dir.path()).await;
     for lanes in [1, 2, 4] {
         let peer = Peer::start(&cluster, "peer", &model, Fault::Honest);
         let fetched = fetched(&cluster, &model, vec![peer.address()], lanes).await;
-        assert_eq!(fetched.answer, want, "{lanes} lanes");
+        assert_eq!(fetched.answer, expected, "{lanes} lanes");
         assert_eq!(fetched.bytes, chunk_bytes(&model) as f64, "{lanes} lanes");
         let sent = peer.sent();
         assert_eq!((sent.len(), all(&sent)), (lanes, chunks(&model)), "{sent:?}");
@@ -106,12 +106,12 @@ async fn all_lanes_are_used_and_a_single_lane_is_the_workers_own_socket() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_lost_lane_was_to_bring_comes_all_the_same() {
+async fn chunks_of_a_lost_lane_arrive_over_others() {
     let (cluster, dir) = (Cluster::new(), tempfile::tempdir().unwrap());
-    let (model, want) = model(&cluster, dir.path()).await;
+    let (model, expected) = model(&cluster, dir.path()).await;
     let peer = Peer::start(&cluster, "peer", &model, Fault::LosesALane);
     let fetched = fetched(&cluster, &model, vec![peer.address()], 4).await;
-    assert_eq!(fetched.answer, want);
+    assert_eq!(fetched.answer, expected);
     assert!(peer.has_lost_a_lane());
     let sent = peer.sent();
     // Chunks in flight on the lost lane are sent twice.
@@ -121,10 +121,10 @@ async fn what_a_lost_lane_was_to_bring_comes_all_the_same() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_source_that_accepts_few_connections_sends_over_those() {
     let (cluster, dir) = (Cluster::new(), tempfile::tempdir().unwrap());
-    let (model, want) = model(&cluster, dir.path()).await;
+    let (model, expected) = model(&cluster, dir.path()).await;
     let peer = Peer::start(&cluster, "peer", &model, Fault::TakesTwo);
     let fetched = fetched(&cluster, &model, vec![peer.address()], 4).await;
-    assert_eq!(fetched.answer, want);
+    assert_eq!(fetched.answer, expected);
     let sent = peer.sent();
     assert!((1..=2).contains(&sent.len()) && all(&sent) == chunks(&model), "{sent:?}");
     assert!(peer.turned_away() > 0);
@@ -133,12 +133,12 @@ async fn a_source_that_accepts_few_connections_sends_over_those() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_source_that_sends_wrong_bytes_over_all_lanes_is_dropped_once() {
     let (cluster, dir) = (Cluster::new(), tempfile::tempdir().unwrap());
-    let (model, want) = model(&cluster, dir.path()).await;
+    let (model, expected) = model(&cluster, dir.path()).await;
     let liar = Peer::start(&cluster, "liar", &model, Fault::FlippedBits);
     let honest = Peer::start(&cluster, "honest", &model, Fault::Honest);
     let from = vec![liar.address(), honest.address()];
     let fetched = fetched(&cluster, &model, from, 4).await;
-    assert_eq!(fetched.answer, want);
+    assert_eq!(fetched.answer, expected);
     assert_eq!(fetched.struck, 1.0);
     assert!(fetched.refused >= 3.0, "{}", fetched.refused);
     assert!(liar.sent().len() >= 2, "it lied over one lane only: {:?}", liar.sent());

@@ -61,9 +61,9 @@ impl Peer {
         let mut chunks = HashMap::new();
         for info in file.tensors() {
             let bytes = file.tensor_data(info.name()).unwrap();
-            for place in manifest.chunks(info.name()).unwrap() {
-                let start = place.offset as usize;
-                chunks.insert(place.id, bytes[start..start + place.bytes].to_vec());
+            for chunk in manifest.chunks(info.name()).unwrap() {
+                let start = chunk.offset as usize;
+                chunks.insert(chunk.id, bytes[start..start + chunk.bytes].to_vec());
             }
         }
         let manifest = manifest.encoded().to_vec();

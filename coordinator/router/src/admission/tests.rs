@@ -103,10 +103,10 @@ fn a_blocked_lane_does_not_block_the_others() {
 #[test]
 fn requests_put_back_go_first_and_expired_ones_are_removed() {
     let (mut q, now) = queue(100, 1_000);
-    let later = now + Duration::from_secs(1);
+    let deadline = now + Duration::from_secs(1);
     q.push("a", item("late", 3, now));
-    q.push("a", item("a1", 1, later));
-    q.push_back_first("a", item("back", 1, later));
+    q.push("a", item("a1", 1, deadline));
+    q.push_back_first("a", item("back", 1, deadline));
     assert_eq!(q.expire(now), [item("late", 3, now)]);
     assert_eq!(q.tokens(), 2);
     assert_eq!(drained(&mut q), ["back", "a1"]);
@@ -127,10 +127,10 @@ fn urgent_requests_overtake_those_that_have_not_waited_long() {
     assert!(rank(start, i32::MAX) < rank(start + Duration::from_secs(201), i32::MIN));
 }
 
-/// Offers until one request is placed, by the answers of `says` to names; returns its name.
-fn one(queue: &mut Queue<Item>, says: impl Fn(&str) -> Verdict) -> Option<&'static str> {
+/// Offers until one request is placed, by the answers of `verdict` to names; returns its name.
+fn offer_one(queue: &mut Queue<Item>, verdict: impl Fn(&str) -> Verdict) -> Option<&'static str> {
     let mut taken = None;
-    queue.drain(|item, yields| match says(item.name) {
+    queue.drain(|item, yields| match verdict(item.name) {
         _ if taken.is_some() => Offered::Stuck(item),
         Verdict::Stays => Offered::Stuck(item),
         Verdict::Yields if yields => Offered::Yields(item),
@@ -156,15 +156,15 @@ fn a_yielding_or_stuck_request_is_overtaken_by_a_few_close_behind() {
     let names = ["a", "b", "c", "d", "e"];
     names.into_iter().for_each(|name| q.push("t", item(name, 1, now)));
     let but = |others, one, answer| move |name: &str| if name == one { answer } else { others };
-    assert_eq!(one(&mut q, but(Stays, "e", Goes)), None, "too far behind");
-    assert_eq!(one(&mut q, but(Stays, "d", Goes)), Some("d"));
-    assert_eq!(one(&mut q, but(Yields, "c", Goes)), Some("c"));
-    assert_eq!(one(&mut q, but(Stays, "b", Yields)), Some("b"), "nobody can go in its stead");
-    assert_eq!(one(&mut q, |_| Yields), Some("a"));
+    assert_eq!(offer_one(&mut q, but(Stays, "e", Goes)), None, "too far behind");
+    assert_eq!(offer_one(&mut q, but(Stays, "d", Goes)), Some("d"));
+    assert_eq!(offer_one(&mut q, but(Yields, "c", Goes)), Some("c"));
+    assert_eq!(offer_one(&mut q, but(Stays, "b", Yields)), Some("b"), "nobody can go in its stead");
+    assert_eq!(offer_one(&mut q, |_| Yields), Some("a"));
     assert_eq!((q.requests(), q.tokens()), (1, 1));
     // Requests of another priority do not overtake.
     q.push("t", Item { priority: 1, rank: rank(now, 1), ..item("f", 1, now) });
-    assert_eq!(one(&mut q, but(Yields, "f", Goes)), Some("e"));
+    assert_eq!(offer_one(&mut q, but(Yields, "f", Goes)), Some("e"));
 }
 
 #[test]
@@ -240,11 +240,11 @@ proptest! {
                 waiting[tenant] -= 1;
             }
         }
-        let (most, least) = (served.iter().max().unwrap(), served.iter().min().unwrap());
+        let (max, min) = (served.iter().max().unwrap(), served.iter().min().unwrap());
         let slack = 2 * longest.iter().max().unwrap();
-        prop_assert!(most - least <= slack, "{served:?} {longest:?}");
+        prop_assert!(max - min <= slack, "{served:?} {longest:?}");
         // In the long run the shares are within a fifth of each other.
-        prop_assert!(*most < 5 * slack || least * 5 >= most * 4, "{served:?} {longest:?}");
+        prop_assert!(*max < 5 * slack || min * 5 >= max * 4, "{served:?} {longest:?}");
     }
 
     /// Whichever requests yield or are stuck, a request is overtaken from behind within its tenant only a

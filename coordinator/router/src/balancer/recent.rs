@@ -5,7 +5,7 @@
 
 use super::RouteRequest;
 use crate::routing::transfer::Pull;
-use crate::routing::{self, Candidate, Parts, Query, RoutingDecision};
+use crate::routing::{self, Candidate, CostEstimate, Query, RoutingDecision};
 use crate::slot::Slot;
 use crate::timeline::Timeline;
 use proto::ids::{Attempt, NodeId};
@@ -132,7 +132,7 @@ pub struct Decided {
 
 impl Decided {
     /// The estimates for each candidate, in their order.
-    pub fn parts(&self) -> Vec<Parts> {
+    pub fn parts(&self) -> Vec<CostEstimate> {
         routing::explain(&self.query, &self.candidates)
     }
 }
@@ -217,8 +217,8 @@ impl Recent {
             changed: self.changes,
         });
         while self.records.len() > DECISIONS || (self.candidates > CANDIDATES && self.records.len() > 1) {
-            let gone = self.records.pop_front();
-            self.candidates -= gone.map_or(0, |record| record.decided.candidates.len());
+            let evicted = self.records.pop_front();
+            self.candidates -= evicted.map_or(0, |record| record.decided.candidates.len());
         }
     }
 
@@ -240,8 +240,8 @@ impl Recent {
         let (request, names) = (Arc::clone(request), Arc::clone(names));
         self.prompts.push_back(RequestedPrompt { request, at: *at, slot: choice.slot, names });
         while self.prompts.len() > PROMPTS || (self.units > PROMPT_UNITS && self.prompts.len() > 1) {
-            let gone = self.prompts.pop_front();
-            self.units -= gone.map_or(0, |prompt| prompt.request.chain.len());
+            let evicted = self.prompts.pop_front();
+            self.units -= evicted.map_or(0, |prompt| prompt.request.chain.len());
         }
     }
 

@@ -63,8 +63,8 @@ impl Rig {
         let fetch =
             Action::Fetch { node: node(name), epoch: Epoch(epoch), need: GapRepair::Replay { from: 1 } };
         assert_eq!(actions.remove(0), fetch);
-        let nothing = KvEventBatch { epoch: Epoch(epoch), first_sequence: 1, events: vec![] };
-        assert_eq!(self.balancer.replayed(&node(name), Epoch(epoch), Some(nothing)), Ok(None));
+        let no_events = KvEventBatch { epoch: Epoch(epoch), first_sequence: 1, events: vec![] };
+        assert_eq!(self.balancer.replayed(&node(name), Epoch(epoch), Some(no_events)), Ok(None));
         actions.extend(self.balancer.load(self.now, &node(name), report(epoch), 3));
         actions
     }
@@ -161,8 +161,8 @@ fn a_tenant_is_not_kept_out_by_anothers_requests() {
         rig.balancer.started(rig.now, ticket, 0);
         (ticket, actions.len())
     };
-    let of_one: Vec<_> = (0..40).map(|_| goes(&mut rig, "x")).collect();
-    assert_eq!(of_one.iter().map(|(_, placed)| placed).sum::<usize>(), 32);
+    let of_first: Vec<_> = (0..40).map(|_| goes(&mut rig, "x")).collect();
+    assert_eq!(of_first.iter().map(|(_, placed)| placed).sum::<usize>(), 32);
     let others: Vec<_> = ["y", "y", "y", "z"].map(|tenant| goes(&mut rig, tenant)).to_vec();
     assert_eq!(others.iter().map(|(_, placed)| *placed).collect::<Vec<_>>(), [1, 1, 0, 1]);
     // An ended request makes room for one of its own tenant, not for one of the tenant that has filled the
@@ -178,12 +178,12 @@ fn requests_beyond_capacity_are_queued_and_served_fairly() {
     let mut rig = Rig::new(policy, &["a"]);
     let (first, actions) = rig.plain();
     assert_eq!(only(&actions).reason, Reason::Only);
-    let mut later = Vec::new();
+    let mut waiting = Vec::new();
     for tenant in ["x", "x", "y"] {
         let request = rig.request(tenant, 10, chain([]));
         let (ticket, actions) = rig.submit(request).unwrap();
         assert_eq!(actions, []);
-        later.push(ticket);
+        waiting.push(ticket);
     }
     assert_eq!(rig.balancer.queue(), QueueView { requests: 3, tokens: 30 });
     let mut order = Vec::new();
@@ -192,7 +192,7 @@ fn requests_beyond_capacity_are_queued_and_served_fairly() {
         order.push(next);
         running = next;
     }
-    assert_eq!(order, [later[0], later[2], later[1]]);
+    assert_eq!(order, [waiting[0], waiting[2], waiting[1]]);
 }
 
 #[test]
@@ -214,14 +214,14 @@ fn an_expired_request_is_refused_and_a_cancelled_one_leaves_the_queue() {
     let mut rig = Rig::new(Policy { max_inflight: 1, lease: Duration::MAX, ..Policy::default() }, &["a"]);
     rig.plain();
     let request = rig.request("t", 10, chain([]));
-    let (late, _) = rig.submit(request).unwrap();
+    let (queued, _) = rig.submit(request).unwrap();
     let request = rig.request("t", 10, chain([]));
-    let (gone, _) = rig.submit(request).unwrap();
-    assert_eq!(rig.balancer.ended(rig.now, gone, 0), []);
+    let (cancelled, _) = rig.submit(request).unwrap();
+    assert_eq!(rig.balancer.ended(rig.now, cancelled, 0), []);
     assert_eq!(rig.balancer.queue().requests, 1);
     assert_eq!(rig.balancer.tick(rig.now + Duration::from_secs(59), 0), []);
     let actions = rig.balancer.tick(rig.now + Duration::from_secs(60), 0);
-    assert_eq!(actions, [Action::Refuse(late, Refusal::Deadline)]);
+    assert_eq!(actions, [Action::Refuse(queued, Refusal::Deadline)]);
 }
 
 #[test]
@@ -265,7 +265,7 @@ fn a_lost_workers_requests_go_to_another_and_back_when_it_returns() {
 }
 
 #[test]
-fn who_declines_is_not_asked_again_and_attempts_are_bounded() {
+fn a_worker_that_refused_is_not_tried_again_and_attempts_are_bounded() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let (ticket, actions) = rig.plain();
     let first = only(&actions).node.clone();
@@ -391,12 +391,12 @@ enum Step {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let any_one = 0..64usize;
+    let index = 0..64usize;
     prop_oneof![
         6 => (1u32..200, 0u64..4).prop_map(|(tokens, family)| Step::Submit(tokens, family)),
-        4 => any_one.clone().prop_map(Step::Started),
-        4 => any_one.clone().prop_map(Step::Ended),
-        2 => (any_one, any::<bool>()).prop_map(|(n, declined)| Step::Retry(n, declined)),
+        4 => index.clone().prop_map(Step::Started),
+        4 => index.clone().prop_map(Step::Ended),
+        2 => (index, any::<bool>()).prop_map(|(n, declined)| Step::Retry(n, declined)),
         1 => (0u8..3).prop_map(Step::Leave),
         2 => (0u8..3).prop_map(Step::Join),
         2 => (0u8..3, 0u64..10_000).prop_map(|(w, pending)| Step::Report(w, pending)),
@@ -520,13 +520,13 @@ fn a_model_that_will_be_served_again_is_awaited_for_a_bounded_time() {
     assert_eq!(actions, []);
     let served = rig.join("a", 2);
     assert!(matches!(&served[..], [Action::Assign(assigned, _)] if *assigned == ticket), "{served:?}");
-    let (late, actions) = {
+    let (queued, actions) = {
         rig.leave("a", 2);
         rig.submit(rig.request("t", 100, chain(0..6))).unwrap()
     };
     assert_eq!(actions, []);
     rig.now += Duration::from_secs(11);
-    assert_eq!(rig.balancer.tick(rig.now, 1), [Action::Refuse(late, Refusal::NoWorker)]);
+    assert_eq!(rig.balancer.tick(rig.now, 1), [Action::Refuse(queued, Refusal::NoWorker)]);
     assert_eq!(rig.submit(rig.request("t", 100, chain(0..6))).unwrap_err(), Refusal::NoWorker);
 }
 

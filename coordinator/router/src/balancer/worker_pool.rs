@@ -34,9 +34,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long requests wait for a worker that should take work but whose last report says that it drains. Drain
-/// and undrain requests of several coordinators can cross, and the reported state is as old as the last
-/// report.
+/// How long requests wait for a worker that should take work but was draining in its last report. Drain and
+/// undrain requests of several coordinators can cross, and the reported state is as old as the last report.
 const RESUMES_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
@@ -204,24 +203,24 @@ impl WorkerPool {
             request.operation.is_none_or(offers)
         };
         let serving = self.serving(&request.model);
-        let wanted: Vec<(&Member, &Load)> =
+        let eligible: Vec<(&Member, &Load)> =
             serving.filter(|(m, load)| state.accepts(m) && offers(m, load)).collect();
-        if wanted.is_empty() && self.expects(now, &request.model) {
+        if eligible.is_empty() && self.expects(now, &request.model) {
             return Offered::Stuck(state);
         }
-        if wanted.is_empty() {
+        if eligible.is_empty() {
             let declined = !state.declined_by.is_empty() && self.serves(&request.model);
             let refusal = if declined { Refusal::AttemptsFailed } else { Refusal::NoWorker };
             actions.push(Action::Refuse(state.ticket, refusal));
             return Offered::Taken;
         }
-        let lively = |&&(_, load): &&(&Member, &Load)| self.is_lively(now, load);
-        let any_lively = wanted.iter().any(|w| lively(&w));
+        let lively = |&&(_, load): &&(&Member, &Load)| self.is_responsive(now, load);
+        let any_lively = eligible.iter().any(|w| lively(&w));
         let overlap = self.index.lookup(&request.chain);
-        let wanted: Vec<(&Member, &Load)> =
-            wanted.into_iter().filter(|w| !any_lively || lively(&w)).collect();
-        let generates = Self::generates(&wanted);
-        let mut candidates: Vec<Candidate> = wanted
+        let eligible: Vec<(&Member, &Load)> =
+            eligible.into_iter().filter(|w| !any_lively || lively(&w)).collect();
+        let generates = Self::generates(&eligible);
+        let mut candidates: Vec<Candidate> = eligible
             .iter()
             .filter(|(_, load)| generates(load))
             .filter(|(_, load)| load.has_room(&request.tenant, self.policy.max_inflight))
@@ -233,7 +232,7 @@ impl WorkerPool {
         if !candidates.is_empty() && self.holds_back(&candidates, &state, cached.unwrap_or(0)) {
             return Offered::Stuck(state);
         }
-        self.offer_pulls(now, &state, &wanted, &overlap, &mut candidates);
+        self.offer_pulls(now, &state, &eligible, &overlap, &mut candidates);
         let common = state.common(&candidates);
         let standing = common.and_then(|(key, units)| {
             let holds = |slot| candidates.iter().any(|c| c.slot == slot && c.units >= units);
@@ -267,7 +266,7 @@ impl WorkerPool {
         if choice.reason == Reason::Prefix && group.is_some_and(|key| self.groups.leads(key, choice.slot)) {
             choice.reason = Reason::Group;
         }
-        let supply = self.supply(now, &state, &choice, &wanted, &candidates);
+        let supply = self.supply(now, &state, &choice, &eligible, &candidates);
         let assignment = Assignment {
             node: member.register.node.clone(),
             epoch: member.register.epoch,
@@ -493,8 +492,8 @@ impl WorkerPool {
     }
 
     /// Whether the worker reports in time and is not stalled.
-    fn is_lively(&self, now: Instant, load: &Load) -> bool {
-        load.is_lively(now, self.policy.suspect_after)
+    fn is_responsive(&self, now: Instant, load: &Load) -> bool {
+        load.is_responsive(now, self.policy.suspect_after)
     }
 
     /// Whether the request should stay in the queue, where any worker can take it and tenants take turns: all

@@ -21,7 +21,7 @@ const AWAITED: usize = 256;
 /// Maximum of unfulfilled ones among these that are skipped per event batch.
 const PASSED_OVER: usize = 3;
 /// Initial capacity for reservations that are not sorted yet.
-const FRESH: usize = 16;
+const UNSORTED_CAPACITY: usize = 16;
 /// Maximum bytes of the queue of ended requests.
 const AWAITED_BYTES: usize = AWAITED * size_of::<ReservationId>();
 
@@ -44,7 +44,7 @@ pub(super) struct Claims {
     live: HashMap<ReservationId, Reservation>,
     by_slot: HashMap<Slot, OfSlot>,
     chain_bytes: usize,
-    fresh_bytes: usize,
+    unsorted_bytes: usize,
 }
 
 /// The live reservations at one worker.
@@ -56,7 +56,7 @@ struct OfSlot {
     live: usize,
     ordered: BTreeSet<Expected>,
     /// Reservations that are not sorted yet; may include released ones.
-    fresh: Vec<ReservationId>,
+    unsorted: Vec<ReservationId>,
     /// Reservations of ended requests, in the order of their end, which is mostly that of the events; may
     /// include released ones.
     settled: VecDeque<ReservationId>,
@@ -109,18 +109,18 @@ impl Claims {
         {
             tree.insert_chain(&chain, Change::Expect { held, expected });
             self.chain_bytes += size_of_val(&chain[..]);
-            let Self { live, by_slot, fresh_bytes, .. } = self;
+            let Self { live, by_slot, unsorted_bytes, .. } = self;
             live.insert(id, Reservation { slot, chain, until: None, ordered: false });
             let of_slot = by_slot.entry(slot).or_default();
             of_slot.live += 1;
-            *fresh_bytes -= of_slot.fresh_bytes();
-            if of_slot.fresh.len() == of_slot.fresh.capacity() {
+            *unsorted_bytes -= of_slot.unsorted_bytes();
+            if of_slot.unsorted.len() == of_slot.unsorted.capacity() {
                 // Keeps the capacity small without scanning on every call.
-                of_slot.fresh.retain(|id| live.get(id).is_some_and(|reservation| !reservation.ordered));
-                of_slot.fresh.reserve_exact(of_slot.fresh.len() + FRESH);
+                of_slot.unsorted.retain(|id| live.get(id).is_some_and(|reservation| !reservation.ordered));
+                of_slot.unsorted.reserve_exact(of_slot.unsorted.len() + UNSORTED_CAPACITY);
             }
-            of_slot.fresh.push(id);
-            *fresh_bytes += of_slot.fresh_bytes();
+            of_slot.unsorted.push(id);
+            *unsorted_bytes += of_slot.unsorted_bytes();
         }
         id
     }
@@ -140,19 +140,19 @@ impl Claims {
     pub(super) fn release(&mut self, id: ReservationId, lanes: &Lanes, tree: &mut Tree) {
         let Some(Reservation { slot, chain, ordered, .. }) = self.live.remove(&id) else { return };
         self.chain_bytes -= size_of_val(&chain[..]);
-        let gone = Expected { chain, id };
+        let released = Expected { chain, id };
         if let Some(of_slot) = self.by_slot.get_mut(&slot) {
             of_slot.live -= 1;
             if ordered {
-                of_slot.ordered.remove(&gone);
+                of_slot.ordered.remove(&released);
             }
         }
         let expected = lanes.of(slot).and_then(|pair| pair.expected);
         // Usually the worker has already announced everything.
-        if let Some(expected) = expected.filter(|lane| tree.meets_path(&gone.chain, *lane)) {
+        if let Some(expected) = expected.filter(|lane| tree.meets_path(&released.chain, *lane)) {
             // Units that other reservations expect stay.
-            let shared = self.longest_shared(slot, &gone);
-            tree.remove_path(&gone.chain, shared, gone.chain.len(), expected);
+            let shared = self.longest_shared(slot, &released);
+            tree.remove_path(&released.chain, shared, released.chain.len(), expected);
         }
         if self.by_slot.get(&slot).is_some_and(|of_slot| of_slot.live == 0) {
             self.forget(slot);
@@ -160,26 +160,26 @@ impl Claims {
     }
 
     /// Length of the longest prefix that the released chain shares with another live one of this worker.
-    fn longest_shared(&mut self, slot: Slot, gone: &Expected) -> usize {
-        let Self { live, by_slot, fresh_bytes, .. } = self;
+    fn longest_shared(&mut self, slot: Slot, released: &Expected) -> usize {
+        let Self { live, by_slot, unsorted_bytes, .. } = self;
         let Some(of_slot) = by_slot.get_mut(&slot) else { return 0 };
-        *fresh_bytes -= of_slot.fresh_bytes();
-        for id in std::mem::take(&mut of_slot.fresh) {
+        *unsorted_bytes -= of_slot.unsorted_bytes();
+        for id in std::mem::take(&mut of_slot.unsorted) {
             let Some(reservation) = live.get_mut(&id).filter(|reservation| !reservation.ordered) else {
                 continue;
             };
             reservation.ordered = true;
             of_slot.ordered.insert(Expected { chain: Arc::clone(&reservation.chain), id });
         }
-        let before = of_slot.ordered.range(..gone).next_back();
-        let behind = of_slot.ordered.range((Bound::Excluded(gone), Bound::Unbounded)).next();
-        let share = |other: &Expected| common(&other.chain, &gone.chain);
+        let before = of_slot.ordered.range(..released).next_back();
+        let behind = of_slot.ordered.range((Bound::Excluded(released), Bound::Unbounded)).next();
+        let share = |other: &Expected| common(&other.chain, &released.chain);
         before.into_iter().chain(behind).map(share).max().unwrap_or(0)
     }
 
     fn forget(&mut self, slot: Slot) -> OfSlot {
         let of_slot = self.by_slot.remove(&slot).unwrap_or_default();
-        self.fresh_bytes -= of_slot.fresh_bytes();
+        self.unsorted_bytes -= of_slot.unsorted_bytes();
         of_slot
     }
 
@@ -199,7 +199,7 @@ impl Claims {
     }
 
     /// Called after the worker's events: releases ended reservations that are now fulfilled.
-    pub(super) fn heard(&mut self, slot: Slot, lanes: &Lanes, tree: &mut Tree) {
+    pub(super) fn release_fulfilled(&mut self, slot: Slot, lanes: &Lanes, tree: &mut Tree) {
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
         let mut at = 0;
         while at <= PASSED_OVER
@@ -224,8 +224,8 @@ impl Claims {
     }
 
     pub(super) fn clear(&mut self, slot: Slot) {
-        let OfSlot { ordered, fresh, .. } = self.forget(slot);
-        for id in ordered.into_iter().map(|expected| expected.id).chain(fresh) {
+        let OfSlot { ordered, unsorted, .. } = self.forget(slot);
+        for id in ordered.into_iter().map(|expected| expected.id).chain(unsorted) {
             if let Some(reservation) = self.live.remove(&id) {
                 self.chain_bytes -= size_of_val(&reservation.chain[..]);
             }
@@ -243,7 +243,7 @@ impl Claims {
             + set_bytes(self.live.len())
             + self.by_slot.len() * (set_bytes(1) + AWAITED_BYTES)
             + self.chain_bytes
-            + self.fresh_bytes
+            + self.unsorted_bytes
     }
 
     fn growth(&self, units: usize) -> usize {
@@ -253,22 +253,23 @@ impl Claims {
             + units * size_of::<BlockId>()
             + 2 * set_bytes(1)
             + AWAITED_BYTES
-            + 2 * self.fresh_bytes
-            + FRESH * size_of::<ReservationId>()
+            + 2 * self.unsorted_bytes
+            + UNSORTED_CAPACITY * size_of::<ReservationId>()
     }
 }
 
 impl OfSlot {
-    fn fresh_bytes(&self) -> usize {
-        self.fresh.capacity() * size_of::<ReservationId>()
+    fn unsorted_bytes(&self) -> usize {
+        self.unsorted.capacity() * size_of::<ReservationId>()
     }
 
     fn chains<'a>(
         &'a self,
         live: &'a HashMap<ReservationId, Reservation>,
     ) -> impl Iterator<Item = &'a Arc<[BlockId]>> {
-        let fresh = self.fresh.iter().filter_map(|id| live.get(id)).map(|reservation| &reservation.chain);
-        self.ordered.iter().map(|expected| &expected.chain).chain(fresh)
+        let unsorted =
+            self.unsorted.iter().filter_map(|id| live.get(id)).map(|reservation| &reservation.chain);
+        self.ordered.iter().map(|expected| &expected.chain).chain(unsorted)
     }
 }
 

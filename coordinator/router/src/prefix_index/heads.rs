@@ -6,9 +6,9 @@ use proto::block::BlockId;
 /// One counter of one byte for this many bytes of the index budget.
 const SHARE: u64 = 256;
 /// Minimum of counters.
-const LEAST: u64 = 1 << 8;
+const MIN_COUNTERS: u64 = 1 << 8;
 /// Maximum of counters: more would not fit the processor's caches.
-const MOST: u64 = 1 << 22;
+const MAX_COUNTERS: u64 = 1 << 22;
 
 /// A counting filter with one hash. A saturated counter stays saturated, so that no id is ever missed.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub(super) struct Heads(Box<[u8]>);
 impl Heads {
     /// For an index with a budget of `max_bytes`.
     pub(super) fn new(max_bytes: u64) -> Self {
-        let counters = (max_bytes / SHARE).clamp(LEAST, MOST).next_power_of_two();
+        let counters = (max_bytes / SHARE).clamp(MIN_COUNTERS, MAX_COUNTERS).next_power_of_two();
         Self(vec![0; usize::try_from(counters).unwrap_or(usize::MAX)].into_boxed_slice())
     }
 
@@ -28,24 +28,24 @@ impl Heads {
     /// If `false`, no strand begins with this id.
     #[inline]
     pub(super) fn may_begin(&self, id: &BlockId) -> bool {
-        self.0[self.place(id)] > 0
+        self.0[self.index(id)] > 0
     }
 
     pub(super) fn add(&mut self, id: &BlockId) {
-        let place = self.place(id);
-        self.0[place] = self.0[place].saturating_add(1);
+        let index = self.index(id);
+        self.0[index] = self.0[index].saturating_add(1);
     }
 
     pub(super) fn remove(&mut self, id: &BlockId) {
-        let place = self.place(id);
-        let counter = &mut self.0[place];
+        let index = self.index(id);
+        let counter = &mut self.0[index];
         if *counter < u8::MAX {
             *counter = counter.saturating_sub(1);
         }
     }
 
     #[inline]
-    fn place(&self, id: &BlockId) -> usize {
+    fn index(&self, id: &BlockId) -> usize {
         let bits = u128::from_le_bytes(id.0);
         // Ids are outputs of a keyed hash; the multiplication also spreads the ids of tests.
         let folded = (bits as u64 ^ (bits >> 64) as u64).wrapping_mul(0xd6e8_feb8_6659_fd93);

@@ -10,7 +10,7 @@ use crate::slot::Slot;
 
 /// Number of strands swept with every change.
 const STRANDS_A_STEP: u32 = 512;
-const NOBODY: u16 = u16::MAX;
+const NO_SLOT: u16 = u16::MAX;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pair {
@@ -72,7 +72,7 @@ impl Lanes {
     /// The slot of this lane; `None` if the lane was dropped.
     #[inline]
     pub(super) fn slot(&self, lane: Lane) -> Option<usize> {
-        self.slots.get(usize::from(lane)).filter(|&&slot| slot != NOBODY).map(|&slot| usize::from(slot))
+        self.slots.get(usize::from(lane)).filter(|&&slot| slot != NO_SLOT).map(|&slot| usize::from(slot))
     }
 
     pub(super) fn join(&mut self, slot: Slot, tree: &mut Tree) {
@@ -129,17 +129,17 @@ impl Lanes {
     }
 
     fn give_up(&mut self, lane: Lane) {
-        self.slots[usize::from(lane)] = NOBODY;
+        self.slots[usize::from(lane)] = NO_SLOT;
         self.given_up.push(lane);
     }
 
     fn take(&mut self, slot: Slot, tree: &mut Tree) -> Lane {
         // Two lanes per slot are far fewer than the maximum. Only dropped lanes can have used them up.
-        while self.free.is_empty() && self.slots.len() >= usize::from(NOBODY) {
+        while self.free.is_empty() && self.slots.len() >= usize::from(NO_SLOT) {
             self.sweep(tree);
         }
         let lane = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(NOBODY);
+            self.slots.push(NO_SLOT);
             tree.set_lanes(self.slots.len());
             (self.slots.len() - 1) as Lane
         });

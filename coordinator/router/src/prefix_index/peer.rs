@@ -44,10 +44,10 @@ pub enum PeerError {
         epoch: Epoch,
     },
     /// The peer knows nothing newer.
-    #[error("the transfer ends at event {told}, which is already applied")]
+    #[error("the transfer ends at event {sequence}, which is already applied")]
     Old {
         /// The last event that the transfer contains.
-        told: u64,
+        sequence: u64,
     },
     /// The worker has left meanwhile.
     #[error("{0} has left")]
@@ -122,7 +122,7 @@ impl Export {
                 Ok(Some(frame))
             }
             TransferPart::Body(sending) => {
-                let Some(frame) = sending.part(index, self.pace) else {
+                let Some(frame) = sending.next_frame(index, self.pace) else {
                     let digest = *sending.hasher.finalize().as_bytes();
                     self.part = TransferPart::Done;
                     return encode(&PeerIndexFrame::End { digest }).map(Some);
@@ -137,7 +137,7 @@ impl Export {
 }
 
 impl Sending {
-    fn part(&mut self, index: &PrefixIndex, pace: Pace) -> Option<PeerIndexFrame> {
+    fn next_frame(&mut self, index: &PrefixIndex, pace: Pace) -> Option<PeerIndexFrame> {
         let held = index.lanes.of(self.slot)?.held;
         let (mut runs, mut units, mut strands) = (Vec::<KvRun>::new(), 0, 0);
         while units < pace.units && strands < pace.strands {
@@ -196,14 +196,14 @@ impl Import {
 
     /// Whether parts have been imported. Until the last frame, only a part of the worker's units is in the
     /// index. If the last frame does not arrive, a snapshot must be fetched from the worker.
-    pub fn begun(&self) -> bool {
+    pub fn has_started(&self) -> bool {
         self.hasher.is_some()
     }
 
     /// Takes the next frame. The last one returns which later events to fetch from the worker itself. Until
     /// these have arrived, the worker's events are buffered.
     pub fn take(&mut self, index: &mut PrefixIndex, bytes: &[u8]) -> Result<Option<GapRepair>, PeerError> {
-        let part = match codec::decode(bytes, Cap::Events)? {
+        let frame = match codec::decode(bytes, Cap::Events)? {
             PeerIndexFrame::Roots(roots) => {
                 roots.into_iter().for_each(|root| index.root(root));
                 return Ok(None);
@@ -213,7 +213,7 @@ impl Import {
                     return Err(PeerError::Another { node, epoch });
                 }
                 if index.stream(self.slot).is_none_or(|view| view.applied >= sequence) {
-                    return Err(PeerError::Old { told: sequence });
+                    return Err(PeerError::Old { sequence });
                 }
                 self.hasher = Some(blake3::Hasher::new());
                 KvSnapshotFrame::Begin { epoch, sequence }
@@ -230,7 +230,7 @@ impl Import {
             }
         };
         self.hasher.as_mut().ok_or(PeerError::NoWorker)?.update(bytes);
-        index.install(self.slot, part).map_err(|_| PeerError::Left(self.node.clone()))?;
+        index.install(self.slot, frame).map_err(|_| PeerError::Left(self.node.clone()))?;
         Ok(None)
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 /// A worker's holdings or its expected holdings: see [`lanes`](super::lanes).
 pub(super) type Lane = u16;
 
-const ONE: u32 = 1 << 31;
+const SINGLE: u32 = 1 << 31;
 
 /// A set of lanes. Stored copies are reference-counted in the pool ([`Sets::acquire`], [`Sets::release`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,16 +16,16 @@ pub(super) struct Set(u32);
 impl Set {
     pub(super) const EMPTY: Self = Self(0);
 
-    pub(super) fn one(lane: Lane) -> Self {
-        Self(ONE | u32::from(lane))
+    pub(super) fn single(lane: Lane) -> Self {
+        Self(SINGLE | u32::from(lane))
     }
 
-    fn as_one(self) -> Option<Lane> {
-        (self.0 & ONE != 0).then_some(self.0 as Lane)
+    fn as_single(self) -> Option<Lane> {
+        (self.0 & SINGLE != 0).then_some(self.0 as Lane)
     }
 
     fn pooled(self) -> Option<usize> {
-        (self.0 & ONE == 0).then(|| (self.0 as usize).checked_sub(1)).flatten()
+        (self.0 & SINGLE == 0).then(|| (self.0 as usize).checked_sub(1)).flatten()
     }
 }
 
@@ -76,7 +76,7 @@ impl Sets {
 
     pub(super) fn contains(&self, set: Set, lane: Lane) -> bool {
         let word = |words: &[u64]| words.get(usize::from(lane) / 64).copied().unwrap_or(0);
-        match set.as_one() {
+        match set.as_single() {
             Some(one) => one == lane,
             None => self.words(set).is_some_and(|words| word(words) & bit(lane) != 0),
         }
@@ -84,7 +84,7 @@ impl Sets {
 
     #[inline]
     pub(super) fn for_each(&self, set: Set, mut visit: impl FnMut(Lane)) {
-        if let Some(lane) = set.as_one() {
+        if let Some(lane) = set.as_single() {
             visit(lane);
             return;
         }
@@ -122,7 +122,7 @@ impl Sets {
     /// `set` plus `lane`, acquired.
     pub(super) fn with(&mut self, set: Set, lane: Lane) -> Set {
         if set == Set::EMPTY {
-            return Set::one(lane);
+            return Set::single(lane);
         }
         if self.contains(set, lane) {
             return self.acquire(set);
@@ -154,7 +154,7 @@ impl Sets {
 
     /// Whether `set` and the bit set `lanes` intersect.
     pub(super) fn meets(&self, set: Set, lanes: &[u64]) -> bool {
-        match set.as_one() {
+        match set.as_single() {
             Some(one) => lanes.get(usize::from(one) / 64).is_some_and(|word| word & bit(one) != 0),
             None => self.words(set).unwrap_or_default().iter().zip(lanes).any(|(a, b)| a & b != 0),
         }
@@ -167,7 +167,7 @@ impl Sets {
     /// Loads the words of `set` into the scratch, at least `len` of them.
     fn load(&mut self, set: Set, len: usize) {
         self.scratch.clear();
-        if let Some(one) = set.as_one() {
+        if let Some(one) = set.as_single() {
             self.scratch.resize(usize::from(one) / 64 + 1, 0);
             self.scratch[usize::from(one) / 64] = bit(one);
         } else if let Some(entry) = set.pooled().and_then(|index| self.pool.get(index)) {
@@ -186,7 +186,7 @@ impl Sets {
         let lanes: u32 = self.scratch.iter().map(|word| word.count_ones()).sum();
         if lanes < 2 {
             let Some(&last) = self.scratch.last() else { return Set::EMPTY };
-            return Set::one(((self.scratch.len() - 1) * 64) as Lane + last.trailing_zeros() as Lane);
+            return Set::single(((self.scratch.len() - 1) * 64) as Lane + last.trailing_zeros() as Lane);
         }
         if let Some(&index) = self.numbers.get(&self.scratch[..]) {
             return self.acquire(Set(index + 1));

@@ -194,7 +194,7 @@ impl Strand {
     pub(super) fn add_fork(&mut self, at: u32) {
         match self.forks.binary_search_by_key(&at, |&(at, _)| at) {
             Ok(found) => self.forks[found].1 += 1,
-            Err(place) => self.forks.insert(place, (at, 1)),
+            Err(index) => self.forks.insert(index, (at, 1)),
         }
     }
 

@@ -105,20 +105,20 @@ impl Stream {
         Ok((ready, need))
     }
 
-    /// Takes one part of a replay, except the last.
-    pub(super) fn replaying(&mut self, part: KvEventBatch) -> Result<Vec<KvEvent>, StreamError> {
-        self.check_epoch(part.epoch)?;
-        check_sequence(&part)?;
+    /// Takes one batch of a replay, except the last.
+    pub(super) fn replaying(&mut self, batch: KvEventBatch) -> Result<Vec<KvEvent>, StreamError> {
+        self.check_epoch(batch.epoch)?;
+        check_sequence(&batch)?;
         let mut ready = Vec::new();
-        // After a gap in the replay nothing more is taken; the last part reports it.
-        if self.installing.is_none() && part.first_sequence <= self.applied + 1 {
-            self.advance(part, &mut ready);
+        // After a gap in the replay nothing more is taken; the last batch reports it.
+        if self.installing.is_none() && batch.first_sequence <= self.applied + 1 {
+            self.advance(batch, &mut ready);
         }
         Ok(ready)
     }
 
-    /// Takes the last part of a replay: a batch that is empty if nothing was missed, or `None` if the events
-    /// are gone.
+    /// Takes the last batch of a replay. It is empty if nothing was missed, and `None` if the events are no
+    /// longer held.
     pub(super) fn replayed(
         &mut self,
         epoch: Epoch,
@@ -157,8 +157,8 @@ impl Stream {
     }
 
     pub(super) fn check_installing(&self) -> Result<(), StreamError> {
-        let going_on = self.installing.is_some() && self.pending == Some(GapRepair::Snapshot);
-        going_on.then_some(()).ok_or(StreamError::NoSnapshot)
+        let in_progress = self.installing.is_some() && self.pending == Some(GapRepair::Snapshot);
+        in_progress.then_some(()).ok_or(StreamError::NoSnapshot)
     }
 
     pub(super) fn installed(&mut self) -> Result<Step, StreamError> {
@@ -206,11 +206,11 @@ impl Stream {
         if last <= self.applied {
             return;
         }
-        let known = usize::try_from(self.applied + 1 - batch.first_sequence).unwrap_or(usize::MAX);
-        if known == 0 && ready.is_empty() {
+        let skipped = usize::try_from(self.applied + 1 - batch.first_sequence).unwrap_or(usize::MAX);
+        if skipped == 0 && ready.is_empty() {
             *ready = batch.events;
         } else {
-            ready.extend(batch.events.into_iter().skip(known));
+            ready.extend(batch.events.into_iter().skip(skipped));
         }
         self.applied = last;
     }

@@ -47,7 +47,7 @@ fn install(
     slot: Slot,
     snapshot: KvSnapshot,
 ) -> Result<Option<GapRepair>, StreamError> {
-    snapshot.into_parts().map(|part| index.install(slot, part)).last().unwrap()
+    snapshot.into_parts().map(|frame| index.install(slot, frame)).last().unwrap()
 }
 
 /// Joins a worker without any events.
@@ -62,8 +62,8 @@ fn events_that_come_before_the_first_replay_wait_for_it() {
     let s = slot(0);
     index.join(s, Epoch(1));
     assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(None));
-    let told = batch(1, 1, vec![stored([1]), stored([2]), removed([1])]);
-    assert_eq!(index.replayed(s, Epoch(1), Some(told)), Ok(None));
+    let replay = batch(1, 1, vec![stored([1]), stored([2]), removed([1])]);
+    assert_eq!(index.replayed(s, Epoch(1), Some(replay)), Ok(None));
     assert_eq!(index.lookup(&chain([1, 2])).units(s), 2);
     assert_eq!(index.lookup(&chain([1])).units(s), 0);
     assert_eq!(index.stream(s).unwrap().applied, 3);
@@ -174,8 +174,8 @@ fn duplicates_are_ignored_and_other_epochs_refused() {
     assert_eq!(index.apply(s, batch(1, 1, vec![stored([1]), removed([1]), stored([2])])), Ok(None));
     assert_eq!(index.lookup(&chain([1])).units(s), 0);
     assert_eq!(index.lookup(&chain([1, 2])).units(s), 2);
-    let stale = index.apply(s, batch(0, 4, vec![stored([9])]));
-    assert_eq!(stale, Err(StreamError::WrongEpoch { expected: Epoch(1), got: Epoch(0) }));
+    let refused = index.apply(s, batch(0, 4, vec![stored([9])]));
+    assert_eq!(refused, Err(StreamError::WrongEpoch { expected: Epoch(1), got: Epoch(0) }));
     assert_eq!(
         index.apply(s, batch(1, 0, vec![stored([9])])),
         Err(StreamError::BadSequence { first: 0, len: 1 })
@@ -253,8 +253,8 @@ fn a_settled_reservation_ends_when_its_events_have_arrived() {
     index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
     (1_000..1_003).for_each(|last| settled(&mut index, last));
     for (number, (last, left)) in (2..).zip([(1_001, 2), (1_002, 1), (1_003, 1), (1_000, 0)]) {
-        let told = KvEvent::Stored { parent: unit(1), units: vec![unit(last)], medium: Medium::Device };
-        index.apply(s, batch(1, number, vec![told])).unwrap();
+        let event = KvEvent::Stored { parent: unit(1), units: vec![unit(last)], medium: Medium::Device };
+        index.apply(s, batch(1, number, vec![event])).unwrap();
         assert_eq!(index.size().reservations, left, "{last}");
     }
     assert_eq!(index.lookup(&chain([1, 1_000])).units(s), 2);
@@ -365,7 +365,7 @@ proptest! {
         plain.apply(slot(0), batch(1, 1, events.clone())).unwrap();
         let mut index = joined(1);
         let mut at = 0;
-        let mut wanted: Option<GapRepair> = None;
+        let mut pending: Option<GapRepair> = None;
         for (len, lost, repeated) in cuts.iter().cycle().copied() {
             if at == events.len() {
                 break;
@@ -374,10 +374,10 @@ proptest! {
             let from = if repeated { at.saturating_sub(3) } else { at };
             if !lost {
                 let need = index.apply(slot(0), batch(1, from as u64 + 1, events[from..end].to_vec())).unwrap();
-                wanted = wanted.or(need);
+                pending = pending.or(need);
             }
             at = end;
-            if let Some(GapRepair::Replay { from }) = wanted.take_if(|_| repeated) {
+            if let Some(GapRepair::Replay { from }) = pending.take_if(|_| repeated) {
                 let from_index = from as usize - 1;
                 let missing = batch(1, from, events[from_index..at].to_vec());
                 prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(missing)), Ok(None));
@@ -386,7 +386,7 @@ proptest! {
         // A final event reveals any loss at the end.
         let last = events.len() as u64 + 1;
         let need = index.apply(slot(0), batch(1, last, vec![stored([99])])).unwrap();
-        if let Some(GapRepair::Replay { from }) = wanted.or(need) {
+        if let Some(GapRepair::Replay { from }) = pending.or(need) {
             let mut missing = events[from as usize - 1..].to_vec();
             missing.push(stored([99]));
             prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(batch(1, from, missing))), Ok(None));

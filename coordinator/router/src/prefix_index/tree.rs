@@ -152,7 +152,7 @@ impl Tree {
     /// If `false`, no unit of the chain is known. Without loose strands, the first unit of a chain with known
     /// units begins a strand.
     #[inline]
-    pub(super) fn may_know(&self, chain: &[BlockId]) -> bool {
+    pub(super) fn may_contain(&self, chain: &[BlockId]) -> bool {
         self.loose > 0 || chain.first().is_some_and(|first| self.heads.may_begin(first))
     }
 
@@ -188,7 +188,7 @@ impl Tree {
             return self.insert_from(0, None, Before::Start(None), chain, change);
         };
         for &(strand, until) in path.iter().rev() {
-            self.change_known(Some((strand, 0, until)), change);
+            self.change_run(Some((strand, 0, until)), change);
         }
         self.insert_from(known, path.first().copied(), Before::Start(None), chain, change);
     }
@@ -206,31 +206,31 @@ impl Tree {
             Before::After(id) if self.roots.contains(&id) => Before::Start(Some(id)),
             other => other,
         };
-        let mut known: Option<(u32, u32, u32)> = None;
+        let mut pending: Option<(u32, u32, u32)> = None;
         let (mut full, mut unchanged) = (false, false);
         let mut fetched = 0;
         while let Some(id) = ids.get(at) {
             // Repeated reports mostly have the same order. What precedes such a unit is already known.
-            if let Some(place) = cursor
-                && let run @ 1.. = self.standing(place, &ids[at..])
+            if let Some(position) = cursor
+                && let run @ 1.. = self.standing(position, &ids[at..])
             {
-                let until = place.1 + run as u32;
-                known = match known {
-                    Some((strand, from, end)) if (strand, end) == place => Some((strand, from, until)),
+                let until = position.1 + run as u32;
+                pending = match pending {
+                    Some((strand, from, end)) if (strand, end) == position => Some((strand, from, until)),
                     other => {
-                        unchanged |= !self.change_known(other, change);
-                        Some((place.0, place.1, until))
+                        unchanged |= !self.change_run(other, change);
+                        Some((position.0, position.1, until))
                     }
                 };
-                (cursor, at) = (Some((place.0, until)), at + run);
+                (cursor, at) = (Some((position.0, until)), at + run);
                 continue;
             }
             if at >= fetched {
                 fetched = at + FETCH;
                 self.units.fetch(ids[at..ids.len().min(fetched)].iter().copied());
             }
-            let Some(place) = self.units.find(id) else {
-                unchanged |= !self.change_known(known.take(), change);
+            let Some(position) = self.units.find(id) else {
+                unchanged |= !self.change_run(pending.take(), change);
                 let added = if full { None } else { self.append(cursor, before, &ids[at..], change) };
                 if let Some((end, added)) = added {
                     (cursor, at) = (Some(end), at + added);
@@ -242,19 +242,19 @@ impl Tree {
                 continue;
             };
             if !full {
-                self.learn(place, cursor, if at == 0 { before } else { Before::Unknown });
+                self.learn(position, cursor, if at == 0 { before } else { Before::Unknown });
             }
-            known = match known {
-                Some((strand, from, until)) if (strand, until) == place => Some((strand, from, until + 1)),
+            pending = match pending {
+                Some((strand, from, until)) if (strand, until) == position => Some((strand, from, until + 1)),
                 other => {
-                    unchanged |= !self.change_known(other, change);
-                    Some((place.0, place.1, place.1 + 1))
+                    unchanged |= !self.change_run(other, change);
+                    Some((position.0, position.1, position.1 + 1))
                 }
             };
-            cursor = Some((place.0, place.1 + 1));
+            cursor = Some((position.0, position.1 + 1));
             at += 1;
         }
-        unchanged |= !self.change_known(known, change);
+        unchanged |= !self.change_run(pending, change);
         if unchanged && let Change::Hold { expected: Some(expected), .. } = change {
             // The worker's report ends the expectation, even if there was no room to record the holding.
             self.remove(ids, expected);
@@ -263,13 +263,13 @@ impl Tree {
 
     /// Removes `lane` from these units, in any order.
     pub(super) fn remove(&mut self, ids: &[BlockId], lane: Lane) {
-        let mut known: Option<(u32, u32, u32)> = None;
+        let mut pending: Option<(u32, u32, u32)> = None;
         let (mut fetched, mut index) = (0, 0);
         while let Some(id) = ids.get(index) {
-            if let Some((strand, from, until)) = known
+            if let Some((strand, from, until)) = pending
                 && let run @ 1.. = self.standing((strand, until), &ids[index..])
             {
-                known = Some((strand, from, until + run as u32));
+                pending = Some((strand, from, until + run as u32));
                 index += run;
                 continue;
             }
@@ -279,17 +279,17 @@ impl Tree {
             }
             index += 1;
             let Some((strand, at)) = self.units.find(id) else { continue };
-            known = match known {
+            pending = match pending {
                 Some((s, from, until)) if (s, until) == (strand, at) => Some((s, from, until + 1)),
                 Some((s, from, until)) if s == strand && at + 1 == from => Some((s, at, until)),
                 other => {
-                    // This may remove units, also that of `id` (if nobody holds it).
-                    self.drop_known(other, lane);
+                    // This may remove units, also that of `id` (if no worker holds it).
+                    self.drop_run(other, lane);
                     self.units.find(id).map(|(strand, at)| (strand, at, at + 1))
                 }
             };
         }
-        self.drop_known(known, lane);
+        self.drop_run(pending, lane);
     }
 
     /// Removes `lane` from the units `from..until` of `chain`, which are on one path.
@@ -299,20 +299,20 @@ impl Tree {
             let Some((last, strand, at)) = self.deepest(&chain[..end]) else { return };
             let first = last.saturating_sub(at as usize);
             let low = from.saturating_sub(first) as u32;
-            self.drop_known(Some((strand, low, at + 1)), lane);
+            self.drop_run(Some((strand, low, at + 1)), lane);
             end = first;
         }
     }
 
-    /// Number of leading `ids` that are stored consecutively from `place` on. `place` may be past the end of
-    /// its strand.
+    /// Number of leading `ids` that are stored consecutively from the position on. The position may be past the
+    /// end of its strand.
     fn standing(&self, (strand, at): UnitPosition, ids: &[BlockId]) -> usize {
         let here = &self.strands[strand];
-        let most = ids.len().min(here.len.saturating_sub(at) as usize);
+        let max = ids.len().min(here.len.saturating_sub(at) as usize);
         let mut done = 0;
-        while done < most {
+        while done < max {
             let held = self.units.ids_from(unit(here, at + done as u32));
-            let compared = held.iter().zip(&ids[done..most]);
+            let compared = held.iter().zip(&ids[done..max]);
             let same = compared.take_while(|(held, id)| held == id).count();
             done += same;
             if same < held.len() {
@@ -335,7 +335,7 @@ impl Tree {
             };
             if self.strands[strand].len > 0 && met(self) {
                 let len = self.strands[strand].len;
-                self.lessen(strand, 0, len, Change::Forget(dead));
+                self.reduce(strand, 0, len, Change::Forget(dead));
             }
         }
         (end < self.strands.len()).then_some(end)
@@ -517,9 +517,9 @@ impl Tree {
         waiting
     }
 
-    /// Records what precedes the known unit at `place`, if it begins a strand.
-    fn learn(&mut self, place: UnitPosition, cursor: Option<UnitPosition>, before: Before) {
-        let (strand, 0) = place else { return };
+    /// Records what precedes the known unit at `position`, if it begins a strand.
+    fn learn(&mut self, position: UnitPosition, cursor: Option<UnitPosition>, before: Before) {
+        let (strand, 0) = position else { return };
         match (self.strands[strand].before, cursor, before) {
             (Before::After(_) | Before::Unknown, Some(cursor), _) => self.attach(strand, cursor),
             (Before::After(root), None, Before::Start(_)) => self.add_root(root),
@@ -568,8 +568,8 @@ impl Tree {
     }
 
     /// Applies `change` to a known run of units. Returns `false` if there was no room.
-    fn change_known(&mut self, known: Option<(u32, u32, u32)>, change: Change<'_>) -> bool {
-        let Some((strand, from, until)) = known else { return true };
+    fn change_run(&mut self, run: Option<(u32, u32, u32)>, change: Change<'_>) -> bool {
+        let Some((strand, from, until)) = run else { return true };
         let may = self.may_change(strand, SPARE);
         if may {
             self.change(strand, from, until, change);
@@ -579,14 +579,14 @@ impl Tree {
         may
     }
 
-    fn drop_known(&mut self, known: Option<(u32, u32, u32)>, lane: Lane) {
-        if let Some((strand, from, until)) = known {
-            self.lessen(strand, from, until, Change::Drop(lane));
+    fn drop_run(&mut self, run: Option<(u32, u32, u32)>, lane: Lane) {
+        if let Some((strand, from, until)) = run {
+            self.reduce(strand, from, until, Change::Drop(lane));
         }
     }
 
     /// Removes holders, then units that are no longer needed.
-    fn lessen(&mut self, strand: u32, from: u32, until: u32, change: Change<'_>) {
+    fn reduce(&mut self, strand: u32, from: u32, until: u32, change: Change<'_>) {
         if self.may_change(strand, 0) {
             self.change(strand, from, until, change);
         } else {

@@ -87,7 +87,7 @@ impl Units {
 
     /// Prefetches the table entries of these ids, all at once, for the following operations.
     pub(super) fn fetch(&self, ids: impl Iterator<Item = BlockId>) {
-        let places = |id: BlockId| {
+        let load_entries = |id: BlockId| {
             let (shard, hash) = hash(&id);
             let shard = &self.shards[shard];
             let home = shard.home(hash);
@@ -95,7 +95,7 @@ impl Units {
             let entry = |at: usize| shard.entries.get(at).copied().unwrap_or(0);
             entry(home) ^ entry(home + 7)
         };
-        std::hint::black_box(ids.map(places).fold(0, |all, entries| all ^ entries));
+        std::hint::black_box(ids.map(load_entries).fold(0, |all, entries| all ^ entries));
     }
 
     pub(super) fn id(&self, unit: u32) -> &BlockId {

@@ -12,7 +12,7 @@ const HALVES: Duration = Duration::from_secs(30);
 /// A prefix without a request for this long is dropped.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 /// Maximum of tracked prefixes, at about 64 bytes each.
-const MAX_KNOWN: usize = 1 << 14;
+const MAX_TRACKED: usize = 1 << 14;
 
 /// Names what requests have in common: a prefix, or a request group that the client named.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -32,7 +32,7 @@ impl CommonKey {
 /// Demand by prefix, of bounded size. If a prefix is dropped, its next replica is only made somewhat later.
 #[derive(Debug, Default)]
 pub struct Demand {
-    known: HashMap<CommonKey, PrefixDemand>,
+    prefixes: HashMap<CommonKey, PrefixDemand>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -46,12 +46,12 @@ struct PrefixDemand {
 impl Demand {
     /// The demand for a prefix; `None` without a recent request.
     pub fn standing(&self, now: Instant, key: CommonKey) -> Option<Standing> {
-        self.known.get(&key).and_then(|known| known.decayed(now))
+        self.prefixes.get(&key).and_then(|demand| demand.decayed(now))
     }
 
     /// Records a placed request. `home` is the prefix's first holder; a changed `home` resets the regret.
     pub fn note(&mut self, now: Instant, key: CommonKey, home: Slot, choice: &RoutingDecision) {
-        if self.known.len() >= MAX_KNOWN && !self.known.contains_key(&key) {
+        if self.prefixes.len() >= MAX_TRACKED && !self.prefixes.contains_key(&key) {
             self.forget(now);
         }
         let before = self.standing(now, key).filter(|standing| standing.home == home);
@@ -59,27 +59,27 @@ impl Demand {
             Reason::Replica => 0.0,
             _ => before.map_or(0.0, |standing| standing.regret),
         };
-        self.known.insert(
+        self.prefixes.insert(
             key,
             PrefixDemand { standing: Standing { home, regret }, excess: choice.excess, at: now },
         );
     }
 
     pub fn len(&self) -> usize {
-        self.known.len()
+        self.prefixes.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.known.is_empty()
+        self.prefixes.is_empty()
     }
 
     fn forget(&mut self, now: Instant) {
         let mut ages: Vec<Duration> =
-            self.known.values().map(|known| now.saturating_duration_since(known.at)).collect();
+            self.prefixes.values().map(|demand| now.saturating_duration_since(demand.at)).collect();
         let middle = ages.len() / 2;
         let (_, median, _) = ages.select_nth_unstable(middle);
         let median = *median;
-        self.known.retain(|_, known| now.saturating_duration_since(known.at) < median);
+        self.prefixes.retain(|_, demand| now.saturating_duration_since(demand.at) < median);
     }
 }
 
@@ -135,12 +135,12 @@ mod tests {
     #[test]
     fn tracked_prefixes_are_bounded() {
         let (mut demand, mut now) = (Demand::default(), Instant::now());
-        for number in 0..2 * MAX_KNOWN as u128 {
+        for number in 0..2 * MAX_TRACKED as u128 {
             now += Duration::from_millis(1);
             demand.note(now, CommonKey(number.to_le_bytes()), slot(0), &choice(Reason::Prefix, 1.0));
-            assert!(demand.len() <= MAX_KNOWN);
+            assert!(demand.len() <= MAX_TRACKED);
         }
-        let last = 2 * MAX_KNOWN as u128 - 1;
+        let last = 2 * MAX_TRACKED as u128 - 1;
         assert!(demand.standing(now, CommonKey(last.to_le_bytes())).is_some());
     }
 }

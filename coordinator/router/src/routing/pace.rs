@@ -43,15 +43,15 @@ impl Default for Pace {
 impl Pace {
     /// Seconds per token with `n` generations. Workers without a measurement share one assumed pace.
     pub fn token_s(&self, n: f64) -> f64 {
-        self.known() * (1.0 + self.share * (n - AT)).max(0.0)
+        self.seconds_or_assumed() * (1.0 + self.share * (n - AT)).max(0.0)
     }
 
     /// Seconds that one more generation adds to each token of the others.
     pub fn slope_s(&self) -> f64 {
-        self.known() * self.share
+        self.seconds_or_assumed() * self.share
     }
 
-    fn known(&self) -> f64 {
+    fn seconds_or_assumed(&self) -> f64 {
         if self.seconds > 0.0 { self.seconds } else { ASSUMED_S }
     }
 }
@@ -195,7 +195,7 @@ mod tests {
     fn idle_and_prefill_intervals_give_no_sample() {
         let mut worker = worker();
         worker.runs(10.0, 4, 0.02, 0.0);
-        let (known, at) = (worker.meter.pace(), worker.meter.measured());
+        let (pace, at) = (worker.meter.pace(), worker.meter.measured());
         worker.now += Duration::from_millis(500);
         worker.report(0, false);
         worker.now += Duration::from_millis(500);
@@ -204,7 +204,7 @@ mod tests {
         worker.now += Duration::from_millis(500);
         worker.tokens += 1.0;
         worker.report(4, true);
-        assert_eq!((worker.meter.pace(), worker.meter.measured()), (known, at));
+        assert_eq!((worker.meter.pace(), worker.meter.measured()), (pace, at));
         // If prompts are always pending, their intervals are used too.
         worker.now += CLEAN_FOR;
         worker.report(4, true);

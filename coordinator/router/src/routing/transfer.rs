@@ -22,11 +22,11 @@ const COPY_RATE: f64 = 1e9;
 /// Fixed seconds of a pull for the connection and round trips.
 const OVERHEAD_S: f64 = 0.02;
 /// Weight of prefill if the prefix is already being computed elsewhere.
-const COMPUTED_AGAIN: f64 = 2.0;
+const RECOMPUTE_WEIGHT: f64 = 2.0;
 /// Workers pull whole resume points. A pull must save at least this many tokens.
-const LEAST_GAIN: u32 = 32;
-/// A pull must also save at least `1 / GAIN_PART` of its tokens.
-const GAIN_PART: u32 = 16;
+const MIN_GAIN: u32 = 32;
+/// A pull must also save at least `1 / GAIN_DIVISOR` of its tokens.
+const GAIN_DIVISOR: u32 = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pull {
@@ -101,7 +101,7 @@ impl Pull {
 /// Whether a worker that serves `have` tokens of a prompt itself would pull `tokens` of it.
 pub fn is_worth_pulling(have: u32, tokens: u32) -> bool {
     let gain = tokens.saturating_sub(have);
-    gain >= LEAST_GAIN && gain >= tokens / GAIN_PART
+    gain >= MIN_GAIN && gain >= tokens / GAIN_DIVISOR
 }
 
 /// The pull that saves `candidate` the most time; `None` if no pull is cheaper than computing.
@@ -116,7 +116,7 @@ pub fn best(
     let (rate, begins) = (outlook.rate(candidate), outlook.queue(candidate));
     let holders: Vec<Holder> = holders.collect();
     let in_flight = holders.iter().any(|holder| holder.ready.is_some());
-    let counts = if in_flight { COMPUTED_AGAIN } else { 1.0 };
+    let counts = if in_flight { RECOMPUTE_WEIGHT } else { 1.0 };
     let gain = |holder: Holder| {
         let tokens = predicted_tokens(prompt_tokens, holder.units);
         if holder.slot == candidate.slot || !is_worth_pulling(have, tokens) {
@@ -261,14 +261,14 @@ mod tests {
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let takes = OVERHEAD_S + 3.0 * 960.0 * 20_000.0 / 1e9;
         let in_flight = |ready| Holder { ready: Some(ready), ..idle(1, 60) };
-        let most = COMPUTED_AGAIN * 0.96 - takes;
-        let pull = best(1_000, &candidate(0, 0), &price, [in_flight(most - 0.001)]).unwrap();
-        assert!(pull.awaits == Some(most - 0.001) && (pull.cost() - takes).abs() < 1e-9, "{pull:?}");
-        assert_eq!(best(1_000, &candidate(0, 0), &price, [in_flight(most + 0.001)]), None);
+        let max_wait = RECOMPUTE_WEIGHT * 0.96 - takes;
+        let pull = best(1_000, &candidate(0, 0), &price, [in_flight(max_wait - 0.001)]).unwrap();
+        assert!(pull.awaits == Some(max_wait - 0.001) && (pull.cost() - takes).abs() < 1e-9, "{pull:?}");
+        assert_eq!(best(1_000, &candidate(0, 0), &price, [in_flight(max_wait + 0.001)]), None);
         // While the worker has other prompts to compute, waiting is free.
         let busy = Candidate { pending_tokens: 1_500, ..candidate(0, 0) };
-        let pull = best(1_000, &busy, &price, [in_flight(most + 0.001)]).unwrap();
-        assert!((pull.awaits.unwrap() - (most + 0.001 - 1.5)).abs() < 1e-9, "{pull:?}");
+        let pull = best(1_000, &busy, &price, [in_flight(max_wait + 0.001)]).unwrap();
+        assert!((pull.awaits.unwrap() - (max_wait + 0.001 - 1.5)).abs() < 1e-9, "{pull:?}");
         // A held prefix is preferred if the awaited one brings little more.
         let half = |units| Holder { slot: slot(2), ..idle(2, units) };
         let from = |units| best(1_000, &candidate(0, 0), &price, [in_flight(0.9), half(units)]).unwrap().from;

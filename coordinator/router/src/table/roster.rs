@@ -20,7 +20,7 @@ const MAX_BYTES: usize = 4 << 20;
 pub struct Worker {
     /// The latest epoch; changes of earlier ones are refused.
     pub epoch: Epoch,
-    pub life: WorkerStanding,
+    pub standing: WorkerStanding,
 }
 
 /// A worker's membership state.
@@ -86,7 +86,7 @@ impl Roster {
 
     /// The registrations of all members.
     pub fn members(&self) -> impl Iterator<Item = &Arc<WorkerInfo>> {
-        self.workers.values().filter_map(|worker| worker.life.register())
+        self.workers.values().filter_map(|worker| worker.standing.register())
     }
 
     fn join(&mut self, register: WorkerInfo) -> Result<(), TableError> {
@@ -95,7 +95,7 @@ impl Roster {
         if let Some(worker) = known.filter(|worker| register.epoch < worker.epoch) {
             return Err(TableError::StaleEpoch { node, got: register.epoch, known: worker.epoch });
         }
-        let drains = known.is_some_and(|worker| worker.life.drains());
+        let drains = known.is_some_and(|worker| worker.standing.drains());
         let forgotten = match known {
             None if self.workers.len() >= MAX_WORKERS => {
                 Some(self.longest_away().ok_or(TableError::Full { limit: MAX_WORKERS })?)
@@ -113,9 +113,9 @@ impl Roster {
         }
         let epoch = register.epoch;
         let register = Arc::new(register);
-        let life =
+        let standing =
             if drains { WorkerStanding::Draining(register) } else { WorkerStanding::Serving(register) };
-        self.workers.insert(node, Worker { epoch, life });
+        self.workers.insert(node, Worker { epoch, standing });
         Ok(())
     }
 
@@ -125,29 +125,29 @@ impl Roster {
         if known != epoch {
             return Err(TableError::StaleEpoch { node, got: epoch, known });
         }
-        let drains = worker.life.drains();
+        let drains = worker.standing.drains();
         let departure = self.departures;
         self.departures += 1;
-        self.workers.insert(node, Worker { epoch, life: WorkerStanding::Away { drains, departure } });
+        self.workers.insert(node, Worker { epoch, standing: WorkerStanding::Away { drains, departure } });
         Ok(())
     }
 
     fn drain(&mut self, node: NodeId, draining: bool) -> Result<(), TableError> {
         let worker = self.member(&node)?;
-        if let Some(register) = worker.life.register().cloned() {
-            worker.life =
+        if let Some(register) = worker.standing.register().cloned() {
+            worker.standing =
                 if draining { WorkerStanding::Draining(register) } else { WorkerStanding::Serving(register) };
         }
         Ok(())
     }
 
     fn member(&mut self, node: &NodeId) -> Result<&mut Worker, TableError> {
-        let member = self.workers.get_mut(node).filter(|worker| worker.life.register().is_some());
+        let member = self.workers.get_mut(node).filter(|worker| worker.standing.register().is_some());
         member.ok_or_else(|| TableError::UnknownWorker(node.clone()))
     }
 
     fn longest_away(&self) -> Option<NodeId> {
-        let away = self.workers.iter().filter_map(|(node, worker)| match worker.life {
+        let away = self.workers.iter().filter_map(|(node, worker)| match worker.standing {
             WorkerStanding::Away { departure, .. } => Some((departure, node)),
             WorkerStanding::Serving(_) | WorkerStanding::Draining(_) => None,
         });
@@ -158,7 +158,7 @@ impl Roster {
         for other in self.members().filter(|other| other.node != register.node) {
             for model in &register.models {
                 let Some(theirs) = other.models.iter().find(|m| m.id == model.id) else { continue };
-                let what = if theirs.model_digest != model.model_digest {
+                let digest = if theirs.model_digest != model.model_digest {
                     "model"
                 } else if theirs.tokenizer_digest != model.tokenizer_digest {
                     "tokenizer"
@@ -166,7 +166,7 @@ impl Roster {
                     continue;
                 };
                 let (node, other) = (register.node.clone(), other.node.clone());
-                return Err(TableError::ModelConflict { node, other, model: model.id.clone(), what });
+                return Err(TableError::ModelConflict { node, other, model: model.id.clone(), digest });
             }
         }
         Ok(())

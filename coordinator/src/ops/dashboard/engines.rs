@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 /// Rates are computed over this time.
 const WINDOW: Duration = Duration::from_secs(5);
 /// Most samples kept for each worker, in case they arrive faster than expected.
-const LOOKS: usize = 8;
+const MAX_SAMPLES: usize = 8;
 /// Most label values kept (stages, groups, tiers): a worker's text may have any number.
-const MAX_PARTS: usize = 64;
+const MAX_LABEL_VALUES: usize = 64;
 
 /// The metrics of one worker at one time.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -17,7 +17,7 @@ pub(super) struct Engine {
     /// Values without labels, summed over all labels.
     plain: HashMap<&'static str, f64>,
     /// Values by their relevant label.
-    parts: HashMap<&'static str, Vec<(String, f64)>>,
+    by_label: HashMap<&'static str, Vec<(String, f64)>>,
 }
 
 /// Metrics that are summed over their labels.
@@ -39,7 +39,7 @@ const PLAIN: [&str; 14] = [
 ];
 
 /// Metrics that are read by one label.
-const PARTS: [(&str, &str); 7] = [
+const LABELLED: [(&str, &str); 7] = [
     ("kvasir_kv_group_bytes", "group"),
     ("kvasir_kv_group_used_bytes", "group"),
     ("kvasir_tier_bytes", "tier"),
@@ -57,15 +57,15 @@ impl Engine {
             let Some((series, value)) = line.rsplit_once(' ') else { continue };
             let Some(value) = value.parse::<f64>().ok().filter(|value| value.is_finite()) else { continue };
             let (name, labels) = series.split_once('{').unwrap_or((series, ""));
-            if let Some(&name) = PLAIN.iter().find(|&&wanted| wanted == name) {
+            if let Some(&name) = PLAIN.iter().find(|&&listed| listed == name) {
                 *engine.plain.entry(name).or_default() += value;
-            } else if let Some(&(name, label)) = PARTS.iter().find(|(wanted, _)| *wanted == name)
-                && let Some(part) = label_of(labels, label)
+            } else if let Some(&(name, label)) = LABELLED.iter().find(|(listed, _)| *listed == name)
+                && let Some(label_value) = label_of(labels, label)
             {
-                let parts = engine.parts.entry(name).or_default();
-                match parts.iter().position(|(known, _)| known == part) {
-                    Some(at) => parts[at].1 += value,
-                    None if parts.len() < MAX_PARTS => parts.push((part.to_owned(), value)),
+                let values = engine.by_label.entry(name).or_default();
+                match values.iter().position(|(existing, _)| existing == label_value) {
+                    Some(at) => values[at].1 += value,
+                    None if values.len() < MAX_LABEL_VALUES => values.push((label_value.to_owned(), value)),
                     None => {}
                 }
             }
@@ -79,12 +79,15 @@ impl Engine {
     }
 
     /// The values of a metric by label.
-    pub(super) fn parts(&self, name: &str) -> &[(String, f64)] {
-        self.parts.get(name).map_or(&[], Vec::as_slice)
+    pub(super) fn by_label(&self, name: &str) -> &[(String, f64)] {
+        self.by_label.get(name).map_or(&[], Vec::as_slice)
     }
 
-    fn part(&self, name: &str, part: &str) -> f64 {
-        self.parts(name).iter().find(|(known, _)| known == part).map_or(0.0, |(_, value)| *value)
+    fn labelled(&self, name: &str, label_value: &str) -> f64 {
+        self.by_label(name)
+            .iter()
+            .find(|(existing, _)| existing == label_value)
+            .map_or(0.0, |(_, value)| *value)
     }
 }
 
@@ -95,10 +98,10 @@ fn label_of<'a>(labels: &'a str, label: &str) -> Option<&'a str> {
 
 /// The engines over the last seconds.
 #[derive(Debug, Default)]
-pub(super) struct Engines(HashMap<NodeId, VecDeque<Look>>);
+pub(super) struct Engines(HashMap<NodeId, VecDeque<EngineSample>>);
 
 #[derive(Debug)]
-struct Look {
+struct EngineSample {
     at: Instant,
     epoch: Epoch,
     engine: Engine,
@@ -106,16 +109,17 @@ struct Look {
 
 impl Engines {
     /// Adds the current metrics and removes workers without any. A new epoch counts from 0.
-    pub(super) fn take(&mut self, now: Instant, said: Vec<(NodeId, Epoch, Engine)>) {
-        self.0.retain(|node, _| said.iter().any(|(said, ..)| said == node));
-        for (node, epoch, engine) in said {
-            let looks = self.0.entry(node).or_default();
-            let of_now =
-                |look: &Look| look.epoch == epoch && now.saturating_duration_since(look.at) <= WINDOW;
-            while looks.len() >= LOOKS || looks.front().is_some_and(|look| !of_now(look)) {
-                looks.pop_front();
+    pub(super) fn take(&mut self, now: Instant, metrics: Vec<(NodeId, Epoch, Engine)>) {
+        self.0.retain(|node, _| metrics.iter().any(|(reported, ..)| reported == node));
+        for (node, epoch, engine) in metrics {
+            let samples = self.0.entry(node).or_default();
+            let of_now = |sample: &EngineSample| {
+                sample.epoch == epoch && now.saturating_duration_since(sample.at) <= WINDOW
+            };
+            while samples.len() >= MAX_SAMPLES || samples.front().is_some_and(|sample| !of_now(sample)) {
+                samples.pop_front();
             }
-            looks.push_back(Look { at: now, epoch, engine });
+            samples.push_back(EngineSample { at: now, epoch, engine });
         }
     }
 
@@ -130,18 +134,18 @@ impl Engines {
     }
 
     /// A counter's growth over the last seconds.
-    pub(super) fn lately(&self, node: &NodeId, name: &str) -> f64 {
+    pub(super) fn growth(&self, node: &NodeId, name: &str) -> f64 {
         self.grown(node, |engine| engine.get(name)).map_or(0.0, |(grown, _)| grown)
     }
 
     /// Like [`Self::rate`], for one label value.
-    pub(super) fn rate_of_part(&self, node: &NodeId, name: &str, part: &str) -> Option<f64> {
-        self.grown(node, |engine| engine.part(name, part)).map(|(grown, seconds)| grown / seconds)
+    pub(super) fn label_rate(&self, node: &NodeId, name: &str, label_value: &str) -> Option<f64> {
+        self.grown(node, |engine| engine.labelled(name, label_value)).map(|(grown, seconds)| grown / seconds)
     }
 
     fn grown(&self, node: &NodeId, of: impl Fn(&Engine) -> f64) -> Option<(f64, f64)> {
-        let looks = self.0.get(node)?;
-        let (first, last) = (looks.front()?, looks.back()?);
+        let samples = self.0.get(node)?;
+        let (first, last) = (samples.front()?, samples.back()?);
         let seconds = last.at.saturating_duration_since(first.at).as_secs_f64();
         (seconds > 0.0).then(|| ((of(&last.engine) - of(&first.engine)).max(0.0), seconds))
     }
@@ -167,27 +171,30 @@ mod tests {
             (engine.get("vllm:prefix_cache_hits_total"), engine.get("kvasir_weight_bytes")),
             (5.0, 0.0)
         );
-        assert_eq!(engine.parts("kvasir_tier_bytes"), [("host".to_owned(), 5.0), ("disk".to_owned(), 6.0)]);
+        assert_eq!(
+            engine.by_label("kvasir_tier_bytes"),
+            [("host".to_owned(), 5.0), ("disk".to_owned(), 6.0)]
+        );
         let many: String = (0..1000).map(|i| format!("kvasir_tier_bytes{{tier=\"{i}\"}} 1\n")).collect();
-        assert_eq!(Engine::read(&many).parts("kvasir_tier_bytes").len(), MAX_PARTS);
+        assert_eq!(Engine::read(&many).by_label("kvasir_tier_bytes").len(), MAX_LABEL_VALUES);
     }
 
     #[test]
     fn rates_cover_one_epoch_and_the_last_seconds() {
         let start = Instant::now();
         let mut engines = Engines::default();
-        let mut look = |second: u64, epoch: u64, steps: u64| {
+        let mut rate_after = |second: u64, epoch: u64, steps: u64| {
             let engine = Engine::read(&format!("kvasir_steps_total {steps}\n"));
             engines.take(start + Duration::from_secs(second), vec![(node("w"), Epoch(epoch), engine)]);
             engines.rate(&node("w"), "kvasir_steps_total")
         };
-        assert_eq!(look(0, 1, 100), None);
-        assert_eq!(look(2, 1, 120), Some(10.0));
-        assert_eq!(look(4, 1, 180), Some(20.0));
+        assert_eq!(rate_after(0, 1, 100), None);
+        assert_eq!(rate_after(2, 1, 120), Some(10.0));
+        assert_eq!(rate_after(4, 1, 180), Some(20.0));
         // The first sample is too old.
-        assert_eq!(look(7, 1, 220), Some(20.0));
-        assert_eq!(look(8, 2, 3), None, "another life");
-        assert_eq!(look(9, 2, 8), Some(5.0));
+        assert_eq!(rate_after(7, 1, 220), Some(20.0));
+        assert_eq!(rate_after(8, 2, 3), None, "another life");
+        assert_eq!(rate_after(9, 2, 8), Some(5.0));
         engines.take(start + Duration::from_secs(10), Vec::new());
         assert!(engines.last(&node("w")).is_none());
     }

@@ -1,8 +1,8 @@
 //! The dashboard's data: computed once a second for all pages, and not at all without pages.
 
-use super::snapshot::{Observer, beginning};
-use crate::api::error::ApiError;
+use super::snapshot::{Observer, initial_data};
 use crate::ops::Ops;
+use api::error::ApiError;
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
@@ -17,11 +17,11 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{self, Receiver, Sender};
 use tokio::time::MissedTickBehavior;
 
-const EVERY: Duration = Duration::from_secs(1);
+const INTERVAL: Duration = Duration::from_secs(1);
 /// Most concurrent pages.
 const MAX_VIEWERS: usize = 64;
 /// Snapshots that a slow page may lag behind; beyond that it starts over.
-const BEHIND: usize = 4;
+const MAX_LAG: usize = 4;
 
 #[derive(Debug, Default)]
 pub struct Feed(Mutex<Option<Sender<Bytes>>>);
@@ -39,33 +39,33 @@ impl Feed {
                 }),
             };
         }
-        let (new, receiver) = broadcast::channel(BEHIND);
+        let (new, receiver) = broadcast::channel(MAX_LAG);
         *sender = Some(new.clone());
         // The observer is created here and not in the task, so that nothing in between is missed.
-        tokio::spawn(look_on(Arc::clone(ops), Observer::new(ops), new));
+        tokio::spawn(publish(Arc::clone(ops), Observer::new(ops), new));
         Ok(receiver)
     }
 
     /// Whether the last viewer is gone. If so, the task ends and the next viewer starts a new one.
     fn is_over(&self, frames: &Sender<Bytes>) -> bool {
         let mut sender = self.0.lock();
-        let over = frames.receiver_count() == 0;
-        if over {
+        let unwatched = frames.receiver_count() == 0;
+        if unwatched {
             *sender = None;
         }
-        over
+        unwatched
     }
 }
 
-async fn look_on(ops: Arc<Ops>, mut observer: Observer, frames: Sender<Bytes>) {
-    let mut ticks = tokio::time::interval(EVERY);
+async fn publish(ops: Arc<Ops>, mut observer: Observer, frames: Sender<Bytes>) {
+    let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         if ops.feed.is_over(&frames) {
             return;
         }
-        let look = observer.look(&ops).await;
+        let look = observer.take_snapshot(&ops).await;
         // Fails only if the last page is gone.
         let _ = frames.send(frame("look", &look));
     }
@@ -80,15 +80,15 @@ fn frame(event: &str, data: &Value) -> Bytes {
 pub(super) fn events(ops: Arc<Ops>) -> Result<Response, ApiError> {
     // Subscribed before the initial data is read, so that nothing in between is missed.
     let frames = ops.feed.join(&ops)?;
-    let told = stream::unfold((ops, frames, true), |(ops, mut frames, begins)| async move {
+    let events = stream::unfold((ops, frames, true), |(ops, mut frames, begins)| async move {
         if begins {
-            let first = frame("begin", &beginning(&ops));
+            let first = frame("begin", &initial_data(&ops));
             return Some((first, (ops, frames, false)));
         }
         match frames.recv().await {
             Ok(look) => Some((look, (ops, frames, false))),
             Err(RecvError::Lagged(_)) => {
-                let again = frame("begin", &beginning(&ops));
+                let again = frame("begin", &initial_data(&ops));
                 Some((again, (ops, frames, false)))
             }
             Err(RecvError::Closed) => None,
@@ -100,6 +100,6 @@ pub(super) fn events(ops: Arc<Ops>) -> Result<Response, ApiError> {
         // Proxies must not buffer this response.
         (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
-    let told = futures::StreamExt::map(told, Ok::<_, Infallible>);
-    Ok((headers, Body::from_stream(told)).into_response())
+    let events = futures::StreamExt::map(events, Ok::<_, Infallible>);
+    Ok((headers, Body::from_stream(events)).into_response())
 }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 const COUNTS: Duration = Duration::from_secs(300);
 /// Most paths that are returned.
 pub(super) const MAX_PATHS: usize = 20;
-/// Paths with less than this fraction (1/20) of the most frequent path's requests are omitted.
-const LEAST_PART: usize = 20;
+/// Paths with less than 1/20 of the requests of the most frequent path are omitted.
+const MAX_RATIO: usize = 20;
 /// Most tenants named for a path.
 const MAX_TENANTS: usize = 4;
 
@@ -66,12 +66,12 @@ impl Paths {
         let mut found = Self::default();
         let counts = |prompt: &&RequestedPrompt| now.saturating_duration_since(prompt.at) <= COUNTS;
         let prompts: Vec<&RequestedPrompt> = prompts.iter().filter(counts).collect();
-        for one in &prompts {
-            if let Some(node) = one.names.of(one.slot) {
+        for prompt in &prompts {
+            if let Some(node) = prompt.names.of(prompt.slot) {
                 *found.requests.entry(node.clone()).or_default() += 1;
             }
-            let tenant = found.tenants.entry(Arc::clone(&one.request.tenant)).or_default();
-            *tenant = (tenant.0 + 1, tenant.1 + u64::from(one.request.prompt_tokens));
+            let tenant = found.tenants.entry(Arc::clone(&prompt.request.tenant)).or_default();
+            *tenant = (tenant.0 + 1, tenant.1 + u64::from(prompt.request.prompt_tokens));
         }
         // Groups of requests with common first units, the number of these units, and the path that ends
         // there.
@@ -79,21 +79,23 @@ impl Paths {
         let mut all: Vec<Path> = Vec::new();
         while let Some((group, from, parent)) = open.pop() {
             let mut branches: HashMap<BlockId, Vec<&RequestedPrompt>> = HashMap::new();
-            for one in group {
-                if let Some(next) = one.request.chain.get(from) {
-                    branches.entry(*next).or_default().push(one);
+            for prompt in group {
+                if let Some(next) = prompt.request.chain.get(from) {
+                    branches.entry(*next).or_default().push(prompt);
                 }
             }
             for branch in branches.into_values().filter(|branch| branch.len() > 1) {
                 let Some(first) = branch.first() else { continue };
-                let units =
-                    branch.iter().map(|one| common(&first.request.chain, &one.request.chain, from)).min();
+                let units = branch
+                    .iter()
+                    .map(|prompt| common(&first.request.chain, &prompt.request.chain, from))
+                    .min();
                 let units = units.unwrap_or(from + 1).max(from + 1);
                 all.push(path(&branch, units, parent));
                 open.push((branch, units, Some(all.len() - 1)));
             }
         }
-        found.all = most(all);
+        found.all = most_frequent(all);
         found
     }
 }
@@ -101,10 +103,11 @@ impl Paths {
 fn path(branch: &[&RequestedPrompt], units: usize, parent: Option<usize>) -> Path {
     let request = &branch[0].request;
     let mut workers = BTreeMap::new();
-    for node in branch.iter().filter_map(|one| one.names.of(one.slot)) {
+    for node in branch.iter().filter_map(|prompt| prompt.names.of(prompt.slot)) {
         *workers.entry(node.clone()).or_default() += 1;
     }
-    let mut tenants: BTreeSet<Arc<str>> = branch.iter().map(|one| Arc::clone(&one.request.tenant)).collect();
+    let mut tenants: BTreeSet<Arc<str>> =
+        branch.iter().map(|prompt| Arc::clone(&prompt.request.tenant)).collect();
     while tenants.len() > MAX_TENANTS {
         tenants.pop_last();
     }
@@ -113,27 +116,27 @@ fn path(branch: &[&RequestedPrompt], units: usize, parent: Option<usize>) -> Pat
 }
 
 /// The most frequent paths. Ties go to the shorter path, so that no path comes without its parent.
-fn most(all: Vec<Path>) -> Vec<Path> {
+fn most_frequent(all: Vec<Path>) -> Vec<Path> {
     let mut order: Vec<usize> = (0..all.len()).collect();
     order.sort_by_key(|&at| (std::cmp::Reverse(all[at].requests), all[at].units, at));
     order.truncate(MAX_PATHS);
-    let most = order.first().map_or(0, |&at| all[at].requests);
-    order.retain(|&at| all[at].requests * LEAST_PART >= most);
-    let place: HashMap<usize, usize> = order.iter().enumerate().map(|(new, &old)| (old, new)).collect();
+    let max_requests = order.first().map_or(0, |&at| all[at].requests);
+    order.retain(|&at| all[at].requests * MAX_RATIO >= max_requests);
+    let new_index: HashMap<usize, usize> = order.iter().enumerate().map(|(new, &old)| (old, new)).collect();
     let moved = |old: &usize| {
         let path = all[*old].clone();
-        Path { parent: path.parent.and_then(|parent| place.get(&parent).copied()), ..path }
+        Path { parent: path.parent.and_then(|parent| new_index.get(&parent).copied()), ..path }
     };
     order.iter().map(moved).collect()
 }
 
 /// The number of leading units that two chains share; they share more than `from`. A unit's id commits to all
 /// units before it, so a binary search suffices.
-fn common(one: &[BlockId], other: &[BlockId], from: usize) -> usize {
-    let (mut low, mut high) = (from, one.len().min(other.len()));
+fn common(left: &[BlockId], right: &[BlockId], from: usize) -> usize {
+    let (mut low, mut high) = (from, left.len().min(right.len()));
     while low < high {
         let middle = low.midpoint(high);
-        if one.get(middle) == other.get(middle) { low = middle + 1 } else { high = middle }
+        if left.get(middle) == right.get(middle) { low = middle + 1 } else { high = middle }
     }
     low
 }
@@ -146,7 +149,7 @@ mod tests {
     use router::balancer::{Output, RouteRequest};
     use router::slot::Slot;
 
-    fn asked(now: Instant, tenant: &str, chain: impl IntoIterator<Item = u128>) -> RequestedPrompt {
+    fn requested(now: Instant, tenant: &str, chain: impl IntoIterator<Item = u128>) -> RequestedPrompt {
         let chain: Arc<[BlockId]> = chain.into_iter().map(|n| BlockId(n.to_be_bytes())).collect();
         let request = RouteRequest {
             request_id: RequestId::new("r").unwrap(),
@@ -176,12 +179,15 @@ mod tests {
         // A trunk of 8 units, followed by two documents; one of them is followed by two questions, each asked
         // twice.
         let document = |n: u128| (0..8).chain(100 * n..100 * n + 4);
-        let mut requests =
-            vec![asked(now, "a", 0..8), asked(now, "a", document(1)), asked(now, "b", document(1))];
+        let mut requests = vec![
+            requested(now, "a", 0..8),
+            requested(now, "a", document(1)),
+            requested(now, "b", document(1)),
+        ];
         for question in [7000, 7000, 8000, 8000] {
-            requests.push(asked(now, "c", document(2).chain([question])));
+            requests.push(requested(now, "c", document(2).chain([question])));
         }
-        requests.push(asked(now, "d", 900..905));
+        requests.push(requested(now, "d", 900..905));
         let found = Paths::find(now, &requests);
         let shape: Vec<_> =
             found.all.iter().map(|path| (path.requests, path.tokens(), path.parent)).collect();
@@ -198,16 +204,19 @@ mod tests {
     #[test]
     fn old_requests_do_not_count_and_paths_are_bounded() {
         let start = Instant::now();
-        let mut requests = vec![asked(start, "a", 0..4), asked(start, "a", 0..4)];
+        let mut requests = vec![requested(start, "a", 0..4), requested(start, "a", 0..4)];
         let now = start + COUNTS + Duration::from_secs(1);
         for n in 1..60 {
-            requests.extend([asked(now, "a", 100 * n..100 * n + 3), asked(now, "a", 100 * n..100 * n + 3)]);
+            requests.extend([
+                requested(now, "a", 100 * n..100 * n + 3),
+                requested(now, "a", 100 * n..100 * n + 3),
+            ]);
         }
         let found = Paths::find(now, &requests);
         assert_eq!(found.all.len(), MAX_PATHS);
         assert!(found.all.iter().all(|path| path.requests == 2 && path.units == 3));
         assert!(Paths::find(now, &[]).all.is_empty());
-        requests.extend((0..60).map(|_| asked(now, "a", 9_000..9_001)));
+        requests.extend((0..60).map(|_| requested(now, "a", 9_000..9_001)));
         let found = Paths::find(now, &requests);
         assert_eq!(found.all.len(), 1, "what two have in common is nothing beside what sixty have");
     }

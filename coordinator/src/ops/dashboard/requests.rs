@@ -2,7 +2,7 @@
 
 use super::why::{count, seconds};
 use router::balancer::recent::{Decided, Ending, Lost, Outcome};
-use router::routing::{Candidate, Parts, Reason};
+use router::routing::{Candidate, CostEstimate, Reason};
 use router::slot::Slot;
 use serde_json::{Value, json};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -40,7 +40,7 @@ pub(super) fn request(clock: Clock, decided: &Decided, outcome: &Outcome) -> Val
     let since = decided.at.checked_sub(decided.waited).unwrap_or(decided.at);
     let after = |at: Instant| rounded(at.saturating_duration_since(since).as_secs_f64());
     let parts = decided.parts();
-    let compared: Vec<(&Candidate, &Parts)> = decided.candidates.iter().zip(&parts).collect();
+    let compared: Vec<(&Candidate, &CostEstimate)> = decided.candidates.iter().zip(&parts).collect();
     let mut shown = compared.clone();
     shown.sort_by(|(a, x), (b, y)| {
         let chosen = |c: &Candidate| c.slot != decided.choice.slot;
@@ -109,7 +109,7 @@ pub(super) fn rounded(seconds: f64) -> f64 {
 }
 
 /// The decision in a sentence.
-fn why(decided: &Decided, compared: &[(&Candidate, &Parts)]) -> String {
+fn why(decided: &Decided, compared: &[(&Candidate, &CostEstimate)]) -> String {
     let name = |slot: Slot| decided.names.of(slot).map_or("?", |node| node.as_str());
     let choice = &decided.choice;
     let chosen = name(choice.slot);
@@ -136,7 +136,7 @@ fn why(decided: &Decided, compared: &[(&Candidate, &Parts)]) -> String {
         Reason::Load => format!("{chosen} has the least to do; it {has}."),
     };
     if let (Some(own), Some((other, parts))) = (own, next) {
-        let answers = |parts: &Parts| seconds(parts.queue + parts.prefill + parts.transfer);
+        let answers = |parts: &CostEstimate| seconds(parts.queue + parts.prefill + parts.transfer);
         text += &format!(
             " First token expected after {}, at {} after {}.",
             answers(own),
@@ -274,9 +274,9 @@ mod tests {
     fn of_many_candidates_the_chosen_and_the_cheapest_are_shown() {
         let at = Instant::now();
         let many = (0..40).map(|index| candidate(index, 0, 100 * index as u64)).collect();
-        let told = request(Clock::read(), &decided(at, many), &Outcome::default());
-        assert_eq!(told["compared"], json!(40));
-        let candidates = told["candidates"].as_array().unwrap();
+        let view = request(Clock::read(), &decided(at, many), &Outcome::default());
+        assert_eq!(view["compared"], json!(40));
+        let candidates = view["candidates"].as_array().unwrap();
         assert_eq!((candidates.len(), &candidates[0]["chosen"]), (MAX_CANDIDATES, &json!(true)));
         let costs: Vec<f64> = candidates[1..].iter().map(|c| c["cost_s"].as_f64().unwrap()).collect();
         assert!(costs.is_sorted(), "{costs:?}");

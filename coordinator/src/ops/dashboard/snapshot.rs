@@ -4,9 +4,9 @@ use super::engines::{Engine, Engines};
 use super::paths::{Path, Paths};
 use super::requests::{Clock, request, rounded};
 use super::why::{Common, Facts, verdict};
-use crate::metrics::history::Moment;
 use crate::ops::{Ops, cluster};
-use crate::quota::Usage;
+use dispatch::metrics::history::Moment;
+use dispatch::quota::Usage;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{NodeId, TenantId};
 use proto::shard::ShippingReport;
@@ -23,7 +23,7 @@ const WORKERS_LIMIT: Duration = Duration::from_millis(700);
 /// Percentiles cover the last minute.
 const WINDOW_SLOTS: usize = 30;
 /// Slots that every snapshot repeats: the current one, and the one that may have just ended.
-const FRESH_SLOTS: usize = 2;
+const REPEATED_SLOTS: usize = 2;
 /// Shorter common prefixes do not explain a worker's load.
 const COMMON_TOKENS: usize = 64;
 
@@ -37,7 +37,7 @@ pub(super) struct Observer {
 }
 
 /// The initial data of a page: all requests and the last minutes.
-pub(super) fn beginning(ops: &Ops) -> Value {
+pub(super) fn initial_data(ops: &Ops) -> Value {
     let clock = Clock::read();
     let (_, requests) = ops.dispatch.look(|balancer| decisions(balancer, 0));
     let requests: Vec<Value> = requests.iter().map(|(d, outcome)| request(clock, d, outcome)).collect();
@@ -57,11 +57,11 @@ impl Observer {
     }
 
     /// The complete current state; of requests and history only what is new.
-    pub(super) async fn look(&mut self, ops: &Ops) -> Value {
-        let said = ops.dispatch.worker_metrics(WORKERS_LIMIT).await;
+    pub(super) async fn take_snapshot(&mut self, ops: &Ops) -> Value {
+        let metrics = ops.dispatch.worker_metrics(WORKERS_LIMIT).await;
         let clock = Clock::read();
         let workers = ops.dispatch.workers();
-        let engines = said.iter().filter_map(|(node, text)| {
+        let engines = metrics.iter().filter_map(|(node, text)| {
             let member = workers.iter().find(|view| view.member.register.node == *node)?;
             Some((node.clone(), member.member.register.epoch, Engine::read(text)))
         });
@@ -85,14 +85,14 @@ impl Observer {
             "at": clock.unix_ms,
             "coordinator": ops.id.as_str(),
             "verdict": {"worker": worker, "level": level.name(), "text": text},
-            "cluster": cluster::view(ops, &cluster::asleep(&said)),
+            "cluster": cluster::view(ops, &cluster::asleep(&metrics)),
             "workers": workers.iter().zip(&facts).map(|(view, of)| self.worker(view, of, &facts)).collect::<Vec<_>>(),
             "raft": raft(ops),
             "tenants": tenant_views(&tenants, &paths, &ops.keys.tenant_usage()),
             "prefixes": paths.all.iter().zip(&holders).map(|(path, held)| prefix(path, held, &prompts)).collect::<Vec<_>>(),
             "latency": latency(ops, clock),
-            "locality": locality_lately(ops, clock),
-            "history": history(ops, clock, FRESH_SLOTS),
+            "locality": recent_locality(ops, clock),
+            "history": history(ops, clock, REPEATED_SLOTS),
             "requests": requests,
         })
     }
@@ -109,8 +109,10 @@ impl Observer {
         let requests = paths.requests.get(node).copied().unwrap_or(0);
         let all: usize = paths.requests.values().sum();
         let share = (all > 0).then(|| requests as f64 / all as f64);
-        let shipping =
-            shipments.iter().find(|(of, _)| of == node).map(|(_, said)| (said.present, said.wanted));
+        let shipping = shipments
+            .iter()
+            .find(|(of, _)| of == node)
+            .map(|(_, shipment)| (shipment.present, shipment.wanted));
         Facts {
             id: node.to_string(),
             state: view.state(),
@@ -121,7 +123,7 @@ impl Observer {
             pending_tokens: view.pending_tokens.max(report.map_or(0, |r| r.pending_prefill_tokens)),
             prefill_rate: report.map_or(0.0, |r| r.prefill_rate.into()),
             kv: report.map_or(0.0, |r| r.kv_used as f64 / (r.kv_total as f64).max(1.0)),
-            preempted: self.engines.lately(node, "vllm:num_preemptions_total"),
+            preempted: self.engines.growth(node, "vllm:num_preemptions_total"),
             silent: view.silent,
             stalled: Duration::from_millis(report.map_or(0, |r| r.stalled_ms)),
             share,
@@ -133,9 +135,9 @@ impl Observer {
     fn worker(&self, view: &WorkerView, facts: &Facts, fleet: &[Facts]) -> Value {
         let node = &view.member.register.node;
         let rate = |name: &str| self.engines.rate(node, name).map(rounded);
-        let lately = |name: &str| self.engines.lately(node, name);
-        let queried = lately("vllm:prefix_cache_queries_total");
-        let hits = (queried > 0.0).then(|| rounded(lately("vllm:prefix_cache_hits_total") / queried));
+        let growth = |name: &str| self.engines.growth(node, name);
+        let queried = growth("vllm:prefix_cache_queries_total");
+        let hits = (queried > 0.0).then(|| rounded(growth("vllm:prefix_cache_hits_total") / queried));
         let report = view.report.as_ref();
         json!({
             "id": node.as_str(),
@@ -167,32 +169,34 @@ impl Observer {
             "weight_bytes": self.engines.last(node).map_or(0.0, |e| e.get("kvasir_weight_bytes")),
             "fetched_per_s": rate("kvasir_shard_fetched_bytes_total"),
             "served_per_s": rate("kvasir_shard_served_bytes_total"),
-            "pulled_per_s": self.engines.rate_of_part(node, "kvasir_block_transfer_bytes_total", "received").map(rounded),
-            "sent_per_s": self.engines.rate_of_part(node, "kvasir_block_transfer_bytes_total", "sent").map(rounded),
+            "pulled_per_s": self.engines.label_rate(node, "kvasir_block_transfer_bytes_total", "received").map(rounded),
+            "sent_per_s": self.engines.label_rate(node, "kvasir_block_transfer_bytes_total", "sent").map(rounded),
         })
     }
 
     /// Bytes of the KV arena by cache group, and of the tiers.
     fn kv(&self, node: &NodeId, (used, total): (u64, u64)) -> Value {
-        let parts = |name: &str| {
-            let parts = self.engines.last(node).map_or(&[][..], |engine| engine.parts(name));
-            parts.iter().map(|(part, bytes)| (part.clone(), json!(bytes))).collect::<Map<_, _>>()
+        let by_label = |name: &str| {
+            let values = self.engines.last(node).map_or(&[][..], |engine| engine.by_label(name));
+            values.iter().map(|(label, bytes)| (label.clone(), json!(bytes))).collect::<Map<_, _>>()
         };
         json!({
             "used": used,
             "total": total,
-            "groups": parts("kvasir_kv_group_bytes"),
-            "groups_used": parts("kvasir_kv_group_used_bytes"),
-            "tiers": parts("kvasir_tier_bytes"),
+            "groups": by_label("kvasir_kv_group_bytes"),
+            "groups_used": by_label("kvasir_kv_group_used_bytes"),
+            "tiers": by_label("kvasir_tier_bytes"),
         })
     }
 
     /// Activity of a replica's stages, as reported by its first stage.
     fn stages(&self, node: &NodeId) -> Vec<Value> {
-        let named =
-            self.engines.last(node).map_or(&[][..], |engine| engine.parts("kvasir_shard_busy_seconds_total"));
+        let named = self
+            .engines
+            .last(node)
+            .map_or(&[][..], |engine| engine.by_label("kvasir_shard_busy_seconds_total"));
         let stage = |(stage, _): &(String, f64)| {
-            let rate = |name: &str| self.engines.rate_of_part(node, name, stage).map(rounded);
+            let rate = |name: &str| self.engines.label_rate(node, name, stage).map(rounded);
             json!({
                 "stage": stage,
                 "busy": rate("kvasir_shard_busy_seconds_total"),
@@ -241,12 +245,12 @@ fn tenant_views(waiting: &[TenantView], paths: &Paths, limited: &BTreeMap<Tenant
     all.sort_unstable();
     all.dedup();
     let view = |tenant: &&str| {
-        let waits = waiting.iter().find(|view| view.tenant == **tenant);
+        let queued = waiting.iter().find(|view| view.tenant == **tenant);
         let (requests, tokens) = paths.tenants.get(*tenant).copied().unwrap_or_default();
         json!({
             "tenant": tenant,
-            "waiting": waits.map_or(0, |view| view.requests),
-            "waiting_tokens": waits.map_or(0, |view| view.tokens),
+            "waiting": queued.map_or(0, |view| view.requests),
+            "waiting_tokens": queued.map_or(0, |view| view.tokens),
             "placed": requests,
             "placed_tokens": tokens,
             "limits": TenantId::new(*tenant).ok().and_then(|tenant| limited.get(&tenant)).map(limits),
@@ -309,17 +313,17 @@ fn latency(ops: &Ops, clock: Clock) -> Value {
 fn locality(at: &Locality) -> Map<String, Value> {
     let lost: Map<String, Value> =
         Lost::ALL.iter().zip(at.lost).map(|(lost, tokens)| (lost.name().to_owned(), json!(tokens))).collect();
-    let mut told = Map::new();
-    told.insert("requests".into(), json!(at.requests));
-    told.insert("prompt".into(), json!(at.prompt));
-    told.insert("best".into(), json!(at.best));
-    told.insert("predicted".into(), json!(at.predicted));
-    told.insert("lost".into(), Value::Object(lost));
-    told
+    let mut fields = Map::new();
+    fields.insert("requests".into(), json!(at.requests));
+    fields.insert("prompt".into(), json!(at.prompt));
+    fields.insert("best".into(), json!(at.best));
+    fields.insert("predicted".into(), json!(at.predicted));
+    fields.insert("lost".into(), Value::Object(lost));
+    fields
 }
 
 /// Locality of the last minute's prompts.
-fn locality_lately(ops: &Ops, clock: Clock) -> Value {
+fn recent_locality(ops: &Ops, clock: Clock) -> Value {
     let mut all = Locality::default();
     ops.dispatch.look(|balancer| {
         balancer.recent().locality().last(clock.now, WINDOW_SLOTS).for_each(|(_, at)| all.merge(at));
@@ -347,9 +351,9 @@ fn history(ops: &Ops, clock: Clock, slots: usize) -> Value {
         balancer.recent().locality().last(clock.now, slots).map(|(ago, at)| (ago, *at)).collect()
     });
     let localities = localities.iter().map(|(ago, at)| {
-        let mut told = locality(at);
-        told.insert("at".into(), json!(clock.ms_ago(*ago)));
-        Value::Object(told)
+        let mut fields = locality(at);
+        fields.insert("at".into(), json!(clock.ms_ago(*ago)));
+        Value::Object(fields)
     });
     json!({"requests": moments, "locality": localities.collect::<Vec<_>>()})
 }

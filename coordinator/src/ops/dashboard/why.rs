@@ -1,6 +1,6 @@
 //! Which worker is hot, and why: facts in, a level and a sentence out.
 
-use crate::metrics::state_name;
+use dispatch::metrics::state_name;
 use proto::worker::WorkerState;
 use std::fmt::Write;
 use std::time::Duration;
@@ -85,7 +85,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    fn is_in(&self) -> bool {
+    fn accepts_work(&self) -> bool {
         self.state == WorkerState::Ready && !self.draining
     }
 
@@ -93,7 +93,7 @@ impl Facts {
         let waits_for_room = self.kv >= FULL && self.waiting > 0;
         match self {
             _ if self.silent >= SILENT || self.stalled >= STUCK => Level::Stuck,
-            _ if !self.is_in() => Level::Out,
+            _ if !self.accepts_work() => Level::Out,
             _ if self.queue_s >= HOT_S || waits_for_room => Level::Hot,
             _ if self.queue_s >= BUSY_S => Level::Busy,
             _ if self.running > 0 || self.pending_tokens > 0 => Level::Normal,
@@ -122,11 +122,11 @@ impl Facts {
                 seconds(self.stalled.as_secs_f64()),
                 count(u64::from(self.running), "sequence")
             ),
-            Level::Out => self.why_out(),
+            Level::Out => self.unavailable_reason(),
             Level::Idle => "Idle.".to_owned(),
-            Level::Normal => format!("{}, hardly any wait.", self.does()),
+            Level::Normal => format!("{}, hardly any wait.", self.load_summary()),
             Level::Busy | Level::Hot => {
-                let mut text = format!("{} of work ahead: {}", seconds(self.queue_s), self.does());
+                let mut text = format!("{} of work ahead: {}", seconds(self.queue_s), self.load_summary());
                 if let Some(cause) = self.cause(fleet) {
                     let _infallible = write!(text, "; {cause}");
                 }
@@ -135,7 +135,7 @@ impl Facts {
         }
     }
 
-    fn why_out(&self) -> String {
+    fn unavailable_reason(&self) -> String {
         if let Some((present, wanted)) = self.shipping.filter(|(present, wanted)| present < wanted) {
             let percent = present.saturating_mul(100) / wanted.max(1);
             return format!("Gets its model from other workers: {percent} % of {} MiB.", wanted >> 20);
@@ -151,18 +151,18 @@ impl Facts {
     }
 
     /// The worker's load.
-    fn does(&self) -> String {
-        let mut does = Vec::new();
+    fn load_summary(&self) -> String {
+        let mut phrases = Vec::new();
         if self.pending_tokens > 0 {
-            does.push(format!("{} to compute", count(self.pending_tokens, "prompt token")));
+            phrases.push(format!("{} to compute", count(self.pending_tokens, "prompt token")));
         }
         if self.running > 0 {
-            does.push(format!("{} there", count(self.running.into(), "sequence")));
+            phrases.push(format!("{} there", count(self.running.into(), "sequence")));
         }
         if self.waiting > 0 {
-            does.push(format!("{} of them queued", self.waiting));
+            phrases.push(format!("{} of them queued", self.waiting));
         }
-        if does.is_empty() { "work from elsewhere".to_owned() } else { does.join(", ") }
+        if phrases.is_empty() { "work from elsewhere".to_owned() } else { phrases.join(", ") }
     }
 
     /// The cause of a high load.
@@ -182,14 +182,16 @@ impl Facts {
         if others.is_empty() {
             return Some("it is the only worker".to_owned());
         }
-        let able = others.iter().filter(|other| other.is_in() && other.level() != Level::Stuck).count();
-        let rates = others.iter().filter(|other| other.is_in() && other.prefill_rate > 0.0);
+        let available =
+            others.iter().filter(|other| other.accepts_work() && other.level() != Level::Stuck).count();
+        let rates = others.iter().filter(|other| other.accepts_work() && other.prefill_rate > 0.0);
         let mut rates: Vec<f64> = rates.map(|other| other.prefill_rate).collect();
         rates.sort_by(f64::total_cmp);
-        let usual = rates.get(rates.len() / 2).copied();
-        if let Some(usual) = usual.filter(|usual| self.prefill_rate > 0.0 && self.prefill_rate < 0.6 * usual)
+        let median = rates.get(rates.len() / 2).copied();
+        if let Some(median) =
+            median.filter(|median| self.prefill_rate > 0.0 && self.prefill_rate < 0.6 * median)
         {
-            return Some(format!("it is slow: {:.0} prompt tokens/s, others {usual:.0}", self.prefill_rate));
+            return Some(format!("it is slow: {:.0} prompt tokens/s, others {median:.0}", self.prefill_rate));
         }
         // A prefix that all workers hold does not attract requests to one of them.
         let common =
@@ -206,11 +208,11 @@ impl Facts {
                 count(common.tokens as u64, "token"),
             ));
         }
-        if able == 0 {
+        if available == 0 {
             return Some("no other worker takes work".to_owned());
         }
-        let even = 1.0 / (able + 1) as f64;
-        if let Some(share) = self.share.filter(|share| *share > 1.5 * even) {
+        let even_share = 1.0 / (available + 1) as f64;
+        if let Some(share) = self.share.filter(|share| *share > 1.5 * even_share) {
             return Some(format!("it got {:.0} % of the last requests", 100.0 * share));
         }
         let computing = self.pending_tokens as f64 / self.prefill_rate.max(1.0);
@@ -227,15 +229,15 @@ pub(super) fn verdict(fleet: &[Facts], waiting: usize) -> (Option<String>, Level
         let text = format!("{} does not get on. {}{queued}", stuck.id, stuck.why(fleet));
         return (Some(stuck.id.clone()), Level::Stuck, text);
     }
-    let able: Vec<&Facts> = fleet.iter().filter(|facts| facts.is_in()).collect();
-    let Some(hottest) = able.iter().max_by(|a, b| a.heat().total_cmp(&b.heat())) else {
+    let available: Vec<&Facts> = fleet.iter().filter(|facts| facts.accepts_work()).collect();
+    let Some(hottest) = available.iter().max_by(|a, b| a.heat().total_cmp(&b.heat())) else {
         let text = if fleet.is_empty() { "No worker is there." } else { "No worker takes work." };
         return (None, Level::Stuck, format!("{text}{queued}"));
     };
-    let mean = able.iter().map(|facts| facts.queue_s).sum::<f64>() / able.len() as f64;
+    let mean = available.iter().map(|facts| facts.queue_s).sum::<f64>() / available.len() as f64;
     let level = hottest.level();
-    let all_hot = able.len() > 1 && able.iter().all(|facts| facts.level() == Level::Hot);
-    let others = (mean * able.len() as f64 - hottest.queue_s) / (able.len() - 1).max(1) as f64;
+    let all_hot = available.len() > 1 && available.iter().all(|facts| facts.level() == Level::Hot);
+    let others = (mean * available.len() as f64 - hottest.queue_s) / (available.len() - 1).max(1) as f64;
     let text = match level {
         Level::Hot if all_hot && hottest.queue_s < 2.0 * others => {
             return (
@@ -247,7 +249,7 @@ pub(super) fn verdict(fleet: &[Facts], waiting: usize) -> (Option<String>, Level
         Level::Hot => format!("{} is hot. {}", hottest.id, hottest.why(fleet)),
         Level::Busy => format!("{} is the busiest. {}", hottest.id, hottest.why(fleet)),
         Level::Normal => {
-            let running = able.iter().map(|facts| u64::from(facts.running)).sum();
+            let running = available.iter().map(|facts| u64::from(facts.running)).sum();
             let text = format!("No worker is hot: {} in all, hardly any wait.", count(running, "sequence"));
             return (None, level, text + &queued);
         }
@@ -261,7 +263,7 @@ fn count_waiting(waiting: usize) -> String {
 }
 
 /// `1 token`, `1 234 tokens`.
-pub(super) fn count(number: u64, what: &str) -> String {
+pub(super) fn count(number: u64, noun: &str) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (at, digit) in digits.chars().enumerate() {
@@ -270,7 +272,7 @@ pub(super) fn count(number: u64, what: &str) -> String {
         }
         text.push(digit);
     }
-    format!("{text} {what}{}", if number == 1 { "" } else { "s" })
+    format!("{text} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 /// A duration in a readable unit.

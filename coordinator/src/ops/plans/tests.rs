@@ -1,5 +1,5 @@
 use super::*;
-use crate::models::{ModelEntry, Models};
+use dispatch::models::{ModelEntry, Models};
 use std::path::Path as FilePath;
 
 fn models(fixtures: &[(&str, &str)]) -> Models {
@@ -11,8 +11,8 @@ fn models(fixtures: &[(&str, &str)]) -> Models {
 
 /// Field and reason of a refused plan.
 fn refused(models: &Models, id: &str, body: &Value) -> (String, String) {
-    let wanted = serde_json::from_value(body.clone()).unwrap();
-    match checked(models.get(id).unwrap(), wanted).unwrap_err() {
+    let requested = serde_json::from_value(body.clone()).unwrap();
+    match checked(models.get(id).unwrap(), requested).unwrap_err() {
         ApiError::InvalidField { field, reason } => (field, reason),
         other => panic!("{other:?}"),
     }
@@ -36,7 +36,7 @@ fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit()
     let twice = json!({"replicas": [[{"worker": "w0", "layers": [0, layers]}], [{"worker": "w0", "layers": [0, layers]}]]});
     let same =
         json!({"replicas": [[{"worker": "w0", "layers": [0, 1]}, {"worker": "w0", "layers": [1, layers]}]]});
-    for (body, field, parts) in [
+    for (body, field, texts) in [
         (two(1, 2, layers), "replicas[0]", ["w1", "begin with 2", "expected 1"]),
         (two(1, 1, layers + 1), "replicas[0]", ["layer 4", "3 layers", ""]),
         (two(1, 1, layers - 1), "replicas[0]", ["layer 2", "3 layers", ""]),
@@ -50,7 +50,7 @@ fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit()
     ] {
         let (found, reason) = refused(&models, "m", &body);
         assert_eq!(found, field, "{reason}");
-        parts.iter().for_each(|part| assert!(reason.contains(part), "{part} not in {reason}"));
+        texts.iter().for_each(|text| assert!(reason.contains(text), "{text} not in {reason}"));
     }
     // A cut between a layer and the layer whose keys it reads is refused.
     let costs = models.get("g").unwrap().costs.as_ref().unwrap();
@@ -62,7 +62,7 @@ fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit()
 
 #[test]
 fn the_error_of_an_invalid_body_names_the_field_or_value() {
-    for (body, part) in [
+    for (body, text) in [
         (json!({}), "replicas"),
         (json!({"replicas": [[{"worker": "w0"}]]}), "layers"),
         (json!({"replicas": [[{"worker": "a b", "layers": [0, 1]}]]}), "a b"),
@@ -70,6 +70,6 @@ fn the_error_of_an_invalid_body_names_the_field_or_value() {
         (json!({"replicas": [], "shards": 2}), "shards"),
     ] {
         let error = serde_json::from_value::<PlanRequest>(body).unwrap_err().to_string();
-        assert!(error.contains(part), "{part} not in {error}");
+        assert!(error.contains(text), "{text} not in {error}");
     }
 }

@@ -1,8 +1,8 @@
 mod operators;
 
 use super::*;
-use crate::consensus::Incarnation;
-use crate::consensus::table::{
+use consensus::Incarnation;
+use consensus::table::{
     ClientId, Entry, GroupMember, Level, OpenSession, Outcome, SessionChange, encode_entry,
 };
 use model::{ModelFile, ModelSpec};
@@ -34,9 +34,9 @@ struct Rig {
     models: Vec<ModelId>,
     costs: ModelCosts,
     workers: Vec<(NodeId, Capacity)>,
-    /// The drafter beside the model on every worker that has a file.
+    /// The drafter of the model on every worker that has a file.
     drafter: Option<OfferedDrafter>,
-    gone: Vec<NodeId>,
+    away: Vec<NodeId>,
     draining: Vec<NodeId>,
     bad: Option<String>,
     fails: bool,
@@ -62,7 +62,7 @@ impl Rig {
             costs: costs("llama/llama-f32.gguf"),
             workers,
             drafter: None,
-            gone: Vec::new(),
+            away: Vec::new(),
             draining: Vec::new(),
             bad: None,
             fails: false,
@@ -70,8 +70,8 @@ impl Rig {
     }
 
     fn decide(&self, shards: usize) -> (Option<Change>, BTreeMap<ModelId, String>) {
-        let want = |model| WantedModel { model, costs: &self.costs, context: 512 };
-        let wants: Vec<WantedModel<'_>> = self.models.iter().map(want).collect();
+        let target = |model| WantedModel { model, costs: &self.costs, context: 512 };
+        let targets: Vec<WantedModel<'_>> = self.models.iter().map(target).collect();
         let nodes: Vec<Node<'_>> = self
             .workers
             .iter()
@@ -84,10 +84,10 @@ impl Rig {
             .collect();
         decide(&View {
             table: &self.table,
-            wants: &wants,
+            targets: &targets,
             shards: Some(shards),
             nodes: &nodes,
-            gone: &|node| self.gone.contains(node),
+            away: &|node| self.away.contains(node),
             bad: &|_, _| self.bad.clone(),
             fails: &|_, _| self.fails,
         })
@@ -114,18 +114,18 @@ impl Rig {
 fn free_workers_become_replicas_and_the_rest_are_spares() {
     let mut rig = Rig::new(&["a", "b", "c", "d", "e"]);
     assert_eq!(rig.settle(2).len(), 2);
-    let (nothing, why) = rig.decide(2);
-    assert_eq!(nothing, None);
+    let (change, why) = rig.decide(2);
+    assert_eq!(change, None);
     assert!(why.values().all(|why| why.contains("workers, but there are")), "{why:?}");
     assert!(Rig::new(&["a"]).settle(2).is_empty());
 }
 
 #[test]
-fn a_gone_worker_is_replaced_if_another_is_free_and_else_awaited() {
+fn a_lost_worker_is_replaced_if_another_is_free_and_otherwise_its_plan_stays() {
     let mut rig = Rig::new(&["a", "b"]);
     let first = rig.settle(2);
     let lost = node(&first[0][1]);
-    rig.gone.push(lost.clone());
+    rig.away.push(lost.clone());
     rig.workers.retain(|(name, _)| *name != lost);
     assert_eq!(rig.settle(2), first, "its plan stands");
     rig.workers.push((node("c"), capacity(1 << 30, DIGEST)));
@@ -133,7 +133,7 @@ fn a_gone_worker_is_replaced_if_another_is_free_and_else_awaited() {
     assert_eq!(after.len(), 1);
     assert!(after[0].contains(&"c".to_owned()) && !after[0].contains(&lost.to_string()), "{after:?}");
     // A worker that returns is a spare: a working plan stays.
-    rig.gone.clear();
+    rig.away.clear();
     rig.workers.push((lost, capacity(1 << 30, DIGEST)));
     assert_eq!(rig.settle(2), after);
 }
@@ -168,8 +168,8 @@ fn a_file_that_is_no_model_is_placed_nowhere_and_another_one_is() {
 fn a_model_that_does_not_fit_is_reported_with_its_numbers() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.workers.iter_mut().for_each(|(_, capacity)| capacity.memory = 1000);
-    let (nothing, why) = rig.decide(2);
-    assert_eq!(nothing, None);
+    let (change, why) = rig.decide(2);
+    assert_eq!(change, None);
     assert!(why.values().all(|why| why.contains("does not fit")), "{why:?}");
 }
 
@@ -200,8 +200,8 @@ fn layers_whose_caches_a_drafter_reads_are_the_last_stages() {
     assert_eq!(rig.settle(3).len(), 1, "without it");
     let mut rig = Rig::new(&["a", "b", "c"]);
     rig.drafter = drafter(1, 1000);
-    let (nothing, why) = rig.decide(3);
-    assert_eq!(nothing, None);
+    let (change, why) = rig.decide(3);
+    assert_eq!(change, None);
     let why = &why[&rig.models[0]];
     assert!(why.contains("at most 2") && why.contains("the drafter reads the caches of layer 1"), "{why}");
     // A drafter of another model's file has no effect.
@@ -213,8 +213,8 @@ fn layers_whose_caches_a_drafter_reads_are_the_last_stages() {
 fn a_drafter_without_room_is_refused_with_its_bytes() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.drafter = drafter(2, 2 << 30);
-    let (nothing, why) = rig.decide(2);
-    assert_eq!(nothing, None);
+    let (change, why) = rig.decide(2);
+    assert_eq!(change, None);
     let why = &why[&rig.models[0]];
     let with = drafters::with(&rig.costs, rig.drafter.as_ref());
     let bytes = with.range(2..3).drafter_weight_bytes;
@@ -236,8 +236,8 @@ fn a_plan_from_before_the_drafter_is_cut_anew_once_it_fails() {
     assert_eq!(rig.decide(2).0, None, "it fails for something else now");
     // Without room for the drafter, the plan stays and the reason is reported.
     rig.drafter = drafter(1, 4 << 30);
-    let (nothing, why) = rig.decide(2);
-    assert_eq!(nothing, None);
+    let (change, why) = rig.decide(2);
+    assert_eq!(change, None);
     assert!(why[&rig.models[0]].contains("the drafter takes"), "{why:?}");
 }
 

@@ -2,10 +2,10 @@
 //! is complete and unambiguous; it answers invalid heads itself, in the API's form. It enforces two separate
 //! limits: the time of a head from its first byte, and the idle time between requests.
 
+use super::activity::ConnectionActivity;
 use super::head::{self, Chunks, Framing, Scan};
-use super::turn::ConnectionActivity;
-use crate::api::error::ApiError;
-use crate::api::limits::MAX_HEAD;
+use api::error::ApiError;
+use api::limits::MAX_HEAD;
 use bytes::{Buf, Bytes, BytesMut};
 use std::future::Future;
 use std::io;
@@ -38,23 +38,23 @@ pub(super) type Refuse = Arc<dyn Fn(&[u8], &ApiError) -> Bytes + Send + Sync>;
 
 pub(super) struct Guarded<S> {
     stream: S,
-    turn: Arc<ConnectionActivity>,
-    patience: ClientTimeouts,
+    activity: Arc<ConnectionActivity>,
+    timeouts: ClientTimeouts,
     refuse: Refuse,
     /// Received and not passed on yet.
     buffer: BytesMut,
-    at: At,
+    position: Position,
     /// The client has closed its sending direction.
     ended: bool,
     timer: Pin<Box<Sleep>>,
-    farewell: Farewell,
+    closing: Closing,
 }
 
 /// The position in the client's byte stream.
 #[derive(Debug)]
-enum At {
-    /// Before the end of a head. `begun`: when its first byte arrived; `None` before.
-    Head { scan: Scan, begun: Option<Instant> },
+enum Position {
+    /// Before the end of a head. `started`: when its first byte arrived; `None` before.
+    Head { scan: Scan, started: Option<Instant> },
     /// `left` bytes of the body follow, then chunks or the next head.
     Body { left: u64, chunks: Option<Chunks> },
     /// All further bytes belong to another protocol.
@@ -63,18 +63,18 @@ enum At {
     End,
 }
 
-impl At {
+impl Position {
     fn head() -> Self {
-        Self::Head { scan: Scan::default(), begun: None }
+        Self::Head { scan: Scan::default(), started: None }
     }
 }
 
 /// What happens before the stream is shut down.
 #[derive(Debug)]
-enum Farewell {
+enum Closing {
     None,
     /// These bytes are still to be sent.
-    Say(Bytes),
+    Respond(Bytes),
     /// The response is sent; received bytes are discarded until this timer ends.
     Linger(Pin<Box<Sleep>>),
 }
@@ -82,20 +82,20 @@ enum Farewell {
 impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
     pub(super) fn new(
         stream: S,
-        turn: Arc<ConnectionActivity>,
-        patience: ClientTimeouts,
+        activity: Arc<ConnectionActivity>,
+        timeouts: ClientTimeouts,
         refuse: Refuse,
     ) -> Self {
         Self {
             stream,
-            turn,
-            patience,
+            activity,
+            timeouts,
             refuse,
             buffer: BytesMut::new(),
-            at: At::head(),
+            position: Position::head(),
             ended: false,
-            timer: Box::pin(sleep_until(Instant::now() + patience.idle)),
-            farewell: Farewell::None,
+            timer: Box::pin(sleep_until(Instant::now() + timeouts.idle)),
+            closing: Closing::None,
         }
     }
 
@@ -124,18 +124,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
 
     /// Refuses the buffered head and ends the client's requests.
     fn refuse(&mut self, error: &ApiError) {
-        self.at = At::End;
+        self.position = Position::End;
         // If a response is still unsent, no refusal follows it.
-        if self.turn.close() {
-            self.farewell = Farewell::Say((self.refuse)(&self.buffer, error));
+        if self.activity.close() {
+            self.closing = Closing::Respond((self.refuse)(&self.buffer, error));
         }
     }
 
     /// While a request is being answered: detects that the client is gone, and buffers further requests until
     /// their turn.
     fn look_ahead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.turn.wait(cx);
-        if !self.turn.is_busy() {
+        self.activity.wait(cx);
+        if !self.activity.is_busy() {
             // The answer has ended in the meantime.
             cx.waker().wake_by_ref();
             return Poll::Pending;
@@ -146,7 +146,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
         // A client that has pipelined requests may close its sending direction: the requests are answered
         // first.
         if self.ended && self.buffer.is_empty() {
-            self.at = At::End;
+            self.position = Position::End;
             return Poll::Ready(Ok(()));
         }
         Poll::Pending
@@ -155,8 +155,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
     /// Reads until a head is complete.
     fn read_head(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
-            let At::Head { scan, begun } = &mut self.at else { return Poll::Ready(Ok(())) };
-            if begun.is_none() {
+            let Position::Head { scan, started } = &mut self.position else { return Poll::Ready(Ok(())) };
+            if started.is_none() {
                 // RFC 9112, section 2.2: empty lines before a request are skipped.
                 while self.buffer.starts_with(b"\r\n") {
                     self.buffer.advance(2);
@@ -172,27 +172,28 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
                     let whole = self.buffer.get(..end).unwrap_or_default();
                     match head::check(whole) {
                         Err(error) => self.refuse(&error),
-                        Ok(_) if !self.turn.begin() => self.at = At::End,
+                        Ok(_) if !self.activity.begin() => self.position = Position::End,
                         Ok(Framing::Sized(length)) => {
-                            self.at = At::Body { left: length.saturating_add(end as u64), chunks: None };
+                            self.position =
+                                Position::Body { left: length.saturating_add(end as u64), chunks: None };
                         }
                         Ok(Framing::Chunked) => {
-                            self.at = At::Body { left: end as u64, chunks: Some(Chunks::START) };
+                            self.position = Position::Body { left: end as u64, chunks: Some(Chunks::START) };
                         }
                     }
                     return Poll::Ready(Ok(()));
                 }
             }
             if self.ended {
-                self.at = At::End;
+                self.position = Position::End;
                 return Poll::Ready(Ok(()));
             }
             let now = Instant::now();
             let partial = !self.buffer.is_empty() && self.buffer.as_ref() != b"\r";
-            let deadline = match begun {
-                Some(begun) => *begun + self.patience.head,
-                None if partial => *begun.insert(now) + self.patience.head,
-                None => now + self.patience.idle.saturating_sub(self.turn.idle_for()),
+            let deadline = match started {
+                Some(started) => *started + self.timeouts.head,
+                None if partial => *started.insert(now) + self.timeouts.head,
+                None => now + self.timeouts.idle.saturating_sub(self.activity.idle_for()),
             };
             match self.fill(cx, READ_BYTES) {
                 Poll::Ready(Ok(_)) => {}
@@ -202,8 +203,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
                     if partial {
                         self.refuse(&ApiError::HeadTimeout);
                     } else {
-                        self.turn.close();
-                        self.at = At::End;
+                        self.activity.close();
+                        self.position = Position::End;
                     }
                     return Poll::Ready(Ok(()));
                 }
@@ -216,23 +217,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         loop {
-            let (left, mut chunks) = match this.at {
-                At::End => return Poll::Ready(Ok(())),
-                At::Head { .. } if this.turn.is_busy() => return this.look_ahead(cx),
-                At::Head { .. } if this.turn.is_closed() => {
-                    this.at = At::End;
+            let (left, mut chunks) = match this.position {
+                Position::End => return Poll::Ready(Ok(())),
+                Position::Head { .. } if this.activity.is_busy() => return this.look_ahead(cx),
+                Position::Head { .. } if this.activity.is_closed() => {
+                    this.position = Position::End;
                     continue;
                 }
-                At::Head { .. } if this.turn.is_upgraded() => {
-                    this.at = At::Raw;
+                Position::Head { .. } if this.activity.is_upgraded() => {
+                    this.position = Position::Raw;
                     continue;
                 }
-                At::Head { .. } => {
+                Position::Head { .. } => {
                     ready!(this.read_head(cx))?;
                     continue;
                 }
-                At::Body { left: 0, chunks: None | Some(Chunks::Done) } => {
-                    this.at = At::head();
+                Position::Body { left: 0, chunks: None | Some(Chunks::Done) } => {
+                    this.position = Position::head();
                     // An idle connection holds no buffer.
                     if this.buffer.is_empty() {
                         this.buffer = BytesMut::new();
@@ -240,18 +241,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
                     continue;
                 }
                 // hyper refuses an invalid body and closes the connection.
-                At::Body { left: 0, chunks: Some(Chunks::Broken) } => {
-                    this.at = At::Raw;
+                Position::Body { left: 0, chunks: Some(Chunks::Broken) } => {
+                    this.position = Position::Raw;
                     continue;
                 }
-                At::Raw => (u64::MAX, None),
-                At::Body { left, chunks } => (left, chunks),
+                Position::Raw => (u64::MAX, None),
+                Position::Body { left, chunks } => (left, chunks),
             };
             let bytes = if !this.buffer.is_empty() {
-                let most = this.buffer.len().min(out.remaining());
+                let available = this.buffer.len().min(out.remaining());
                 let bytes = match (left, &mut chunks) {
-                    (0, Some(chunks)) => chunks.take(this.buffer.get(..most).unwrap_or_default()),
-                    _ => usize::try_from(left).unwrap_or(usize::MAX).min(most),
+                    (0, Some(chunks)) => chunks.take(this.buffer.get(..available).unwrap_or_default()),
+                    _ => usize::try_from(left).unwrap_or(usize::MAX).min(available),
                 };
                 out.put_slice(this.buffer.get(..bytes).unwrap_or_default());
                 this.buffer.advance(bytes);
@@ -267,8 +268,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
             } else {
                 0
             };
-            if let At::Body { .. } = this.at {
-                this.at = At::Body { left: left.saturating_sub(bytes as u64), chunks };
+            if let Position::Body { .. } = this.position {
+                this.position = Position::Body { left: left.saturating_sub(bytes as u64), chunks };
             }
             return Poll::Ready(Ok(()));
         }
@@ -278,7 +279,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.turn.unsent(written.is_pending());
+        self.activity.unsent(written.is_pending());
         written
     }
 
@@ -289,20 +290,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         loop {
-            match &mut this.farewell {
-                Farewell::None => return Pin::new(&mut this.stream).poll_shutdown(cx),
-                Farewell::Say(bytes) if bytes.is_empty() => {
+            match &mut this.closing {
+                Closing::None => return Pin::new(&mut this.stream).poll_shutdown(cx),
+                Closing::Respond(bytes) if bytes.is_empty() => {
                     ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
-                    this.farewell = Farewell::Linger(Box::pin(sleep_until(Instant::now() + LINGER)));
+                    this.closing = Closing::Linger(Box::pin(sleep_until(Instant::now() + LINGER)));
                 }
-                Farewell::Say(bytes) => {
+                Closing::Respond(bytes) => {
                     let written = ready!(Pin::new(&mut this.stream).poll_write(cx, bytes))?;
                     if written == 0 {
                         return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
                     }
                     bytes.advance(written);
                 }
-                Farewell::Linger(until) => {
+                Closing::Linger(until) => {
                     if until.as_mut().poll(cx).is_ready() {
                         return Poll::Ready(Ok(()));
                     }
@@ -325,7 +326,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.turn.unsent(written.is_pending());
+        self.activity.unsent(written.is_pending());
         written
     }
 }
@@ -335,16 +336,16 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 
-    const PATIENCE: ClientTimeouts =
+    const TIMEOUTS: ClientTimeouts =
         ClientTimeouts { head: Duration::from_secs(5), idle: Duration::from_secs(75) };
     const GET: &str = "GET / HTTP/1.1\r\nhost: x\r\n\r\n";
 
     /// A client, the filter, and the activity of the connection.
     fn connection() -> (DuplexStream, Guarded<DuplexStream>, Arc<ConnectionActivity>) {
         let (client, server) = duplex(1 << 16);
-        let turn = Arc::new(ConnectionActivity::new(Instant::now()));
+        let activity = Arc::new(ConnectionActivity::new(Instant::now()));
         let refuse: Refuse = Arc::new(|_, error| error.to_string().into_bytes().into());
-        (client, Guarded::new(server, Arc::clone(&turn), PATIENCE, refuse), turn)
+        (client, Guarded::new(server, Arc::clone(&activity), TIMEOUTS, refuse), activity)
     }
 
     /// What hyper reads next.
@@ -361,30 +362,30 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_idle_limit_and_the_head_limit_are_separate() {
-        let (mut client, mut guarded, turn) = connection();
+        let (mut client, mut guarded, activity) = connection();
         client.write_all(GET.as_bytes()).await.unwrap();
         assert_eq!(read(&mut guarded).await, GET);
-        assert!(turn.is_busy() && waits(&mut guarded));
+        assert!(activity.is_busy() && waits(&mut guarded));
         // No limit applies while a request is being answered.
         tokio::time::advance(Duration::from_secs(600)).await;
         assert!(waits(&mut guarded));
-        turn.end();
+        activity.end();
         tokio::time::advance(Duration::from_secs(74)).await;
         client.write_all(GET.as_bytes()).await.unwrap();
         assert_eq!(read(&mut guarded).await, GET);
-        turn.end();
+        activity.end();
         let start = Instant::now();
         assert_eq!(read(&mut guarded).await, "", "the connection is over");
-        assert_eq!(start.elapsed(), PATIENCE.idle);
+        assert_eq!(start.elapsed(), TIMEOUTS.idle);
         guarded.shutdown().await.unwrap();
-        let mut said = String::new();
-        client.read_to_string(&mut said).await.unwrap();
-        assert_eq!(said, "", "nobody waits for an answer");
+        let mut received = String::new();
+        client.read_to_string(&mut received).await.unwrap();
+        assert_eq!(received, "", "nobody waits for an answer");
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_head_must_end_within_its_time_limit() {
-        let (mut client, mut guarded, turn) = connection();
+        let (mut client, mut guarded, activity) = connection();
         tokio::time::advance(Duration::from_secs(60)).await;
         let (first, rest) = GET.split_at(9);
         let start = Instant::now();
@@ -392,13 +393,13 @@ mod tests {
             client.write_all(first.as_bytes()).await.unwrap();
             tokio::time::sleep(Duration::from_secs(4)).await;
             client.write_all(&rest.as_bytes()[..3]).await.unwrap();
-            let mut said = String::new();
-            client.read_to_string(&mut said).await.unwrap();
-            said
+            let mut received = String::new();
+            client.read_to_string(&mut received).await.unwrap();
+            received
         });
         assert_eq!(read(&mut guarded).await, "");
-        assert_eq!(start.elapsed(), PATIENCE.head);
-        assert!(turn.is_closed());
+        assert_eq!(start.elapsed(), TIMEOUTS.head);
+        assert!(activity.is_closed());
         guarded.shutdown().await.unwrap();
         drop(guarded);
         assert_eq!(trickle.await.unwrap(), ApiError::HeadTimeout.to_string());
@@ -406,7 +407,7 @@ mod tests {
 
     #[tokio::test]
     async fn requests_are_passed_on_one_by_one() {
-        let (mut client, mut guarded, turn) = connection();
+        let (mut client, mut guarded, activity) = connection();
         let post = "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc";
         let chunked = "POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n";
         let all = ["\r\n", post, GET, chunked, "2\r\nab\r\n0\r\n\r\n", GET, "GET / HTTP/1.1\r\nbad\r\n\r\n"]
@@ -415,24 +416,24 @@ mod tests {
         for request in [post, GET] {
             assert_eq!(read(&mut guarded).await, request);
             assert!(waits(&mut guarded), "the next only when this one is answered");
-            turn.end();
+            activity.end();
         }
         assert_eq!(read(&mut guarded).await, chunked);
         assert_eq!(read(&mut guarded).await, "2\r\nab\r\n0\r\n\r\n");
-        turn.end();
+        activity.end();
         assert_eq!(read(&mut guarded).await, GET);
-        turn.end();
+        activity.end();
         assert_eq!(read(&mut guarded).await, "", "a malformed head is not handed over");
-        assert!(turn.is_closed());
+        assert!(activity.is_closed());
     }
 
     #[tokio::test]
     async fn an_upgraded_connection_is_passed_on_unchanged() {
-        let (mut client, mut guarded, turn) = connection();
+        let (mut client, mut guarded, activity) = connection();
         client.write_all(format!("{GET}\n\nno http").as_bytes()).await.unwrap();
         assert_eq!(read(&mut guarded).await, GET);
         assert!(waits(&mut guarded));
-        turn.upgrade();
+        activity.upgrade();
         assert_eq!(read(&mut guarded).await, "\n\nno http");
         client.write_all(b"more").await.unwrap();
         assert_eq!(read(&mut guarded).await, "more");
@@ -440,7 +441,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_long_body_is_read_whole_and_nothing_after_it() {
-        let (mut client, mut guarded, turn) = connection();
+        let (mut client, mut guarded, activity) = connection();
         let body = "b".repeat(200_000);
         let head = format!("POST / HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
         let all = [&head, &body, GET].concat();
@@ -454,10 +455,10 @@ mod tests {
         }
         assert_eq!(got, head + &body);
         assert!(waits(&mut guarded));
-        turn.end();
+        activity.end();
         assert_eq!(read(&mut guarded).await, GET);
         drop(sent.await.unwrap());
-        turn.end();
+        activity.end();
         assert_eq!(read(&mut guarded).await, "");
     }
 }

@@ -1,12 +1,12 @@
 //! Checks request heads before hyper parses them: where a head ends, whether it is valid, and how its body is
 //! framed.
 //!
-//! hyper accepts two `Host` headers, a length beside chunked encoding, or a bare line feed, and picks one
+//! hyper accepts two `Host` headers, a length with chunked encoding, or a bare line feed, and picks one
 //! interpretation. A proxy in front may pick another, and then the two disagree about where a request ends
 //! (request smuggling). Such heads are refused.
 
-use crate::api::error::ApiError;
-use crate::api::limits::{MAX_HEAD, MAX_HEADERS};
+use api::error::ApiError;
+use api::limits::{MAX_HEAD, MAX_HEADERS};
 use axum::http::Uri;
 use axum::http::uri::Authority;
 use httparse::{Request, Status};
@@ -181,9 +181,9 @@ impl Chunks {
             && !matches!(self, Self::Done | Self::Broken)
         {
             if let Self::Data(left) = self {
-                let most = usize::try_from(*left).unwrap_or(usize::MAX).min(bytes.len() - at);
-                *left -= most as u64;
-                at += most;
+                let count = usize::try_from(*left).unwrap_or(usize::MAX).min(bytes.len() - at);
+                *left -= count as u64;
+                at += count;
                 if *left == 0 {
                     *self = Self::DataReturn;
                 }

@@ -1,26 +1,28 @@
-// Paged attention: what its kernels have in common, and what joins their splits.
+// Paged attention: code that its kernels share, and the kernel that joins splits.
 //
-// Exactness: keys are taken in tiles and partial results in splits, both at absolute positions. So what a row gives
-// depends on its position and its keys alone, not on the batch, on how the prompt was cut or on what it was computed with:
-// a key that a row does not see weighs exactly nothing in it.
+// Exactness: keys are processed in tiles, and partial results cover one split each. Both begin at absolute
+// positions. So the result of a row depends on its position and its keys alone. The batch, the chunks of the
+// prompt and the rows that are computed together do not matter: a key that a row does not see has a weight of
+// exactly zero.
 //
-// Rows that look at the same blocks of a split may go through it together, which reads its keys and values once for all of
-// them: rows of one sequence, and rows of several whose caches begin alike. The host puts such rows side by side.
+// Rows that see the same blocks of a split may be processed together. Keys and values are then read once for
+// all of them. Such rows are rows of one sequence, or rows of several sequences whose caches begin with the
+// same blocks. The host makes these rows adjacent in the order.
 #include "math.cuh"
 
 #define SPLIT 512
 #define WARPS 4
 #define LOWEST -1e30f
-// The window of rows that see every key.
+// Window of rows that see every key.
 #define ALL 0x7fffffffu
-// Splits that a row has in common with another of its sequence.
+// Value in `common` for a row of the same sequence as the row before it.
 #define SAME 0xffffffffu
 
-// What one launch is given; shapes in elements unless said.
+// Arguments of one launch. Shapes are in elements unless a field says otherwise.
 struct Call {
     const float *q;            // [rows][heads][head_dim]
     float *out;                // [rows][heads][v_head_dim]
-    float *parts;              // [rows of the launch][heads][row_splits][v_head_dim]
+    float *parts;              // [rows of the launch][heads][row_splits][v_head_dim]: partial results
     float *sums;               // [rows of the launch][heads][row_splits][2]: highest score, sum of weights
     const u8 *arena;
     const u32 *tables;         // block offsets / 64
@@ -28,36 +30,38 @@ struct Call {
     const u32 *positions;      // [rows]
     const u32 *row_sequences;  // [rows]
     const u32 *sequence_ends;  // [sequences], positions after the step
-    const u32 *order;          // [rows]: those that may go together side by side
-    const u32 *common;         // [rows]: leading splits whose blocks are those of the row before it in that order, or SAME
+    const u32 *order;          // [rows]: rows that may be processed together are adjacent
+    // [rows] in that order: number of leading splits whose blocks are those of the row before, or SAME.
+    const u32 *common;
     const float *sinks;        // [heads] or null
     u64 layer_offset;          // bytes
-    u32 first_row, rows;       // of the launch, places in the order
-    u32 tile;                  // rows that a block looks after
-    u32 join;                  // rows that it can take together
+    u32 first_row, rows;       // of the launch, as indices into `order`
+    u32 tile;                  // rows that a block of threads is responsible for
+    u32 join;                  // maximum number of rows that a block of threads processes together
     u32 heads, kv_heads;
-    u32 together;              // query heads of a block
+    u32 together;              // query heads that a block of threads processes together
     u32 head_dim, v_head_dim;
     u32 block_shift;           // a KV block has 1 << block_shift tokens
-    u32 k_stripe, v_stripe;        // bytes of one head's keys and values in a block
-    u32 window;                // a row sees the last so many keys; ALL for all
+    u32 k_stripe, v_stripe;        // bytes of one head's keys and values in a KV block
+    u32 window;                // number of most recent keys that a row sees; ALL for every key
     u32 causal;
-    u32 row_splits;            // most splits of a row
+    u32 row_splits;            // maximum number of splits of a row
     float scale;               // of scores, times log2 e
 };
 
-// First of a row's visible positions that ends before `end`.
+// First visible position of a row whose visible positions end before `end`.
 __device__ __forceinline__ u32 start_of(u32 end, u32 window) { return end > window ? end - window : 0; }
 
-// The row at a place of the launch.
+// Row at index `place` of the launch.
 __device__ __forceinline__ u32 row_at(const Call &call, u32 place) { return call.order[call.first_row + place]; }
 
-// Where a row's visible positions end.
+// End (exclusive) of a row's visible positions.
 __device__ __forceinline__ u32 end_of(const Call &call, u32 row) {
     return call.causal ? call.positions[row] + 1 : call.sequence_ends[call.row_sequences[row]];
 }
 
-// One element of a row: the sum of weighted values over that of the weights, the sink among them.
+// One element of a row: the sum of weighted values divided by the sum of weights. The sink adds to the
+// latter.
 __device__ __forceinline__ float finish(const float *sinks, u32 head, float highest, float weights, float x) {
     if (sinks) {
         const float sink = __fmul_rn(sinks[head], 1.44269504f);
@@ -82,20 +86,20 @@ __device__ __forceinline__ float finish(const float *sinks, u32 head, float high
             block_shift, k_stripe, v_stripe, window, causal, row_splits, scale                                         \
     }
 
-// What a block of threads goes through at a time: some rows, for some query heads of one key/value head, over the keys
-// from..to of one split. Vector v is query head `head + v % together` of the row at place `place + v / together`.
+// Work of a block of threads: some rows, some query heads of one key/value head, and the keys `from..to` of
+// one split. Vector v is query head `head + v % together` of the row at index `place + v / together`.
 struct Part {
-    u32 place, count;          // rows, by their places in the launch
+    u32 place, count;          // rows, as indices into those of the launch
     u32 kv_head, head, heads;
     u32 split, from, to;
-    u32 first_block;           // of the split
-    const u32 *table;          // the split's blocks, as far as from..to goes over them
+    u32 first_block;           // of the split, in blocks of the sequence
+    const u32 *table;          // blocks of the split, in shared memory; only those of from..to are set
 };
 
-// A part's query vector.
+// A query vector of a `Part`.
 struct Vector {
-    const float *q;            // null for one that there is not
-    u32 last;                  // the last position that it sees; before the first one where there is none
+    const float *q;            // null if the vector does not exist
+    u32 last;                  // last position that it sees; SAME (-1) if the vector does not exist
 };
 
 __device__ __forceinline__ Vector vector_of(const Call &call, const Part &part, u32 v) {
@@ -105,7 +109,7 @@ __device__ __forceinline__ Vector vector_of(const Call &call, const Part &part, 
     return {call.q + ((u64)row * call.heads + part.head + h) * call.head_dim, end_of(call, row) - 1};
 }
 
-// Where what a part's vector gives goes: to `out` if no other split has keys for it, else to its place among the parts.
+// Destination of a vector's result: `out` if no other split has keys for it, else its slot in `parts`.
 struct Goal {
     bool wanted, alone;
     u32 head;
@@ -128,13 +132,14 @@ __device__ __forceinline__ Goal goal_of(const Call &call, const Part &part, u32 
     return goal;
 }
 
-// Leaves element d of a vector, whose weights have this sum.
+// Stores element `d` of a vector. `weights` is the vector's sum of weights.
 __device__ __forceinline__ void leave(const Call &call, const Goal &goal, u32 d, float highest, float weights, float x) {
     goal.out[d] = goal.alone ? finish(call.sinks, goal.head, highest, weights, x) : x;
 }
 
-// go_through: whatever a part asks for; its table is there behind the next barrier.
-// Grid: tiles of rows, key/value heads times parts of their query heads, splits. 128 threads.
+// Calls `go_through` for each `Part` of the block of threads. `go_through` must have a barrier before it
+// reads `part.table`. Grid: tiles of rows; key/value heads times groups of `together` query heads; splits.
+// 128 threads.
 template <class GoThrough> __device__ __forceinline__ void attend(const Call &call, GoThrough go_through) {
     __shared__ u32 table[SPLIT / 16];
     const u32 group = call.heads / call.kv_heads;
@@ -145,7 +150,8 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
     part.head = part.kv_head * group + within;
     part.heads = min(call.together, group - within);
     part.table = table;
-    // Of several sequences only whole splits are the same, and with a window none.
+    // Minimum of `common` for rows that join, exclusive. Rows of several sequences join in whole common
+    // splits only, and never with a window.
     const u32 needed = call.window == ALL ? blockIdx.z : SAME - 1;
     u32 place = blockIdx.x * call.tile;
     const u32 last = min(place + call.tile, call.rows);
@@ -157,7 +163,7 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
         part.place = place;
         part.count = __ffs(begins >> 1);
         place += part.count;
-        // It goes with those before it, by another block of threads.
+        // Another block of threads processes this row together with the rows before it.
         if (!(begins & 1)) continue;
 
         const u32 row = row_at(call, part.place);
@@ -174,12 +180,13 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
             if (block >= part.from >> shift && block <= (part.to - 1) >> shift) table[i] = call.tables[blocks + block];
         }
         go_through(part);
-        // The next rows use the same shared memory.
+        // The next `Part` uses the same shared memory.
         __syncthreads();
     }
 }
 
-// Joins the splits of rows that have several, in their order. Grid: rows of the launch, heads. 128 threads.
+// Joins the splits of rows that have several, in ascending order. Grid: rows of the launch, heads. 128
+// threads.
 extern "C" __global__ void __launch_bounds__(128) combine(PARAMETERS) {
     const Call call = CALL;
     const u32 head = blockIdx.y, row = row_at(call, blockIdx.x), end = end_of(call, row);

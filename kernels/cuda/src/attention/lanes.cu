@@ -1,19 +1,20 @@
-// Paged attention by single lanes: for caches of f32 and of bytes, and for the widest heads. common.cuh comes before.
+// Paged attention without tensor cores: for caches of f32 and of bytes, and for the widest heads. common.cuh
+// precedes this text.
 //
-// KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32) and WIDTH (the widest head served: 64, 128, 256,
-// 512) are defined by whoever compiles this. Each key of a tile belongs to one group of lanes by its place in the tile,
-// and a group of lanes goes through its keys in order, whichever of the kernels below it is.
+// The includer defines KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32) and WIDTH (the
+// widest head supported: 64, 128, 256, 512). The place of a key in its tile decides which group of lanes
+// processes it. A group of lanes processes its keys in order. Both hold for every kernel below.
 
-// Lanes that share a key: each has eight elements of every chunk.
+// Lanes that share a key. Each lane has eight elements of every chunk.
 #define LANES (WIDTH >= 256 ? 32 : WIDTH / 8)
 #define CHUNKS (WIDTH / (8 * LANES))
-// Keys that a warp looks at side by side.
+// Keys that a warp processes at the same time.
 #define SUBS (32 / LANES)
-// Keys that each group of lanes has in flight.
+// Keys that each group of lanes loads at once.
 #define KEYS (KV_TYPE == 0 ? 2 / CHUNKS : 4 / CHUNKS)
 #define TILE (KEYS * WARPS * SUBS)
 
-// Eight elements of a key or value as they lie in the cache.
+// Eight elements of a key or value, in the cache's type.
 #if KV_TYPE == 0
 struct Eight { float4 a, b; };
 #define ELEMENT 4
@@ -25,18 +26,18 @@ struct Eight { uint2 a; float scale; };
 #define ELEMENT 1
 #endif
 
-// Where a lane's elements of one head's keys, or values, lie in a block at offset zero.
+// Addresses of a lane's elements of one head's keys or values, for a block at offset zero.
 struct Lane {
-    const u8 *start[CHUNKS];  // of the first token
-    u32 row;                  // bytes from one token's to the next's
+    const u8 *start[CHUNKS];  // address of the first token's elements, for each chunk
+    u32 row;                  // bytes from one token to the next
 #if KV_TYPE == 2
     const u8 *scales[CHUNKS];
     u32 scale_row;
 #endif
 };
 
-// stripe: the head's tokens, rows of `width` rounded up to 8 elements; of bytes, their scales follow. Lanes beyond a row
-// take its last elements: what they make of them is not looked at.
+// `stripe`: the head's tokens, [tokens][width rounded up to 8 elements]. For bytes, their scales follow.
+// Lanes beyond the row's end load its last elements. Their results are not used.
 __device__ __forceinline__ Lane lane_of(const u8 *stripe, u32 tokens, u32 width) {
     const u32 place = threadIdx.x % LANES, stride = (width + 7) / 8 * 8;
     Lane lane;
@@ -55,7 +56,7 @@ __device__ __forceinline__ Lane lane_of(const u8 *stripe, u32 tokens, u32 width)
     return lane;
 }
 
-// Their values, without the scale.
+// Converts eight elements to f32, without their scale.
 __device__ __forceinline__ void values(const Eight &x, float (&out)[8]) {
 #if KV_TYPE == 0
     out[0] = x.a.x; out[1] = x.a.y; out[2] = x.a.z; out[3] = x.a.w;
@@ -68,7 +69,8 @@ __device__ __forceinline__ void values(const Eight &x, float (&out)[8]) {
         out[2 * i + 1] = f16_value((u16)(words[i] >> 16));
     }
 #else
-    // A byte becomes the low mantissa of 2^23, offset so that it counts from zero.
+    // Puts the byte into the low mantissa bits of 2^23, then subtracts 2^23 + 128. The XOR with 0x80 makes it
+    // unsigned.
     const u32 words[2] = {x.a.x ^ 0x80808080, x.a.y ^ 0x80808080};
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
@@ -78,9 +80,10 @@ __device__ __forceinline__ void values(const Eight &x, float (&out)[8]) {
 #endif
 }
 
-// The lane's part of the keys or values that its group of lanes takes from the tile at `base`. Where the tile goes beyond
-// the keys from..to, the nearest of these is taken, or with GUARDED nothing is: it weighs nothing. The branch costs
-// instructions, but keeps the compiler from mixing the loads of several keys, for which some kernels lack registers.
+// Loads the lane's elements of the keys or values that its group of lanes has in the tile at `base`. For a
+// key outside from..to it loads the nearest key inside, or nothing if GUARDED. Such a key has a weight of
+// zero. The branch of GUARDED costs instructions, but stops the compiler from interleaving the loads of
+// several keys. Some kernels lack the registers for interleaved loads.
 template <bool GUARDED>
 __device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const Lane &lane, const u32 *table, u32 base, u32 from,
                                       u32 to, u32 first_block, u32 shift) {
@@ -120,7 +123,7 @@ __device__ __forceinline__ float scaled(const Eight &x, float sum) {
 #endif
 }
 
-// Some rows for some query heads of one key/value head, over one split.
+// Processes a `Part` with at most GROUP vectors.
 template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     __shared__ float shared_parts[WARPS * SUBS][GROUP][WIDTH];
     __shared__ float shared_sums[WARPS * SUBS][GROUP][2];
@@ -180,7 +183,8 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
             for (u32 u = 0; u < KEYS; u++) {
                 const u32 key = base + (u * WARPS + warp) * SUBS + sub;
                 const float sum = sum_lanes(score[s][u], LANES);
-                // A key beyond the last wraps around. A tile never leaves its split.
+                // For a key behind `lasts[s]` the difference wraps around and is not below the window. A tile
+                // never crosses its split's end.
                 score[s][u] = lasts[s] - key < call.window ? sum : -__int_as_float(0x7f800000);
                 top = fmaxf(top, score[s][u]);
             }
@@ -212,7 +216,8 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
         }
     }
 
-    // Every group of lanes leaves what it has, and they are added in their order.
+    // Writes the sums of every group of lanes to shared memory. Then adds them in ascending order of the
+    // groups.
 #pragma unroll
     for (u32 s = 0; s < GROUP; s++) {
 #pragma unroll

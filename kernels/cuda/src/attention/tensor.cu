@@ -1,28 +1,32 @@
-// Paged attention on tensor cores, for caches of binary16. common.cuh comes before, and WIDTH (the widest head served: 64,
-// 128, 256) is defined by whoever compiles this.
+// Paged attention on tensor cores, for caches of binary16. common.cuh precedes this text. The includer
+// defines WIDTH (the widest head supported: 64, 128, 256).
 //
-// A block of threads has 16 query vectors, the rows of the products: query heads of one key/value head, of as many rows as
-// go together. Rows of a product do not meet, so a vector's result is the same alone, where the other fifteen are zeroes,
-// and among others. Warp w takes the keys 128 w.. of a split, a chunk after the other, and what the warps have is added in their
-// order. A query vector and the weights of its keys are each split into two numbers of binary16, which together have 22
-// bits: keys and values are as the cache has them, so that little but the order of the sums differs from f32.
+// A block of threads has 16 query vectors, which are the rows of the products: query heads of one key/value
+// head, of all rows that are processed together. Rows of a product are independent. So a vector's result is
+// the same alone, with fifteen vectors of zeroes, and together with others. Warp w processes the keys 128 w
+// .. 128 (w + 1) of a split, one chunk after the other. The warps' sums are added in ascending order.
+//
+// Query vectors and the weights of keys are each split into two binary16 numbers, which together have 22 bits
+// of mantissa. Keys and values are used as the cache stores them. So the result differs from f32 in little
+// but the order of the sums.
 #define ROWS 16
-// Keys that a warp looks at side by side, and keys of a split that are its own.
+// CHUNK: keys that a warp processes at the same time. OWN: keys of a split that belong to one warp.
 #define CHUNK (WIDTH > 128 ? 16 : 64)
 #define OWN (SPLIT / WARPS)
-// Weights are this many doublings too large, so that small ones do not leave the range of binary16.
+// Weights are scaled by 2^LIFT, so that small ones stay in the range of binary16.
 #define LIFT 14.0f
-// Elements of values that are added up at a time.
+// Elements of the result whose warps' sums are added at a time.
 #define PART 64
 
-// c += a b: a 16 vectors, b 8 keys or elements, of 16.
+// c += a b. a: 16 vectors of 16 elements; b: 8 keys (or elements) of 16.
 __device__ __forceinline__ void add_product(float (&c)[4], const uint4 &a, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// Two numbers of binary16, and what they lack of the given ones.
+// Rounds x (lower half of the result) and y (upper half) to binary16. `rest` has the two rounding errors as
+// binary16.
 __device__ __forceinline__ u32 halves(float x, float y, u32 &rest) {
     u32 both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
@@ -32,13 +36,15 @@ __device__ __forceinline__ u32 halves(float x, float y, u32 &rest) {
     return both;
 }
 
-// As near as binary16 comes; NaN stays NaN.
+// Clamps to the range of binary16; NaN stays NaN.
 __device__ __forceinline__ float in_range(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 
-// Some rows for some query heads of one key/value head, over one split. Lane 4g + t holds of the products the vectors g and
-// g + 8; of keys those g of eight, of which it has the elements 8t.. of every 32; of values the keys 2t, 2t + 1, 2t + 8 and
-// 2t + 9 of every 16, and of them the elements 8g.. of every 64. Which element a column of a product stands for is free,
-// hence loads of 16 bytes.
+// Processes a `Part` with at most 16 vectors. Lane 4g + t holds:
+// - of the products: vectors g and g + 8;
+// - of the keys: key g of every 8, elements 8t .. 8t + 8 of every 32;
+// - of the values: keys 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16, elements 8g .. 8g + 8 of every 64.
+// Any order of a key's elements gives the same product, and any column may stand for any element of a value.
+// This order lets a lane load 16 bytes at once.
 __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     __shared__ uint4 queries[WIDTH / 16][2][32];
     __shared__ float shared_parts[WARPS][ROWS][PART];
@@ -72,7 +78,8 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     const u8 *values = layer + (u64)call.kv_heads * call.k_stripe + (u64)part.kv_head * call.v_stripe;
     const u32 k_width = (call.head_dim + 7) / 8 * 8, v_width = (call.v_head_dim + 7) / 8 * 8;
     const u32 mask = (1u << shift) - 1;
-    // Where a key's elements begin. Beyond the keys from..to the nearest of these is taken: it weighs nothing.
+    // Address of a key's elements. For a key outside from..to this is the nearest key inside. Its weight is
+    // zero.
     auto place = [&](const u8 *of, u32 key, u32 width) {
         key = min(max(key, from), to - 1);
         return of + (u64)part.table[(key >> shift) - part.first_block] * 64 + (key & mask) * width * 2;
@@ -87,7 +94,7 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
         for (u32 n = 0; n < CHUNK / 8; n++) at[n] = place(keys, base + 8 * n + g, k_width);
 #pragma unroll 1
         for (u32 step = 0; step < WIDTH / 32; step++) {
-            // Lanes beyond a row take its last elements, which meet zeroes.
+            // Lanes beyond the row's end load its last elements. The query's elements there are zeroes.
             const u32 d = min(32 * step + 8 * t, k_width - 8) * 2;
             uint4 k[CHUNK / 8];
 #pragma unroll
@@ -109,7 +116,8 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
             for (u32 n = 0; n < CHUNK / 8; n++) {
 #pragma unroll
                 for (u32 e = 0; e < 2; e++) {
-                    // A key beyond the last wraps around.
+                    // For a key behind the vector's last position the difference wraps around and is not
+                    // below the window.
                     float &x = s[n][2 * i + e];
                     x = vectors[i].last - (base + 8 * n + 2 * t + e) < call.window ? x : -__int_as_float(0x7f800000);
                     top = fmaxf(top, x);
@@ -169,7 +177,8 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
         }
     }
 
-    // Every warp leaves what it has, and they are added in their order, some elements at a time.
+    // Writes the sums of every warp to shared memory, PART elements at a time. Then adds them in ascending
+    // order of the warps.
     if (t == 0) {
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
@@ -179,7 +188,7 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     }
 #pragma unroll
     for (u32 half = 0; half < WIDTH / PART; half++) {
-        // What the elements before these left has been read.
+        // All threads have read the previous PART elements.
         if (half > 0) __syncthreads();
 #pragma unroll
         for (u32 k = 0; k < 4; k++) {

@@ -33,11 +33,11 @@ struct Case {
 
 impl Case {
     fn new(shape: KvShape, lengths: &[usize]) -> Self {
-        Self::alike(shape, lengths, &vec![0; lengths.len()])
+        Self::with_common_start(shape, lengths, &vec![0; lengths.len()])
     }
 
     /// Each sequence starts with this number of the first one's keys and values, in its own blocks.
-    fn alike(shape: KvShape, lengths: &[usize], first: &[usize]) -> Self {
+    fn with_common_start(shape: KvShape, lengths: &[usize], first: &[usize]) -> Self {
         let block = KvBlock::new(&shape).unwrap();
         let stride = LAYER_OFFSET + block.bytes();
         let blocks: Vec<usize> = lengths.iter().map(|len| len.div_ceil(shape.block_tokens)).collect();
@@ -46,20 +46,20 @@ impl Case {
         let mut arena = vec![0xff; total * stride];
         let mut next = 0;
         let tables = lengths.iter().zip(&blocks).enumerate().map(|(sequence, (len, blocks))| {
-            let places = (0..*blocks).map(|i| (next + i) * 7 % total.max(1));
-            let places: Vec<usize> = match total % 7 {
+            let blocks_in_order = (0..*blocks).map(|i| (next + i) * 7 % total.max(1));
+            let blocks_in_order: Vec<usize> = match total % 7 {
                 0 => (next..next + blocks).rev().collect(),
-                _ => places.collect(),
+                _ => blocks_in_order.collect(),
             };
             next += blocks;
             for position in 0..*len {
                 let sequence = if position < first[sequence] { 0 } else { sequence };
-                let at = places[position / shape.block_tokens] * stride + LAYER_OFFSET;
+                let at = blocks_in_order[position / shape.block_tokens] * stride + LAYER_OFFSET;
                 let k = numbers(key_seed(sequence), position << 12, shape.kv_heads * shape.head_dim);
                 let v = numbers(value_seed(sequence), position << 12, shape.kv_heads * shape.v_head_dim);
                 block.put(&mut arena[at..][..block.bytes()], position % shape.block_tokens, &k, &v);
             }
-            places.iter().map(|place| (place * stride / 64) as u32).collect()
+            blocks_in_order.iter().map(|index| (index * stride / 64) as u32).collect()
         });
         let tables = tables.collect();
         Self { shape, sinks: None, block, lengths: lengths.to_vec(), tables, arena }
@@ -70,7 +70,7 @@ impl Case {
     }
 
     /// Returns the expected output of a row.
-    fn want(&self, sequence: usize, position: usize) -> Vec<f64> {
+    fn expected(&self, sequence: usize, position: usize) -> Vec<f64> {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, window, causal, .. } = self.shape;
         let end = if causal { position + 1 } else { self.lengths[sequence] };
         let start = window.map_or(0, |window| end.saturating_sub(window));
@@ -96,13 +96,13 @@ impl Case {
     }
 
     /// Returns the kernels' output for some positions of some sequences, in one step.
-    fn run(&self, sim: &mut Sim, parts: &[(usize, Range<usize>)], scratch_bytes: usize) -> Vec<f32> {
+    fn run(&self, sim: &mut Sim, step_parts: &[(usize, Range<usize>)], scratch_bytes: usize) -> Vec<f32> {
         let compiled = sim.compiled(AttentionKernels::source(&self.shape).unwrap());
         let kernels = AttentionKernels::load(&mut sim.device, compiled, self.shape).unwrap();
         let (mut sequences, mut tables, mut q, mut rows) = (Vec::new(), Vec::new(), Vec::new(), 0);
         let garbage = |table: &Vec<u32>| table.iter().copied().chain([0xdead_beef; 3]).collect::<Vec<_>>();
         let with_tails: Vec<_> = self.tables.iter().map(garbage).collect();
-        for (sequence, positions) in parts {
+        for (sequence, positions) in step_parts {
             let next = rows + positions.len();
             sequences.push(StepSequence { rows: rows..next, context: positions.start, segment_start: None });
             tables.push(Placement::Paged(&with_tails[*sequence]));
@@ -115,7 +115,7 @@ impl Case {
             (true, Some(window)) => Visible::Window(NonZeroU32::new(window as u32).unwrap()),
         };
         let bytes = LAYER_OFFSET + self.block.bytes();
-        let limits = StepLimits { rows, sequences: parts.len(), exports: 0, table_entries: 1000 };
+        let limits = StepLimits { rows, sequences: step_parts.len(), exports: 0, table_entries: 1000 };
         let group = KvGroup { block_tokens: self.shape.block_tokens, bytes, visible };
         let mut step = Step::new(StepLayout::new(limits, &[group]));
         let tokens = vec![0; rows];
@@ -140,11 +140,13 @@ impl Case {
     }
 
     /// Compares some rows with the definition and returns the kernels' output.
-    fn check(&self, sim: &mut Sim, parts: &[(usize, Range<usize>)]) -> Vec<f32> {
-        let got = self.run(sim, parts, 1 << 20);
-        let rows = parts.iter().flat_map(|(sequence, rows)| rows.clone().map(move |row| (*sequence, row)));
-        let want: Vec<f64> = rows.flat_map(|(sequence, position)| self.want(sequence, position)).collect();
-        assert_near(&got, &want, 2e-5, &format!("{:?} for {}: {parts:?}", self.shape, sim.arch));
+    fn check(&self, sim: &mut Sim, step_parts: &[(usize, Range<usize>)]) -> Vec<f32> {
+        let got = self.run(sim, step_parts, 1 << 20);
+        let rows =
+            step_parts.iter().flat_map(|(sequence, rows)| rows.clone().map(move |row| (*sequence, row)));
+        let expected: Vec<f64> =
+            rows.flat_map(|(sequence, position)| self.expected(sequence, position)).collect();
+        assert_near(&got, &expected, 2e-5, &format!("{:?} for {}: {step_parts:?}", self.shape, sim.arch));
         got
     }
 }
@@ -169,8 +171,8 @@ fn decoding_rows_see_their_own_sequences() {
     for mut sim in Sim::each() {
         for shape in shapes {
             let lengths = [1, shape.block_tokens - 1, shape.block_tokens, shape.block_tokens + 1];
-            let parts: Vec<_> = lengths.iter().enumerate().map(|(i, len)| (i, len - 1..*len)).collect();
-            Case::new(shape, &lengths).check(&mut sim, &parts);
+            let step_parts: Vec<_> = lengths.iter().enumerate().map(|(i, len)| (i, len - 1..*len)).collect();
+            Case::new(shape, &lengths).check(&mut sim, &step_parts);
         }
     }
 }
@@ -238,11 +240,11 @@ fn a_common_beginning_of_sequences_is_read_once() {
     // The last one ends with the split, so that it sees no whole split that it shares.
     let first = [0, LONG, SPLIT, 0, LONG, LONG + 64, LONG, SPLIT - 64];
     for mut sim in Sim::each() {
-        let mut case = Case::alike(shape, &lengths, &first);
-        let parts: Vec<_> = lengths.iter().enumerate().map(|(i, len)| (i, len - 1..*len)).collect();
+        let mut case = Case::with_common_start(shape, &lengths, &first);
+        let step_parts: Vec<_> = lengths.iter().enumerate().map(|(i, len)| (i, len - 1..*len)).collect();
         let read = |case: &Case, sim: &mut Sim, scratch| {
             let before = sim.device.machine().counts().global_read;
-            let found = bits(&case.run(sim, &parts, scratch));
+            let found = bits(&case.run(sim, &step_parts, scratch));
             (found, (sim.device.machine().counts().global_read - before) as usize)
         };
         let (own, all) = read(&case, &mut sim, 1 << 20);
@@ -259,7 +261,7 @@ fn a_common_beginning_of_sequences_is_read_once() {
         // first split is processed with the fifth.
         let split = SPLIT / shape.block_tokens * case.block.bytes();
         assert!(all - less >= 7 * split && all - less < 8 * split, "{all} and {less}, {split} each");
-        case.check(&mut sim, &parts);
+        case.check(&mut sim, &step_parts);
         // Split into launches in the middle of rows that share blocks.
         let (cut, _) = read(&case, &mut sim, 3 * 4 * 3 * 66 * 4);
         assert_eq!(cut, own);
@@ -286,7 +288,7 @@ fn decoding_is_within_the_instruction_budget() {
 }
 
 #[test]
-fn what_is_not_served_is_refused() {
+fn unsupported_shapes_are_refused() {
     let refused = |shape: KvShape| AttentionKernels::source(&shape).unwrap_err();
     assert_eq!(refused(KvShape { window: Some(0), ..SHAPE }), Error::EmptyWindow);
     let window = refused(KvShape { window: Some(3), causal: false, ..SHAPE });

@@ -108,7 +108,7 @@ impl Caches {
             let len = self.group_block_bytes.len();
             let missing = Error::OutOfRange { what: "KV group", index: copy.group, len };
             let bytes = *self.group_block_bytes.get(copy.group).ok_or(missing)?;
-            let (from, to) = (self.part(copy.from, bytes)?, self.part(copy.to, bytes)?);
+            let (from, to) = (self.arena_ptr(copy.from, bytes)?, self.arena_ptr(copy.to, bytes)?);
             // A copy of a block to itself does nothing.
             if from != to {
                 device.copy(from, to, bytes)?;
@@ -121,7 +121,7 @@ impl Caches {
     ///
     /// # Errors
     /// [`Error::OutsideArena`].
-    pub(super) fn part(&self, offset: u32, bytes: usize) -> Result<DevicePtr, Error> {
+    pub(super) fn arena_ptr(&self, offset: u32, bytes: usize) -> Result<DevicePtr, Error> {
         let start = offset as usize * OFFSET_UNIT;
         match start.checked_add(bytes) {
             Some(end) if end <= self.arena_bytes => Ok(self.arena.offset(start)),
@@ -154,9 +154,9 @@ pub(super) fn create_layer(
 ) -> Result<KvLayerId, Error> {
     let CudaBackend { device, modules, caches, .. } = backend;
     let device = device.as_mut();
-    let known = caches.kernels.iter().position(|kernels| kernels.shape == shape);
-    let kernels = match known {
-        Some(known) => known,
+    let existing = caches.kernels.iter().position(|kernels| kernels.shape == shape);
+    let kernels = match existing {
+        Some(existing) => existing,
         None => {
             let qkv = QkvKernels::load(device, modules.of(QkvKernels::source(&shape)?)?, shape)?;
             let compiled = modules.of(AttentionKernels::source(&shape)?)?;
@@ -224,8 +224,8 @@ fn angles(
     let (index, len) = (id.number() as usize, caches.ropes.len());
     let kernels = caches.layer(layer)?.0.kernels;
     let rope = caches.ropes.get_mut(index).ok_or(Error::OutOfRange { what: "rope", index, len })?;
-    if let Some(known) = rope.of_step {
-        return Ok(known);
+    if let Some(angles) = rope.of_step {
+        return Ok(angles);
     }
     let room = rope.room.of(device, rope.rope.angle_bytes(rows))?;
     let made = caches.kernels[kernels].qkv.angles(device, &rope.rope, rope.turns, step, rows, room)?;

@@ -11,7 +11,7 @@ use super::super::device::GraphId;
 use super::super::tape::Taped;
 use super::super::{CudaError, Device};
 use super::memory::{Buffers, Shapes};
-use super::step::{Largest, StepForm, StepMemory};
+use super::step::{GraphShape, Largest, StepMemory};
 use kernels::Error;
 use kernels::backend::{StepCounts, StepOps};
 use std::collections::HashMap;
@@ -19,16 +19,16 @@ use std::collections::HashMap;
 #[cfg(test)]
 mod tests;
 
-/// Most graphs that are kept. The one that was run longest ago is dropped first.
-const MOST: usize = 64;
+/// Maximum number of recorded graphs. The least recently run graph is dropped first.
+const MAX_GRAPHS: usize = 64;
 
 /// Graphs of a backend.
 pub(super) struct Graphs {
     on: bool,
-    known: HashMap<StepForm, GraphState>,
+    states: HashMap<GraphShape, GraphState>,
     /// Value of [`Taped::frees`] for which the graphs are valid.
     frees: u64,
-    recording: Option<StepForm>,
+    recording: Option<GraphShape>,
     counts: StepCounts,
 }
 
@@ -44,14 +44,14 @@ struct Recording {
     /// Shapes of the buffers after the graph.
     shapes: Shapes,
     /// Largest indices that the graph's tables have rows for.
-    most: Largest,
+    max_index: Largest,
     /// Number of the step that ran the graph last.
     used: u64,
 }
 
 impl Default for Graphs {
     fn default() -> Self {
-        Self { on: true, known: HashMap::new(), frees: 0, recording: None, counts: StepCounts::default() }
+        Self { on: true, states: HashMap::new(), frees: 0, recording: None, counts: StepCounts::default() }
     }
 }
 
@@ -61,12 +61,12 @@ impl Graphs {
     }
 
     pub(super) fn counts(&self) -> StepCounts {
-        let kept = self.known.values().filter(|known| matches!(known, GraphState::Recorded(_))).count();
+        let kept = self.states.values().filter(|state| matches!(state, GraphState::Recorded(_))).count();
         StepCounts { kept, ..self.counts }
     }
 
     /// Drops the recording of a step that was aborted. None of it has been run.
-    pub(super) fn give_up(&mut self, device: &mut Taped) {
+    pub(super) fn abort_recording(&mut self, device: &mut Taped) {
         if self.recording.take().is_some() {
             device.take_tape();
         }
@@ -75,10 +75,10 @@ impl Graphs {
     /// Drops all graphs, because the memory that they refer to is replaced. Memory only grows, so there is
     /// enough for the next ones.
     pub(super) fn clear(&mut self, device: &mut Taped) {
-        for known in self.known.values_mut() {
-            if let GraphState::Recorded(recording) = known {
+        for state in self.states.values_mut() {
+            if let GraphState::Recorded(recording) = state {
                 device.forget(recording.graph);
-                *known = GraphState::Ran;
+                *state = GraphState::Ran;
             }
         }
     }
@@ -94,25 +94,25 @@ impl Graphs {
             self.clear(device);
             self.frees = device.frees();
         }
-        let Some(form) = step.form().filter(|_| self.on) else {
+        let Some(graph_shape) = step.graph_shape().filter(|_| self.on) else {
             self.counts.called += 1;
             return Ok(StepOps::Called);
         };
         let now = self.counts.called + self.counts.recorded + self.counts.replayed;
-        match self.known.get_mut(&form) {
+        match self.states.get_mut(&graph_shape) {
             None => {
-                self.known.insert(form, GraphState::Ran);
+                self.states.insert(graph_shape, GraphState::Ran);
                 self.counts.called += 1;
                 Ok(StepOps::Called)
             }
             Some(GraphState::Ran) => {
                 device.start_tape();
-                self.recording = Some(form);
+                self.recording = Some(graph_shape);
                 Ok(StepOps::Recorded)
             }
             Some(GraphState::Recorded(recording)) => {
                 // The check that an operation would have made before its launch.
-                step.largest().check(&recording.most)?;
+                step.largest().check(&recording.max_index)?;
                 device.replay(recording.graph)?;
                 recording.used = now;
                 buffers.set_shapes(&recording.shapes);
@@ -129,7 +129,7 @@ impl Graphs {
         step: &StepMemory,
         buffers: &Buffers,
     ) -> Result<(), CudaError> {
-        let Some(form) = self.recording.take() else { return Ok(()) };
+        let Some(graph_shape) = self.recording.take() else { return Ok(()) };
         let Some(tape) = device.take_tape() else {
             // The step used an operation that a graph cannot contain, and has been run.
             self.counts.called += 1;
@@ -148,22 +148,22 @@ impl Graphs {
         self.make_room(device);
         self.counts.recorded += 1;
         let used = self.counts.called + self.counts.recorded + self.counts.replayed;
-        let recording = Recording { graph, shapes: buffers.shapes(), most: step.most(), used };
-        self.known.insert(form, GraphState::Recorded(recording));
+        let recording = Recording { graph, shapes: buffers.shapes(), max_index: step.max_index(), used };
+        self.states.insert(graph_shape, GraphState::Recorded(recording));
         device.replay(graph)
     }
 
     /// Drops the graph that was run longest ago if the maximum number is stored.
     fn make_room(&mut self, device: &mut Taped) {
-        let recorded = self.known.iter().filter_map(|(form, known)| match known {
-            GraphState::Recorded(recording) => Some((recording.used, *form, recording.graph)),
+        let recorded = self.states.iter().filter_map(|(graph_shape, state)| match state {
+            GraphState::Recorded(recording) => Some((recording.used, *graph_shape, recording.graph)),
             GraphState::Ran => None,
         });
-        if recorded.clone().count() < MOST {
+        if recorded.clone().count() < MAX_GRAPHS {
             return;
         }
-        if let Some((_, form, graph)) = recorded.min_by_key(|(used, ..)| *used) {
-            self.known.remove(&form);
+        if let Some((_, graph_shape, graph)) = recorded.min_by_key(|(used, ..)| *used) {
+            self.states.remove(&graph_shape);
             device.forget(graph);
         }
     }

@@ -20,7 +20,7 @@ impl GrowingBuffer {
     /// [`CudaError::OutOfMemory`].
     pub(super) fn of(&mut self, device: &mut dyn Device, bytes: usize) -> Result<DevicePtr, CudaError> {
         if bytes > self.bytes {
-            self.give_back(device)?;
+            self.release(device)?;
             self.ptr = device.allocate(bytes)?;
             self.bytes = bytes;
         }
@@ -31,7 +31,7 @@ impl GrowingBuffer {
     ///
     /// # Errors
     /// Errors of the device.
-    pub(super) fn give_back(&mut self, device: &mut dyn Device) -> Result<(), CudaError> {
+    pub(super) fn release(&mut self, device: &mut dyn Device) -> Result<(), CudaError> {
         if self.bytes > 0 {
             device.free(self.ptr)?;
             self.bytes = 0;
@@ -81,7 +81,8 @@ struct Buffer {
     /// Number of f32 values that fit the buffer.
     capacity: usize,
     quantised: GrowingBuffer,
-    fresh: bool,
+    /// Whether `quantised` is up to date.
+    is_quantised: bool,
 }
 
 /// Rows and columns of each buffer, and whether its 8-bit form is up to date.
@@ -102,7 +103,7 @@ impl Buffers {
         let capacity = rows.checked_mul(cols).filter(|n| *n <= isize::MAX as usize / size_of::<f32>());
         let capacity = capacity.ok_or(impossible)?;
         let view = View { ptr: device.allocate(capacity * size_of::<f32>())?, rows: 0, cols };
-        self.0.push(Buffer { view, capacity, quantised: GrowingBuffer::default(), fresh: false });
+        self.0.push(Buffer { view, capacity, quantised: GrowingBuffer::default(), is_quantised: false });
         Ok(BufferId::new(self.0.len() as u32 - 1))
     }
 
@@ -131,7 +132,7 @@ impl Buffers {
     /// # Errors
     /// [`Error::OutOfRange`].
     pub(super) fn changed(&mut self, id: BufferId) -> Result<(), Error> {
-        self.buffer(id)?.fresh = false;
+        self.buffer(id)?.is_quantised = false;
         Ok(())
     }
 
@@ -145,7 +146,7 @@ impl Buffers {
             let (index, len) = (rows.saturating_mul(cols), buffer.capacity);
             return Err(Error::OutOfRange { what: "buffer value", index, len });
         }
-        (buffer.view.rows, buffer.view.cols, buffer.fresh) = (rows, cols, false);
+        (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, false);
         Ok(buffer.view)
     }
 
@@ -179,7 +180,7 @@ impl Buffers {
         let buffer = self.buffer(id)?;
         let bytes = buffer.view.rows * quantised_row_bytes(buffer.view.cols);
         let room = buffer.quantised.of(device, bytes)?;
-        buffer.fresh = true;
+        buffer.is_quantised = true;
         Ok(room)
     }
 
@@ -188,19 +189,21 @@ impl Buffers {
     /// # Errors
     /// As [`Self::quantised`].
     pub(super) fn int8(&mut self, device: &mut dyn Device, id: BufferId) -> Result<(DevicePtr, bool), Error> {
-        let fresh = self.buffer(id)?.fresh;
-        Ok((self.quantised(device, id)?, !fresh))
+        let is_quantised = self.buffer(id)?.is_quantised;
+        Ok((self.quantised(device, id)?, !is_quantised))
     }
 
     /// Returns the shapes of all buffers.
     pub(super) fn shapes(&self) -> Shapes {
-        Shapes(self.0.iter().map(|buffer| (buffer.view.rows, buffer.view.cols, buffer.fresh)).collect())
+        Shapes(
+            self.0.iter().map(|buffer| (buffer.view.rows, buffer.view.cols, buffer.is_quantised)).collect(),
+        )
     }
 
     /// Restores the shapes that [`Self::shapes`] returned.
     pub(super) fn set_shapes(&mut self, shapes: &Shapes) {
-        for (buffer, &(rows, cols, fresh)) in self.0.iter_mut().zip(&shapes.0) {
-            (buffer.view.rows, buffer.view.cols, buffer.fresh) = (rows, cols, fresh);
+        for (buffer, &(rows, cols, is_quantised)) in self.0.iter_mut().zip(&shapes.0) {
+            (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, is_quantised);
         }
     }
 

@@ -22,8 +22,8 @@ impl Modules {
     /// Errors of the compiler.
     pub(super) fn of(&mut self, source: &Source) -> Result<&Compiled, CudaError> {
         Ok(match self.compiled.entry(source.name) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(place) => place.insert((self.compile)(source)?),
+            Entry::Occupied(occupied) => occupied.into_mut(),
+            Entry::Vacant(vacant) => vacant.insert((self.compile)(source)?),
         })
     }
 }

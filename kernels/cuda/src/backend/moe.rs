@@ -14,14 +14,14 @@ use kernels::backend::{ActivationMode, ExpertGateUp, MatrixId, MoeOp, VectorId};
 
 /// Up to this number of rows, each (row, expert) pair is a product of its own. With more rows, the products
 /// of one expert share the weights that they read.
-const ONE_BY_ONE: usize = 4;
+const MAX_PAIRWISE_ROWS: usize = 4;
 
-/// Splits device memory into aligned parts.
-struct Parts {
+/// Assigns aligned ranges of the scratch memory.
+struct ScratchLayout {
     at: usize,
 }
 
-impl Parts {
+impl ScratchLayout {
     fn next(&mut self, bytes: usize) -> usize {
         let start = self.at;
         self.at += bytes.next_multiple_of(256);
@@ -68,25 +68,25 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let down = expert(op.down, hidden, Some(ff))?;
     let out = buffers.target(op.out, (x.rows, hidden), op.accumulate)?;
 
-    let mut parts = Parts { at: 0 };
-    let [chosen, weights, list] = [4 * pairs; 3].map(|bytes| parts.next(bytes));
-    let starts = parts.next(4 * (shape.experts + 1));
+    let mut layout = ScratchLayout { at: 0 };
+    let [chosen, weights, list] = [4 * pairs; 3].map(|bytes| layout.next(bytes));
+    let starts = layout.next(4 * (shape.experts + 1));
     // Gate and up: side by side in one product, or one after the other.
-    let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| parts.next(bytes));
-    let inner_at = parts.next(4 * pairs * ff);
-    let quantised_at = parts.next(pairs * quantised_row_bytes(ff));
-    let down_at = parts.next(4 * pairs * hidden);
-    let base = scratch.of(device, parts.at)?;
+    let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| layout.next(bytes));
+    let inner_at = layout.next(4 * pairs * ff);
+    let quantised_at = layout.next(pairs * quantised_row_bytes(ff));
+    let down_at = layout.next(4 * pairs * hidden);
+    let base = scratch.of(device, layout.at)?;
     let at = |offset: usize| base.offset(offset);
     let routes = Routes { chosen: at(chosen), weights: at(weights), starts: at(starts), list: at(list) };
 
     kernels.route(device, &shape, router.ptr, op.renormalise, &routes)?;
-    let listed = x.rows > ONE_BY_ONE || *mode == ActivationMode::F32;
+    let listed = x.rows > MAX_PAIRWISE_ROWS || *mode == ActivationMode::F32;
     if listed {
         kernels.lists(device, &shape, &routes)?;
     }
     let experts = match listed {
-        true => Experts::Listed { starts: routes.starts, list: routes.list, most: x.rows },
+        true => Experts::Listed { starts: routes.starts, list: routes.list, max_per_expert: x.rows },
         false => Experts::Each(routes.chosen),
     };
     let multiply = |device: &mut dyn Device,
@@ -104,14 +104,14 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
 
     let gate_up = match op.gate_up {
         ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => {
-            let places = [gate_at, up_at].map(at);
-            for (id, place) in [gate, up].into_iter().zip(places) {
+            let addresses = [gate_at, up_at].map(at);
+            for (id, address) in [gate, up].into_iter().zip(addresses) {
                 let found = expert(id, ff, None)?;
                 let rows = activations(device, buffers, rowwise, *mode, (op.x, found.0))?;
-                multiply(device, found, rows, op.used, place)?;
+                multiply(device, found, rows, op.used, address)?;
             }
             let (gate_scale, up_scale) = (affine(gate_scale, gate_bias, ff)?, affine(up_scale, up_bias, ff)?);
-            GateUp::Separate { gate: places[0], up: places[1], gate_scale, up_scale }
+            GateUp::Separate { gate: addresses[0], up: addresses[1], gate_scale, up_scale }
         }
         ExpertGateUp::Fused { gate_up, scale, bias } => {
             let found = expert(gate_up, 2 * ff, None)?;

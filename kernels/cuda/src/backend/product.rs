@@ -46,8 +46,8 @@ impl Matrices {
         let ty = GgmlType::from_id(source.ggml_type)?;
         let shape = TiledShape::new(ty, source.rows, source.cols, source.experts)?;
         same("tensor bytes", shape.file_bytes(), source.bytes.len())?;
-        if let Entry::Vacant(place) = self.kernels.entry(ty) {
-            place.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
+        if let Entry::Vacant(vacant) = self.kernels.entry(ty) {
+            vacant.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
         }
         let start = device.allocate(shape.packed_bytes())?;
         let tiles = shape.tiles() * shape.experts();
@@ -70,16 +70,16 @@ impl Matrices {
 
 /// Packs pieces, each on its own thread.
 fn pack(shape: &TiledShape, bytes: &[u8], pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
-    let one = |tiles: &Range<usize>| -> Result<Vec<u8>, Error> {
+    let pack_piece = |tiles: &Range<usize>| -> Result<Vec<u8>, Error> {
         let mut packed = Vec::new();
         shape.pack(tiles.clone(), &bytes[shape.file_range(tiles.clone())], &mut packed)?;
         Ok(packed)
     };
     if let [only] = pieces {
-        return vec![one(only)];
+        return vec![pack_piece(only)];
     }
     std::thread::scope(|scope| {
-        let running: Vec<_> = pieces.iter().map(|piece| scope.spawn(move || one(piece))).collect();
+        let running: Vec<_> = pieces.iter().map(|piece| scope.spawn(move || pack_piece(piece))).collect();
         let lost = || Err(Error::Unsupported { what: "a matrix whose packing ends its thread" });
         running.into_iter().map(|running| running.join().unwrap_or_else(|_| lost())).collect()
     })
@@ -98,8 +98,8 @@ pub(super) fn activations(
     if mode == ActivationMode::F32 || !reads_int8(matrix.shape.ty()) {
         return Ok(Activations::F32(view.ptr));
     }
-    let (quantised, stale) = buffers.int8(device, x)?;
-    if stale {
+    let (quantised, needs_quantising) = buffers.int8(device, x)?;
+    if needs_quantising {
         rowwise.quantise(device, view.of(), view.ptr, quantised)?;
     }
     Ok(Activations::Int8(quantised))
@@ -198,7 +198,7 @@ mod tests {
             return;
         }
         let config = CudaConfig { arch: Arch::SM_90, activations: ActivationMode::Int8, threads: THREADS };
-        let compile = |source: &Source| Ok(hole::nothing(source.name));
+        let compile = |source: &Source| Ok(hole::empty_source(source.name));
         let mut backend = CudaBackend::new(Box::new(Hole::default()), config, Box::new(compile)).unwrap();
         let mut took = [1usize, 16].map(|times| {
             // The file's own pages do not count: they are zeros that were never written.

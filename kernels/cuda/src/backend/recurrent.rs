@@ -1,7 +1,7 @@
 //! Recurrent layers: their states in slots of the arena, and deferred state updates.
 //!
 //! This works as on the CPU (`cpu/deferred.rs`): a deferred step reads a state and does not change it. The
-//! inputs of its rows are kept for each layer, and the accepted rows are run again.
+//! inputs of its rows are saved for each layer, and the accepted rows are run again.
 
 use super::super::recurrent::{ConvCall, DeltaNetCall, DeviceState, Mamba2Call, RecurrentKernels, StateCall};
 use super::super::step::StepPointers;
@@ -37,7 +37,7 @@ pub(super) struct States {
 
 struct StateLayer {
     layout: DeviceState,
-    places: DevicePtr,
+    head_offsets: DevicePtr,
     /// Byte offset inside a slot.
     offset: usize,
 }
@@ -48,7 +48,7 @@ struct Inputs {
     conv: Option<ConvOp>,
     recurrence: Option<Recurrence>,
     /// The convolution's inputs, then those of the recurrence.
-    kept: [Kept; 4],
+    saved: [SavedInput; 4],
 }
 
 /// A step with deferred state updates.
@@ -67,7 +67,7 @@ enum Recurrence {
 
 /// The deferred rows of a buffer, one after the other, and the accepted rows.
 #[derive(Debug, Default)]
-struct Kept {
+struct SavedInput {
     all: GrowingBuffer,
     accepted: GrowingBuffer,
     cols: usize,
@@ -98,7 +98,7 @@ impl States {
     /// Checks the state updates of a step.
     pub(super) fn check(&self, step: &StepInput<'_>, arena_bytes: usize) -> Result<(), Error> {
         if self.deferred.len() == MAX_DEFERRED_STEPS && step.states.iter().any(|state| state.deferred) {
-            return Err(Error::DeferredSteps { most: MAX_DEFERRED_STEPS });
+            return Err(Error::DeferredSteps { max: MAX_DEFERRED_STEPS });
         }
         // A worker may have none of a model's recurrent layers.
         if self.layers.is_empty() {
@@ -149,15 +149,15 @@ impl States {
     ) -> Result<(), Error> {
         let StateLayer { layout, offset, .. } = self.layer(layer)?;
         let mut bytes = vec![0; layout.bytes()];
-        let from = caches.part(slot, offset + layout.bytes())?.offset(*offset);
+        let from = caches.arena_ptr(slot, offset + layout.bytes())?.offset(*offset);
         device.download(from, &mut bytes)?;
         layout.read(&bytes, conv, recurrent)
     }
 
     pub(super) fn bytes(&self) -> usize {
         let deferred = self.deferred.iter().map(|step| &step.layers);
-        let kept = deferred.chain(&self.spare).flatten().flat_map(|layer| &layer.kept);
-        kept.map(|kept| kept.all.bytes() + kept.accepted.bytes()).sum::<usize>() + self.accepted.bytes()
+        let saved = deferred.chain(&self.spare).flatten().flat_map(|layer| &layer.saved);
+        saved.map(|saved| saved.all.bytes() + saved.accepted.bytes()).sum::<usize>() + self.accepted.bytes()
     }
 
     fn layer(&self, id: StateLayerId) -> Result<&StateLayer, Error> {
@@ -168,7 +168,7 @@ impl States {
 
     /// Returns a layer, the kernels, and the layer's memory for inputs; `None` for the last if the step
     /// defers nothing.
-    fn parts(&mut self, id: StateLayerId) -> Result<Parts<'_>, Error> {
+    fn layer_context(&mut self, id: StateLayerId) -> Result<LayerContext<'_>, Error> {
         let index = id.number() as usize;
         let missing = Error::OutOfRange { what: "state layer", index, len: self.layers.len() };
         let step = self.deferred.back_mut().filter(|_| self.runs);
@@ -181,8 +181,8 @@ impl States {
     }
 }
 
-/// See [`States::parts`].
-type Parts<'a> = (&'a RecurrentKernels, &'a StateLayer, Option<&'a mut Inputs>);
+/// See [`States::layer_context`].
+type LayerContext<'a> = (&'a RecurrentKernels, &'a StateLayer, Option<&'a mut Inputs>);
 
 /// See [`kernels::backend::Backend::create_state_layer`].
 pub(super) fn create_layer(
@@ -199,8 +199,8 @@ pub(super) fn create_layer(
         let compiled = modules.of(&source::RECURRENT)?;
         states.kernels = Some(RecurrentKernels::load(device.as_mut(), compiled)?);
     }
-    let places = uploaded(device.as_mut(), &layout.places())?;
-    states.layers.push(StateLayer { layout, places, offset });
+    let head_offsets = uploaded(device.as_mut(), &layout.head_offsets())?;
+    states.layers.push(StateLayer { layout, head_offsets, offset });
     Ok(StateLayerId::new(states.layers.len() as u32 - 1))
 }
 
@@ -208,7 +208,7 @@ impl StateLayer {
     fn call<'a>(&'a self, arena: DevicePtr, step: &'a StepPointers, sequences: usize) -> StateCall<'a> {
         StateCall {
             layout: &self.layout,
-            places: self.places,
+            head_offsets: self.head_offsets,
             layer_offset: self.offset,
             arena,
             states: &step.states,
@@ -218,17 +218,17 @@ impl StateLayer {
 }
 
 /// Copies the deferred rows of a buffer.
-fn keep(
+fn save_input(
     device: &mut dyn Device,
     kernels: &RecurrentKernels,
     step: &StepMemory,
     (x, cols): (DevicePtr, usize),
-    kept: &mut Kept,
+    saved: &mut SavedInput,
 ) -> Result<(), Error> {
     let count = step.step().kept_rows();
     if count > 0 {
-        let room = kept.all.of(device, count * cols * size_of::<f32>())?;
-        kept.cols = cols;
+        let room = saved.all.of(device, count * cols * size_of::<f32>())?;
+        saved.cols = cols;
         kernels.keep_rows(device, x, cols, step.pointers()?.kept_rows, count, room)?;
     }
     Ok(())
@@ -239,11 +239,11 @@ pub(super) fn conv(backend: &mut CudaBackend, op: &ConvOp) -> Result<(), Error> 
     let CudaBackend { device, caches, buffers, vectors, step, states, .. } = backend;
     let device = device.as_mut();
     let x = buffers.get(op.x)?;
-    let (kernels, layer, inputs) = states.parts(op.layer)?;
+    let (kernels, layer, inputs) = states.layer_context(op.layer)?;
     same("convolution input", layer.layout.shape().channels, x.cols)?;
     same("rows of the step", step.step().rows(), x.rows)?;
-    if let Some(Inputs { conv, kept, .. }) = inputs {
-        keep(device, kernels, step, (x.ptr, x.cols), &mut kept[0])?;
+    if let Some(Inputs { conv, saved, .. }) = inputs {
+        save_input(device, kernels, step, (x.ptr, x.cols), &mut saved[0])?;
         *conv = Some(*op);
     }
     let call = conv_call(vectors, layer.layout.shape(), op, x.ptr)?;
@@ -266,7 +266,7 @@ pub(super) fn delta_net(backend: &mut CudaBackend, op: &DeltaNetOp) -> Result<()
     let CudaBackend { device, caches, buffers, vectors, step, states, .. } = backend;
     let device = device.as_mut();
     let rows = step.step().rows();
-    let (kernels, layer, kept) = states.parts(op.layer)?;
+    let (kernels, layer, memory) = states.layer_context(op.layer)?;
     let StateShape { heads, rows: k_dim, cols: v_dim, .. } = *layer.layout.shape();
     let input = |what, id: BufferId, width| -> Result<DevicePtr, Error> {
         let buffer = buffers.get(id)?;
@@ -284,9 +284,9 @@ pub(super) fn delta_net(backend: &mut CudaBackend, op: &DeltaNetOp) -> Result<()
         return Err(Error::SameBuffer);
     }
     let out = buffers.shape(op.out, rows, heads * v_dim)?.ptr;
-    if let Some(Inputs { recurrence, kept, .. }) = kept {
-        for (input, kept) in inputs.into_iter().zip(&mut kept[1..]) {
-            keep(device, kernels, step, input, kept)?;
+    if let Some(Inputs { recurrence, saved, .. }) = memory {
+        for (input, saved) in inputs.into_iter().zip(&mut saved[1..]) {
+            save_input(device, kernels, step, input, saved)?;
         }
         *recurrence = Some(Recurrence::DeltaNet(*op));
     }
@@ -313,7 +313,7 @@ pub(super) fn mamba2(backend: &mut CudaBackend, op: &Mamba2Op) -> Result<(), Err
     let CudaBackend { device, caches, buffers, vectors, step, states, .. } = backend;
     let device = device.as_mut();
     let rows = step.step().rows();
-    let (kernels, layer, kept) = states.parts(op.layer)?;
+    let (kernels, layer, memory) = states.layer_context(op.layer)?;
     let StateShape { heads, rows: head_dim, cols: width, .. } = *layer.layout.shape();
     let input = |what, id: BufferId, width| -> Result<DevicePtr, Error> {
         let buffer = buffers.get(id)?;
@@ -330,9 +330,9 @@ pub(super) fn mamba2(backend: &mut CudaBackend, op: &Mamba2Op) -> Result<(), Err
         return Err(Error::SameBuffer);
     }
     let out = buffers.shape(op.out, rows, heads * head_dim)?.ptr;
-    if let Some(Inputs { recurrence, kept, .. }) = kept {
-        for (input, kept) in inputs.into_iter().zip(&mut kept[1..]) {
-            keep(device, kernels, step, input, kept)?;
+    if let Some(Inputs { recurrence, saved, .. }) = memory {
+        for (input, saved) in inputs.into_iter().zip(&mut saved[1..]) {
+            save_input(device, kernels, step, input, saved)?;
         }
         *recurrence = Some(Recurrence::Mamba2(*op));
     }
@@ -382,36 +382,36 @@ fn replay(
     let States { layers, slot_bytes, kernels, accepted: step, .. } = states;
     // A worker may have none of a model's recurrent layers.
     let Some(kernels) = kernels else { return Ok(()) };
-    let (mut sequences, mut plans, mut kept) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut place, mut count) = (0, 0);
+    let (mut sequences, mut plans, mut accepted_rows) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut start, mut count) = (0, 0);
     for (DeferredSequence { rows, read, write }, accepted) in deferred.into_iter().zip(rows) {
         // Nothing to do if no row was accepted and the state is in the right slot already.
         if *accepted > 0 || read != Some(write) {
             let rows = count..count + accepted;
             count = rows.end;
-            kept.push(place..place + accepted);
+            accepted_rows.push(start..start + accepted);
             sequences.push(StepSequence { rows, context: 0, segment_start: None });
             plans.push(StepState { read, write, ..StepState::default() });
         }
-        place += rows;
+        start += rows;
     }
     StatePlan::new(&sequences, &plans, *slot_bytes)?;
     let tokens = vec![0; count];
     let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &plans };
     step.begin(device, &input, caches.arena_bytes)?;
-    for (layer, Inputs { conv, recurrence, kept: of_layer }) in layers.iter().zip(inputs) {
+    for (layer, Inputs { conv, recurrence, saved }) in layers.iter().zip(inputs) {
         let mut inputs = [DevicePtr::default(); 4];
         let used = match recurrence {
             None => 1,
             Some(Recurrence::Mamba2(_)) => 3,
             Some(Recurrence::DeltaNet(_)) => 4,
         };
-        for (Kept { all, accepted, cols }, input) in of_layer[..used].iter_mut().zip(&mut inputs) {
+        for (SavedInput { all, accepted, cols }, input) in saved[..used].iter_mut().zip(&mut inputs) {
             let row = *cols * size_of::<f32>();
             let from = all.of(device, 0)?;
             *input = accepted.of(device, (count * row).max(1))?;
             let mut to = *input;
-            for rows in kept.iter().filter(|rows| !rows.is_empty()) {
+            for rows in accepted_rows.iter().filter(|rows| !rows.is_empty()) {
                 device.copy(from.offset(rows.start * row), to, rows.len() * row)?;
                 to = to.offset(rows.len() * row);
             }

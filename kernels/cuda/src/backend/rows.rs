@@ -161,7 +161,7 @@ pub(super) fn best(backend: &mut CudaBackend, x: BufferId, out: &mut Vec<(u32, f
     kernels.best(device, view.of(), view.ptr, count, found)?;
     device.download(found, &mut bytes)?;
     let number = |bytes: [u8; 4]| u32::from_ne_bytes(bytes);
-    let pair = |[place, value]: &[[u8; 4]; 2]| (number(*place), f32::from_bits(number(*value)));
+    let pair = |[index, value]: &[[u8; 4]; 2]| (number(*index), f32::from_bits(number(*value)));
     out.extend(bytes.as_chunks().0.as_chunks().0.iter().map(pair));
     Ok(())
 }
@@ -191,12 +191,12 @@ fn device_norm(vectors: &Vectors, norm: &Norm, cols: usize) -> Result<DeviceNorm
     })
 }
 
-/// Like [`device_norm`], for RMS norms only. `otherwise` is the error text for another norm.
+/// Like [`device_norm`], for RMS norms only. `unsupported` is the error text for another norm.
 fn rms_norm(
     vectors: &Vectors,
     norm: &Norm,
     cols: usize,
-    otherwise: &'static str,
+    unsupported: &'static str,
 ) -> Result<DeviceNorm, Error> {
-    if norm.rms { device_norm(vectors, norm, cols) } else { Err(Error::Unsupported { what: otherwise }) }
+    if norm.rms { device_norm(vectors, norm, cols) } else { Err(Error::Unsupported { what: unsupported }) }
 }

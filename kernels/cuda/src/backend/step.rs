@@ -24,8 +24,8 @@ impl Largest {
     /// [`Error::OutOfRange`].
     pub(super) fn check(&self, room: &Self) -> Result<(), Error> {
         let pairs = [(self.token, room.token), (self.position, room.position), (self.segment, room.segment)];
-        match pairs.into_iter().find(|(index, most)| index > most) {
-            Some((index, most)) => Err(Error::OutOfRange { what: "matrix row", index, len: most + 1 }),
+        match pairs.into_iter().find(|(index, max)| index > max) {
+            Some((index, max)) => Err(Error::OutOfRange { what: "matrix row", index, len: max + 1 }),
             None => Ok(()),
         }
     }
@@ -34,12 +34,12 @@ impl Largest {
 /// Graph shape of a decode step, which determines its launches: its rows, each of another sequence, and the
 /// reach of the longest sequence: `2^reach` splits of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct StepForm {
+pub(super) struct GraphShape {
     rows: usize,
     reach: u32,
 }
 
-impl StepForm {
+impl GraphShape {
     /// Returns `None` for steps that prefill, and for steps with deferred state updates.
     fn of(sequences: &[StepSequence], kept_rows: usize) -> Option<Self> {
         if sequences.is_empty() || kept_rows > 0 || sequences.iter().any(|sequence| sequence.rows.len() != 1)
@@ -70,9 +70,9 @@ pub(super) struct StepMemory {
     pointers: Option<StepPointers>,
     largest: Largest,
     /// Largest indices that the tables read by this step have rows for.
-    most: Largest,
-    form: Option<StepForm>,
-    /// Result of [`StepForm::widest`].
+    max_index: Largest,
+    graph_shape: Option<GraphShape>,
+    /// Result of [`GraphShape::widest`].
     widest: Vec<StepSequence>,
 }
 
@@ -88,8 +88,8 @@ impl StepMemory {
             room: GrowingBuffer::default(),
             pointers: None,
             largest: Largest::default(),
-            most: Largest::ANY,
-            form: None,
+            max_index: Largest::ANY,
+            graph_shape: None,
             widest: Vec::new(),
         }
     }
@@ -111,31 +111,32 @@ impl StepMemory {
         let base = self.room.of(device, layout.bytes())?;
         device.upload(base, self.step.bytes())?;
         self.pointers = Some(layout.at(base));
-        let ends = || input.sequences.iter().map(|part| (part, part.context + part.rows.len()));
+        let ends =
+            || input.sequences.iter().map(|sequence| (sequence, sequence.context + sequence.rows.len()));
         let second = |start: Option<usize>, end| start.is_some_and(|start| start < end);
         self.largest = Largest {
             token: input.tokens.iter().max().map_or(0, |token| *token as usize),
             position: ends().map(|(_, end)| end).max().unwrap_or(0).saturating_sub(1),
-            segment: usize::from(ends().any(|(part, end)| second(part.segment_start, end))),
+            segment: usize::from(ends().any(|(sequence, end)| second(sequence.segment_start, end))),
         };
-        self.most = Largest::ANY;
-        let form = StepForm::of(input.sequences, self.step.kept_rows());
-        if self.form != form {
-            self.widest = form.map_or_else(Vec::new, StepForm::widest);
-            self.form = form;
+        self.max_index = Largest::ANY;
+        let graph_shape = GraphShape::of(input.sequences, self.step.kept_rows());
+        if self.graph_shape != graph_shape {
+            self.widest = graph_shape.map_or_else(Vec::new, GraphShape::widest);
+            self.graph_shape = graph_shape;
         }
         Ok(())
     }
 
     /// Returns the graph shape. `None` if the step must not be recorded.
-    pub(super) fn form(&self) -> Option<StepForm> {
-        self.form
+    pub(super) fn graph_shape(&self) -> Option<GraphShape> {
+        self.graph_shape
     }
 
     /// Returns the sequences that attention's launches are planned for: those of the step, or the widest of
     /// its graph shape.
     pub(super) fn planned(&self) -> &[StepSequence] {
-        if self.form.is_some() { &self.widest } else { self.step.sequences() }
+        if self.graph_shape.is_some() { &self.widest } else { self.step.sequences() }
     }
 
     /// Checks the step's tokens, positions or segments against a table with `rows` rows, because kernels do
@@ -144,18 +145,18 @@ impl StepMemory {
     /// # Errors
     /// [`Error::OutOfRange`].
     pub(super) fn read_table(&mut self, index: EmbedIndex, rows: usize) -> Result<(), Error> {
-        let most = match index {
-            EmbedIndex::Token => &mut self.most.token,
-            EmbedIndex::Position => &mut self.most.position,
-            EmbedIndex::Segment => &mut self.most.segment,
+        let max = match index {
+            EmbedIndex::Token => &mut self.max_index.token,
+            EmbedIndex::Position => &mut self.max_index.position,
+            EmbedIndex::Segment => &mut self.max_index.segment,
         };
-        *most = (*most).min(rows.saturating_sub(1));
-        if self.step.rows() == 0 { Ok(()) } else { self.largest.check(&self.most) }
+        *max = (*max).min(rows.saturating_sub(1));
+        if self.step.rows() == 0 { Ok(()) } else { self.largest.check(&self.max_index) }
     }
 
     /// Returns the largest indices that all tables read so far have rows for.
-    pub(super) fn most(&self) -> Largest {
-        self.most
+    pub(super) fn max_index(&self) -> Largest {
+        self.max_index
     }
 
     /// Returns the largest indices of the step.
@@ -171,26 +172,25 @@ impl StepMemory {
             let ends = input.sequences.iter().map(|sequence| sequence.context + sequence.rows.len());
             ends.map(|end| end.div_ceil(group.block_tokens)).sum()
         };
-        let wanted = [
+        let needed = [
             input.tokens.len(),
             input.sequences.len(),
             input.states.iter().map(|state| state.exports.len()).sum(),
             self.groups.iter().map(blocks).sum(),
         ];
         let StepLimits { rows, sequences, exports, table_entries } = self.limits;
-        let known = [rows, sequences, exports, table_entries];
-        if wanted.iter().zip(known).all(|(wanted, known)| *wanted <= known) {
+        let current = [rows, sequences, exports, table_entries];
+        if needed.iter().zip(current).all(|(needed, current)| *needed <= current) {
             return Ok(());
         }
-        let grown: [usize; 4] =
-            std::array::from_fn(
-                |i| if wanted[i] > known[i] { wanted[i].next_power_of_two() } else { known[i] },
-            );
-        let moved = grown[..2] != known[..2];
+        let grown: [usize; 4] = std::array::from_fn(|i| {
+            if needed[i] > current[i] { needed[i].next_power_of_two() } else { current[i] }
+        });
+        let moved = grown[..2] != current[..2];
         let [rows, sequences, exports, table_entries] = grown;
         self.limits = StepLimits { rows, sequences, exports, table_entries };
         self.step = Step::new(StepLayout::new(self.limits, &self.groups));
-        if moved { self.room.give_back(device) } else { Ok(()) }
+        if moved { self.room.release(device) } else { Ok(()) }
     }
 
     /// Returns the step that was stored last.

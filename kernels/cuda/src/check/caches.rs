@@ -133,7 +133,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
     let end: usize = ROWS.iter().sum();
     let blocks = end.div_ceil(block_tokens);
     inputs.backend.create_kv_arena(blocks * block, &[block])?;
-    let table: Vec<u32> = (0..blocks).rev().map(|place| (place * block / 64) as u32).collect();
+    let table: Vec<u32> = (0..blocks).rev().map(|block_index| (block_index * block / 64) as u32).collect();
     let tables = vec![vec![BlockTable::Paged(&table)]];
     // Runs that are not whole heads.
     let weight = Some(inputs.vector(head_dim / 2)?);
@@ -339,8 +339,8 @@ impl States {
             inputs.backend.read_state(self.layer, self.slot(*slot), &mut conv, &mut matrices)?;
             // `accept` has written the deferred states.
             let (of_conv, of_op) = if number < 4 { ("conv", op) } else { ("accept", "accept") };
-            let parts = [(of_conv, conv, 1e-6), (of_op, matrices, STATES)];
-            inputs.outputs.extend(parts.map(|(by, values, tolerance)| {
+            let results = [(of_conv, conv, 1e-6), (of_op, matrices, STATES)];
+            inputs.outputs.extend(results.map(|(by, values, tolerance)| {
                 let what = format!("{op}, state {slot} after step {number}");
                 Output { op: by, what, tolerance, values }
             }));

@@ -97,15 +97,15 @@ pub(super) fn rows(inputs: &mut Inputs<'_>) -> Result<(), Error> {
         inputs.keep("scale", shape.clone(), ROWS, (x, rows, cols))?;
         inputs.backend.finish_logits(x, 9.0, Some(5.0))?;
         inputs.keep("finish_logits", shape.clone(), ROWS, (x, rows, cols))?;
-        let fresh = inputs.rows(rows, cols)?;
+        let input_rows = inputs.rows(rows, cols)?;
         let picked: Vec<u32> = (0..rows as u32).rev().collect();
-        inputs.backend.gather_rows(fresh, &picked, out)?;
+        inputs.backend.gather_rows(input_rows, &picked, out)?;
         inputs.keep("gather_rows", shape.clone(), 0.0, (out, rows, cols))?;
         let mut largest = Vec::new();
-        inputs.backend.argmax(fresh, &mut largest)?;
+        inputs.backend.argmax(input_rows, &mut largest)?;
         let values = largest.into_iter().map(|index| index as f32).collect();
         inputs.outputs.push(super::Output { op: "argmax", what: shape.clone(), tolerance: 0.0, values });
-        let values = best(inputs.backend, fresh, rows, cols)?;
+        let values = best(inputs.backend, input_rows, rows, cols)?;
         inputs.outputs.push(super::Output { op: "best", what: shape, tolerance: 0.0, values });
     }
     Ok(())
@@ -130,8 +130,8 @@ fn best(backend: &mut dyn Backend, x: BufferId, rows: usize, cols: usize) -> Res
     }
     let mut out = Vec::new();
     for row in all.chunks_mut(COUNT.min(cols)) {
-        row.sort_unstable_by_key(|(place, _)| *place);
-        out.extend(row.iter().flat_map(|(place, value)| [*place as f32, *value]));
+        row.sort_unstable_by_key(|(index, _)| *index);
+        out.extend(row.iter().flat_map(|(index, value)| [*index as f32, *value]));
     }
     Ok(out)
 }

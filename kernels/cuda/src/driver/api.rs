@@ -132,7 +132,7 @@ impl Driver {
     ///
     /// # Errors
     /// [`CudaError::Call`].
-    pub(super) fn begun(&self, call: &'static str, status: u32) -> Result<(), CudaError> {
+    pub(super) fn check_before_context(&self, call: &'static str, status: u32) -> Result<(), CudaError> {
         match status {
             SUCCESS => Ok(()),
             other => Err(CudaError::Call { call, status: self.name(other) }),

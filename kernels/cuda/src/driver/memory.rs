@@ -46,9 +46,9 @@ mod tests {
 
     #[test]
     fn only_bytes_inside_one_allocation_are_accepted() {
-        let mut known = Allocations::default();
-        known.add(DevicePtr(1000), 100);
-        known.add(DevicePtr(1100), 50);
+        let mut allocations = Allocations::default();
+        allocations.add(DevicePtr(1000), 100);
+        allocations.add(DevicePtr(1100), 50);
         for (start, bytes, inside) in [
             (1000, 100, true),
             (1000, 101, false),
@@ -59,12 +59,12 @@ mod tests {
             (999, 1, false),
             (1100, usize::MAX, false),
         ] {
-            assert_eq!(known.check(DevicePtr(start), bytes).is_ok(), inside, "{start} {bytes}");
+            assert_eq!(allocations.check(DevicePtr(start), bytes).is_ok(), inside, "{start} {bytes}");
         }
-        assert!(known.remove(DevicePtr(1001)).is_err());
-        known.remove(DevicePtr(1000)).unwrap();
-        assert!(known.check(DevicePtr(1000), 1).is_err());
-        assert_eq!(known.take().collect::<Vec<_>>(), [DevicePtr(1100)]);
-        assert!(known.check(DevicePtr(1100), 1).is_err());
+        assert!(allocations.remove(DevicePtr(1001)).is_err());
+        allocations.remove(DevicePtr(1000)).unwrap();
+        assert!(allocations.check(DevicePtr(1000), 1).is_err());
+        assert_eq!(allocations.take().collect::<Vec<_>>(), [DevicePtr(1100)]);
+        assert!(allocations.check(DevicePtr(1100), 1).is_err());
     }
 }

@@ -121,8 +121,8 @@ fn resources_are_freed_once_the_stream_is_idle() {
 #[test]
 fn waits_inside_the_driver_do_not_spin() {
     let gpu = open();
-    let told = calls();
-    let at = |call: &str| told.iter().position(|found| *found == call).unwrap();
+    let made_calls = calls();
+    let at = |call: &str| made_calls.iter().position(|found| *found == call).unwrap();
     assert!(at("cuDevicePrimaryCtxSetFlags blocking") < at("cuDevicePrimaryCtxRetain"));
     drop(gpu);
     forget_failures();
@@ -175,8 +175,8 @@ fn the_driver_compiles_the_ptx_if_it_refuses_the_cubin() {
         let loaded = gpu.load(&compiled(cubin, ptx), &["a"]);
         match (loaded, loads) {
             (Ok(_), Ok(call)) => assert!(calls().contains(&call), "{cubin:?} {refusal:?}"),
-            (Err(error), Err(wanted)) => assert!(error.to_string().contains(wanted), "{error}"),
-            (found, wanted) => panic!("{found:?}, not {wanted:?}"),
+            (Err(error), Err(expected)) => assert!(error.to_string().contains(expected), "{error}"),
+            (found, expected) => panic!("{found:?}, not {expected:?}"),
         }
     }
 }

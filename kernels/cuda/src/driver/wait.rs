@@ -13,7 +13,7 @@ pub(super) const EVENT_FLAGS: u32 = CUevent_flags::CU_EVENT_DISABLE_TIMING as u3
 const YIELDING: Duration = Duration::from_micros(500);
 /// After that, a sleep is this fraction (1/64) of the time waited so far, so that it adds less than one
 /// percent on average.
-const PART: u32 = 64;
+const SLEEP_DIVISOR: u32 = 64;
 /// Longest sleep between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 const CALL: &str = "waiting for the GPU";
@@ -37,7 +37,7 @@ pub(super) fn event(driver: &Driver, event: CUevent, longest: Duration) -> Resul
         }
         match waited < YIELDING {
             true => std::thread::yield_now(),
-            false => std::thread::sleep((waited / PART).min(LONGEST_SLEEP)),
+            false => std::thread::sleep((waited / SLEEP_DIVISOR).min(LONGEST_SLEEP)),
         }
     }
 }

@@ -40,12 +40,12 @@ impl KvBlock {
         let padded = row.iter().copied().chain(std::iter::repeat_n(0.0, stride - width));
         match self.kv_type {
             KvType::F32 => {
-                let places = stripe.as_chunks_mut().0[first..].iter_mut();
-                places.zip(padded).for_each(|(place, x)| *place = x.to_ne_bytes());
+                let slots = stripe.as_chunks_mut().0[first..].iter_mut();
+                slots.zip(padded).for_each(|(slot, x)| *slot = x.to_ne_bytes());
             }
             KvType::F16 => {
-                let places = stripe.as_chunks_mut().0[first..].iter_mut();
-                places.zip(padded).for_each(|(place, x)| *place = f16::from_f32(x).to_ne_bytes());
+                let slots = stripe.as_chunks_mut().0[first..].iter_mut();
+                slots.zip(padded).for_each(|(slot, x)| *slot = f16::from_f32(x).to_ne_bytes());
             }
             KvType::Q8_0 => {
                 let scales = self.scales_start(width) + token * width.div_ceil(Q8_RUN) * 2;

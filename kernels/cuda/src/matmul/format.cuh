@@ -1,11 +1,12 @@
-// How a lane reads its row of one quantised format. Rust's `cuda/pack.rs` describes tiles, units and planes.
+// Access of a lane to its row of one quantised format. Rust's `cuda/pack.rs` describes tiles, units and
+// planes.
 //
-// What comes before this text says which format it is:
-//   NAME(kernel)  the kernel's name with the format's before it
-//   BITS          2, 3, 4, 5, 6 or 8 bits of a stored code
+// The text before this one defines the format:
+//   NAME(kernel)  the kernel's name with the format's name before it
+//   BITS          bits of a stored code: 2, 3, 4, 5, 6 or 8
 //   LEVELS        PLAIN: level = code - OFFSET; IQ4, E2M1: a codebook of signed levels
-//   OFFSET        0 for codebooks and for 8 bits, which are stored as signed levels
-//   SCALING       where scales come from
+//   OFFSET        0 for codebooks and for 8-bit codes, which are stored as signed levels
+//   SCALING       layout of the scales
 #include "prelude.cuh"
 
 enum Levels { PLAIN, IQ4, E2M1 };
@@ -13,7 +14,8 @@ enum Scaling { F16, F16_MIN, E8M0, SUPER, SUPER_MIN, SIXTEENTHS, SIXTEENTHS_PACK
 
 constexpr u32 UNIT_BLOCKS = 8;
 
-// Bytes of each row of a unit; of the main plane, of each block.
+// Bytes of each part of a unit per row; for the main plane, per block of a row. The _AT constants are byte
+// offsets in a unit.
 constexpr int RECORD = SCALING == F16_MIN ? 32 : SCALING == E8M0 || SCALING == SUPER ? 8 : 16;
 constexpr int SIDE = SCALING == SIXTEENTHS ? 2 : SCALING == SIXTEENTHS_MIN ? 4 : 0;
 constexpr int MINOR = BITS == 6 ? 64 : BITS == 3 || BITS == 5 ? 32 : 0;
@@ -22,10 +24,10 @@ constexpr int MINOR_AT = 32 * (RECORD + SIDE);
 constexpr int MAIN_AT = MINOR_AT + 32 * MINOR;
 constexpr int UNIT_BYTES = MAIN_AT + 32 * 8 * MAIN;
 
-// Whether the two halves of a block have scales of their own.
+// Whether each half of a block has its own scale.
 constexpr bool HALVES =
     SCALING == SIXTEENTHS || SCALING == SIXTEENTHS_PACKED || SCALING == SIXTEENTHS_MIN || SCALING == UE4M3;
-// Whether those are small integers.
+// Whether the scales of halves are small integers, multiplied by one f16 scale per row of a unit.
 constexpr bool FACTORS = HALVES && SCALING != UE4M3;
 constexpr bool HAS_MIN = SCALING == F16_MIN || SCALING == SUPER_MIN || SCALING == SIXTEENTHS_MIN;
 
@@ -41,29 +43,30 @@ __device__ __forceinline__ u32 add_bits(u32 a, u32 mask, u32 rest) {
     return bits;
 }
 
-// Bits of `yes` where `mask` has ones, else of `no`.
+// mask & yes | ~mask & no
 __device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
     u32 bits;
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(yes), "r"(no));
     return bits;
 }
 
-// Bytes of a pair of words, by the nibbles of `which`; of a nibble from 8 on, eight times the upper bit of its byte.
-// (The intrinsic for it knows no such nibbles.)
+// Selects four of the eight bytes of a pair of words by the nibbles of `which`. A nibble from 8 on yields
+// eight copies of the top bit of byte `nibble - 8`. (`__byte_perm` does not support such nibbles.)
 __device__ __forceinline__ u32 bytes_of(u32 lower, u32 upper, u32 which) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(lower), "r"(upper), "r"(which));
     return bytes;
 }
 
-// Signed levels of the eight codes of a word: of the lower group in `low`, of the upper in `high`.
+// Looks up the signed levels of a word's eight codes. `low` has those of the lower group, `high` those of the
+// upper one.
 __device__ __forceinline__ void look_up(u32 word, u32 &low, u32 &high) {
-    // Four bytes a word, the level of code 0 lowest.
+    // Four levels per word. The level of code 0 is in the lowest byte.
     constexpr u32 T0 = LEVELS == IQ4 ? 0xbfad9881 : 0x03020100;
     constexpr u32 T1 = LEVELS == IQ4 ? 0xf6eaddcf : 0x0c080604;
     constexpr u32 T2 = LEVELS == IQ4 ? 0x26190d01 : 0xfdfeff00;
     constexpr u32 T3 = LEVELS == IQ4 ? 0x71594535 : 0xf4f8fafc;
-    // Bytes whose upper bit is set become ones, the others zeroes.
+    // A byte with its top bit set becomes 0xff, any other byte becomes 0.
     constexpr u32 SIGNS = 0xba98;
     u32 index = word & 0x77777777;
     low = choose(bytes_of(word, 0, SIGNS), bytes_of(T2, T3, index), bytes_of(T0, T1, index));
@@ -71,27 +74,28 @@ __device__ __forceinline__ void look_up(u32 word, u32 &low, u32 &high) {
     high = choose(bytes_of(word << 4, 0, SIGNS), bytes_of(T2, T3, index), bytes_of(T0, T1, index));
 }
 
-// What belongs to one block of one row.
+// Scales of one block of one row.
 struct Scales {
-    // Of the levels of each half; the same without HALVES.
+    // Scale of the levels of each half. Without HALVES both are equal.
     float scale[2];
-    // Added to the weights of each half.
+    // Offset that is added to the weights of each half.
     float added[2];
-    // scale = d * factor, added = -dmin * min factor, with FACTORS.
+    // With FACTORS: scale = d * factor, added = -dmin * min factor.
     int factor[2];
-    // The min factors of this block in the low bytes.
+    // Min factors of the block's two halves, in the two low bytes.
     u32 min_factors;
     float d, dmin;
 };
 
-// A row's words of a unit, read when they are asked for: for what has better to do than to hold them all.
+// Reads a row's words of a unit from global memory on each use. For kernels that need their registers for
+// other data.
 struct Direct {
     const u8 *unit;
     u32 lane;
 
     __device__ __forceinline__ Direct(const u8 *unit, u32 lane, u32) : unit(unit), lane(lane) {}
 
-    // Word `i` of a row's part that begins at `from` in pieces of 16 bytes.
+    // Word `i` of the row in the part at offset `from`, which consists of pieces of 16 bytes.
     __device__ __forceinline__ u32 word(int from, int i) const {
         return *(const u32 *)(unit + from + 512 * (i / 4) + 16 * lane + 4 * (i % 4));
     }
@@ -116,11 +120,12 @@ struct Direct {
     }
 };
 
-// A row's words of a unit, all read at once and held: as many bytes as can be are on their way at a time.
+// Reads all words of a row in a unit at once and holds them in registers. This keeps as many bytes as
+// possible in flight.
 struct Held {
     u32 records[RECORD / 4], sides, minors[MINOR ? MINOR / 4 : 1], mains[2 * MAIN];
 
-    // `blocks` is how many blocks the unit and those behind it have.
+    // `blocks`: number of blocks of the row from this unit on.
     __device__ __forceinline__ Held(const u8 *unit, u32 lane, u32 blocks) {
         if constexpr (RECORD == 8) {
             uint2 piece = *(const uint2 *)(unit + 8 * lane);
@@ -158,7 +163,8 @@ struct Held {
 template <class Words> struct Unit : Words {
     using Words::Words;
 
-    // Codes, or levels, of block `j`: the bytes of words[g] are the columns 4g..4g + 4.
+    // Codes of block `j`, or its levels if they are stored as such or come from a codebook. The bytes of
+    // words[g] are the columns 4g .. 4g + 4.
     __device__ __forceinline__ void words(int j, u32 (&words)[8]) const {
         u32 main[MAIN / 4];
         this->main(j, main);
@@ -177,7 +183,7 @@ template <class Words> struct Unit : Words {
         }
     }
 
-    // What `words` has at `quarter` and `quarter + 4`: what a lane gives to a product of matrix fragments.
+    // The words `quarter` and `quarter + 4` of `words`: a lane's operands of a product of matrix fragments.
     __device__ __forceinline__ void fragment(int j, u32 quarter, u32 &low, u32 &high) const {
         if constexpr (BITS == 8) {
             low = this->word(MAIN_AT, 8 * j + quarter), high = this->word(MAIN_AT, 8 * j + 4 + quarter);
@@ -208,7 +214,7 @@ template <class Words> struct Unit : Words {
             s.added[0] = f16_value(this->record(j) >> 16);
         }
         if constexpr (SCALING == E8M0) {
-            // Half of 2^(e - 127), since levels are doubled.
+            // Half of 2^(e - 127), because levels are doubled.
             u32 e = this->record(j / 4) >> 8 * (j % 4) & 255;
             s.scale[0] = __uint_as_float(e < 2 ? 0x00200000 << e : (e - 1) << 23);
         }
@@ -217,7 +223,8 @@ template <class Words> struct Unit : Words {
             s.scale[0] = __fmul_rn(f16_value(this->record(0)), (float)(c - 32));
         }
         if constexpr (SCALING == SUPER_MIN) {
-            // Bytes 4..8 and 8..12: scales and mins of blocks 0..4 in six bits, the upper two of blocks 4..8 above.
+            // The low six bits of bytes 4..8 and 8..12 are scales and mins of blocks 0..4. Their upper two
+            // bits belong to blocks 4..8. Bytes 12..16 have the low four bits of these blocks.
             u32 scales = j < 4 ? this->record(1) & 0x3f3f3f3f : (this->record(3) & 0x0f0f0f0f) | (this->record(1) >> 2 & 0x30303030);
             u32 mins = j < 4 ? this->record(2) & 0x3f3f3f3f : (this->record(3) >> 4 & 0x0f0f0f0f) | (this->record(2) >> 2 & 0x30303030);
             s.scale[0] = __fmul_rn(f16_value(this->record(0)), (float)(scales >> 8 * (j % 4) & 255));
@@ -234,7 +241,9 @@ template <class Words> struct Unit : Words {
             u32 byte = this->record(i / 4) >> 8 * (i % 4) & 255;
             if constexpr (SCALING == SIXTEENTHS) s.factor[half] = (i8)byte;
             if constexpr (SCALING == SIXTEENTHS_PACKED) {
-                // Bytes 0..8: low nibbles of 0..8 and of 8..16; bytes 8..12: the upper pairs. Four at a time.
+                // Bytes 0..8 have the low four bits of factors 0..8 in their low nibbles and of factors 8..16
+                // in their high ones. Bytes 8..12 have the upper two bits of all factors. Reads four factors
+                // at a time.
                 u32 low = this->record(i % 8 / 4) >> 4 * (i / 8) & 0x0f0f0f0f;
                 u32 four = add_bits(shifted(this->record(2), 4 - 2 * (i / 4)), 0x30303030, low);
                 s.factor[half] = (int)(four >> 8 * (i % 4) & 255) - 32;
@@ -246,18 +255,19 @@ template <class Words> struct Unit : Words {
                 s.added[half] = __fmul_rn(-s.dmin, (float)(byte >> 4));
             }
             if constexpr (FACTORS) s.scale[half] = __fmul_rn(s.d, (float)s.factor[half]);
-            // Half of the scale. Exponent and mantissa at an f32's places are off by the difference of the biases.
+            // Half of the scale, because levels are doubled. Exponent and mantissa are moved to their places
+            // in an f32. The value is then too small by 2^120, the difference of the biases.
             if constexpr (SCALING == UE4M3)
                 s.scale[half] = __fmul_rn(__uint_as_float((byte & 0x7f) << 20), 0x1p119f);
         }
         return s;
     }
 
-    // Left by `by`, right if that is negative.
+    // Shifts left by `by`, or right by `-by` if it is negative.
     __device__ __forceinline__ static u32 shifted(u32 word, int by) { return by < 0 ? word >> -by : word << by; }
 };
 
-// The weight of a level, with the roundings of the format's definition.
+// Weight of a level, rounded as the format's definition rounds it.
 __device__ __forceinline__ float weight(const Scales &s, int half, u32 word, int byte) {
     float scaled = __fmul_rn(s.scale[half], (float)((int)(i8)(word >> 8 * byte) - OFFSET));
     return HAS_MIN ? __fadd_rn(scaled, s.added[half]) : scaled;

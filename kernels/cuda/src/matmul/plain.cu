@@ -1,15 +1,15 @@
-// Products of matrices of plain floats with f32 activations, and their rows as an embedding. product.cuh comes before,
-// and before that which format it is:
-//   NAME(kernel)  the kernel's name with the format's before it
+// Products of matrices of plain floats with f32 activations, and embedding lookups in such matrices.
+// product.cuh precedes this text. The text before that defines the format:
+//   NAME(kernel)  the kernel's name with the format's name before it
 //   ELEMENT       AN_F32, AN_F16 or A_BF16
 
 enum Element { AN_F32, AN_F16, A_BF16 };
 
-// Columns of a piece of 16 bytes, and pieces of a unit of 256 columns.
+// PIECE_COLS: columns of a piece of 16 bytes. UNIT_PIECES: pieces of a row in a unit of 256 columns.
 constexpr u32 PIECE_COLS = ELEMENT == AN_F32 ? 4 : 8;
 constexpr u32 UNIT_PIECES = 256 / PIECE_COLS;
 
-// Element `k` of some words.
+// Element `k` of packed words, as f32.
 __device__ __forceinline__ float element(const u32 *piece, int k) {
     if constexpr (ELEMENT == AN_F32) return __uint_as_float(piece[k]);
     u32 half = piece[k / 2] >> 16 * (k % 2);
@@ -22,7 +22,7 @@ __device__ __forceinline__ void load_piece(const u8 *tile, u32 index, u32 lane, 
     piece[0] = words.x, piece[1] = words.y, piece[2] = words.z, piece[3] = words.w;
 }
 
-// x is [..][cols]. ALIGNED: cols is a multiple of four.
+// Adds a warp's segment of columns to `sums`. x: [rows][cols] f32. ALIGNED: `cols` is a multiple of four.
 template <int NT, bool ALIGNED> __device__ __forceinline__ void add_up(const Product &p, float (&sums)[NT]) {
     u32 pieces = (p.cols + PIECE_COLS - 1) / PIECE_COLS;
     u32 first = p.warp() * p.segment * UNIT_PIECES, end = min(first + p.segment * UNIT_PIECES, pieces);
@@ -39,7 +39,8 @@ template <int NT, bool ALIGNED> __device__ __forceinline__ void add_up(const Pro
             u32 column = i * PIECE_COLS + k;
 #pragma unroll
             for (int t = 0; t < NT; t++) {
-                // Beyond the last column weights are zeroes, and activations those of another row.
+                // Loads beyond the last column would read another row. These activations are zeroes, as the
+                // weights are.
                 float4 a = {0, 0, 0, 0};
                 if (ALIGNED) {
                     if (column < p.cols) a = *(const float4 *)(x[t] + column);
@@ -68,8 +69,8 @@ template <int NT> __device__ __forceinline__ void multiply(const Product &p) {
 PRODUCT_KERNEL(mul_1, 1, 2, multiply<1>)
 PRODUCT_KERNEL(mul_4, 4, 2, multiply<4>)
 
-// out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
-// blockIdx.x: row; a thread makes one column.
+// out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]. Each index is below the number of the
+// table's rows. blockIdx.x: row; one thread per column.
 extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
                                        u32 accumulate, float *out) {
     u32 column = blockIdx.y * blockDim.x + threadIdx.x;

@@ -1,19 +1,21 @@
-// What all products share: which part of the work a warp does, and how its sums become outputs.
+// Code that all products share: the division of work among warps, and the sum of their partial results.
 //
-// A block of threads makes 32 outputs (a tile of the matrix's rows) of each of NT tokens. Its warps split the columns:
-// warp w takes the units w * segment .. (w + 1) * segment, a *segment*, and lane r of each warp takes row r. A lane adds
-// in ascending order of columns; in the end the segments' sums are added in their order. Segments depend on the
-// matrix's columns alone, so a token's output has the same bits whatever tokens come with it. (The kernel for prompts makes
-// two tiles at a time, and a warp takes one segment after the other: each output in the same order.)
+// A block of threads computes 32 outputs (one tile of the matrix's rows) for each of NT tokens. Its warps
+// split the columns: warp w processes the units w * segment .. (w + 1) * segment, a *segment*. Lane r of each
+// warp processes row r. A lane adds in ascending order of columns. At the end the segments' sums are added in
+// ascending order. Segments depend on the number of the matrix's columns alone. So the other tokens of a call
+// change no bit of a token's output. (In the kernel for prompts a block has two tiles, and a warp processes
+// all segments one after the other. The order of each output is the same.)
 //
-// blockIdx.x: the tokens NT * x .. NT * (x + 1), of those that the block's expert has; blockIdx.y: the tile, of up to three
-// matrices one behind the other; blockIdx.z: the expert, where tokens are listed by expert. blockDim.x: 32 for each segment.
+// blockIdx.x: tokens NT * x .. NT * (x + 1) of those that the block's expert has. blockIdx.y: the tile,
+// counted over up to three matrices. blockIdx.z: the expert if tokens are listed by expert. blockDim.x: 32
+// for each segment.
 
 constexpr int MAX_SEGMENTS = 8;
 
-// A matrix, and out = [out +] (scale * product + bias[row]), out [tokens][ld].
+// A matrix and the destination of its product: out = [out +] (scale * product + bias[row]), out [tokens][ld].
 struct Matrix {
-    // Where it, or the first of the experts, begins.
+    // Address of the matrix, or of the first expert's matrix.
     const u8 *weights;
     u32 rows;
     float scale;
@@ -26,23 +28,25 @@ struct Matrix {
 };
 
 struct Product {
-    // Those that are not there have no rows. Of several, all have the same columns and no experts.
+    // Up to three matrices; an unused one has 0 rows. Several matrices have the same number of columns and no
+    // experts.
     Matrix first, second, third;
     u32 tile_bytes;
-    // [tokens]: the expert of each token, for NT = 1. Null: all have the first, or they are listed.
+    // [tokens]: the expert of each token, only if NT = 1. Null: all tokens use the first expert, or `starts`
+    // is set.
     const u32 *experts;
-    // [experts + 1] and [tokens]: expert e has the tokens list[starts[e] .. starts[e + 1]]. Null: they are not listed.
+    // [experts + 1] and [tokens]: expert e has the tokens list[starts[e] .. starts[e + 1]]. Null: tokens are
+    // not listed.
     const u32 *starts, *list;
-    // Rows of activations, in the form that the kernel reads; token i has row i / share.
+    // Rows of activations in the kernel's type. Token i uses row i / share.
     const u8 *x;
     u32 share, tokens;
-    // Columns of a matrix.
     u32 cols;
-    // Units of a warp.
+    // Units of a segment, which one warp processes.
     u32 segment;
 
-    // The matrix of one of all tiles, and which of its own tiles. Found again where it is needed: nothing of it has to be
-    // kept.
+    // Matrix of tile number `of_all` of all matrices. `tile` is set to the tile's index in that matrix.
+    // Callers compute it again instead of keeping it in registers.
     __device__ __forceinline__ Matrix matrix(u32 of_all, u32 &tile) const {
         tile = of_all;
         Matrix m = first;
@@ -50,7 +54,7 @@ struct Product {
             tile -= first.tiles(), m = second;
             if (tile >= second.tiles()) tile -= second.tiles(), m = third;
         }
-        // Of a pointer that is one of several the compiler does not know that it is to global memory.
+        // The compiler cannot infer that a pointer selected from several ones points to global memory.
         __builtin_assume(__isGlobal(m.weights));
         __builtin_assume(!m.bias || __isGlobal(m.bias));
         __builtin_assume(__isGlobal(m.out));
@@ -60,26 +64,26 @@ struct Product {
     __device__ __forceinline__ u32 lane() const { return threadIdx.x % 32; }
     __device__ __forceinline__ u32 warp() const { return threadIdx.x / 32; }
 
-    // Tokens of the block's expert.
+    // Number of tokens of the block's expert.
     __device__ __forceinline__ u32 count() const {
         return starts ? starts[blockIdx.z + 1] - starts[blockIdx.z] : tokens;
     }
 
-    // The block's token number `t`, which is there.
+    // Index of the block's token number `t`, which must exist.
     __device__ __forceinline__ u32 token(u32 t, int nt) const {
         u32 i = blockIdx.x * nt + t;
         return starts ? list[starts[blockIdx.z] + i] : i;
     }
 
-    // Row of x of the block's token number `t`; beyond the last that of the last, whose outputs are made again and
-    // dropped.
+    // Row of x of the block's token number `t`. Behind the last token it is that of the last one. `store`
+    // drops the outputs of such tokens.
     __device__ __forceinline__ u32 source(u32 t, int nt) const {
         return token(min(t, count() - 1 - blockIdx.x * nt), nt) / share;
     }
 
     __device__ __forceinline__ u32 tiles() const { return first.tiles() + second.tiles() + third.tiles(); }
 
-    // Where a tile begins.
+    // Address of a tile's weights.
     __device__ __forceinline__ const u8 *tile(u32 of_all) const {
         u64 expert = starts ? blockIdx.z : experts ? experts[blockIdx.x] : 0;
         u32 tile;
@@ -88,7 +92,7 @@ struct Product {
     }
     __device__ __forceinline__ const u8 *tile() const { return tile(blockIdx.y); }
 
-    // Stores the block's output of its token number `t` for row `row` of a matrix.
+    // Stores the output of the block's token number `t` for row `row` of a matrix.
     __device__ __forceinline__ void store(const Matrix &m, u32 row, u32 t, int nt, float sum) const {
         if (row >= m.rows || blockIdx.x * nt + t >= count()) return;
         float value = __fmul_rn(sum, m.scale);
@@ -98,10 +102,10 @@ struct Product {
     }
 };
 
-// What each segment makes of each token and row.
+// Sums of each segment for each token and row.
 template <int NT> using Segments = float[MAX_SEGMENTS][NT][32];
 
-// Adds the segments' sums, which all warps have written, and stores the outputs.
+// Waits until all warps have written `segments`. Then adds the segments' sums and stores the outputs.
 template <int NT> __device__ __forceinline__ void add_segments(const Product &p, const Segments<NT> &segments) {
     __syncthreads();
     u32 lane = p.lane(), count = blockDim.x / 32;
@@ -109,14 +113,14 @@ template <int NT> __device__ __forceinline__ void add_segments(const Product &p,
     Matrix m = p.matrix(blockIdx.y, tile);
     u32 row = tile * 32 + lane;
     for (u32 t = p.warp(); t < NT; t += count) {
-        // Not from the first on, which may be a zero below zero or above it.
+        // Starts at +0 instead of the first sum, which may be -0.
         float sum = 0.0f;
         for (u32 s = 0; s < count; s++) sum = __fadd_rn(sum, segments[s][t][lane]);
         p.store(m, row, t, NT, sum);
     }
 }
 
-// The same of a lane's sums of its row.
+// Writes each lane's sums of its row to shared memory, then adds the segments and stores the outputs.
 template <int NT> __device__ __forceinline__ void finish(const Product &p, const float (&sums)[NT]) {
     __shared__ Segments<NT> segments;
 #pragma unroll
@@ -124,7 +128,7 @@ template <int NT> __device__ __forceinline__ void finish(const Product &p, const
     add_segments<NT>(p, segments);
 }
 
-// Kernels take the fields of a product one by one.
+// The parameters of a kernel are the fields of a `Product`, one by one.
 #define MATRIX_PARAMETERS(n)                                                                                           \
     const u8 *weights_##n, u32 rows_##n, float scale_##n, const float *bias_##n, u32 accumulate_##n, float *out_##n, u32 ld_##n
 #define MATRIX_ARGUMENTS(n) {weights_##n, rows_##n, scale_##n, bias_##n, accumulate_##n, out_##n, ld_##n}
@@ -134,7 +138,7 @@ template <int NT> __device__ __forceinline__ void finish(const Product &p, const
 #define PRODUCT_ARGUMENTS                                                                                              \
     {MATRIX_ARGUMENTS(0), MATRIX_ARGUMENTS(1), MATRIX_ARGUMENTS(2), tile_bytes, experts, starts, list, x, share,       \
      tokens, cols, segment}
-// An expert may have fewer tokens than the grid has room for.
+// An expert may have fewer tokens than the grid covers.
 #define PRODUCT_KERNEL(name, nt, per_sm, body)                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {           \
         Product p = PRODUCT_ARGUMENTS;                                                                                 \

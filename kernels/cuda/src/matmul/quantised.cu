@@ -1,21 +1,23 @@
-// Products of one quantised format, and its rows as an embedding. See format.cuh and product.cuh, which come before.
+// Products with matrices of one quantised format, and embedding lookups in them. format.cuh and product.cuh
+// precede this text.
 
-// What 32 activations have in common.
+// Scale and sums of a block of 32 activations.
 struct Common {
-    // Scale, scale * sum, -sum, and -sum of both halves in 16 bits.
+    // The scale; scale * sum; -sum; and -sum of each half, in 16 bits each.
     u32 words[4];
 
     __device__ __forceinline__ float scale() const { return __uint_as_float(words[0]); }
     __device__ __forceinline__ float scaled_sum() const { return __uint_as_float(words[1]); }
     __device__ __forceinline__ int minus_half_sum(int half) const { return (i16)(words[3] >> 16 * half); }
-    // What makes sums of codes sums of levels, of a block or, with HALVES, of a half.
+    // Initial accumulator of a block, or with HALVES of a half. It turns a sum over codes into a sum over
+    // levels.
     __device__ __forceinline__ int correction(int half) const {
         return OFFSET == 0 ? 0 : OFFSET * (HALVES ? minus_half_sum(half) : (int)words[2]);
     }
 };
 
-// 32 activations of a row: eight words of four, and what they have in common. Rows have a whole number of units of them;
-// those beyond the last column are zeroes.
+// A block of 32 activations: eight words of four quants, then the scale and sums. Rows are padded with zeroes
+// to whole units of 8 blocks.
 struct Activations {
     u32 words[8];
     Common common;
@@ -29,14 +31,14 @@ struct Activations {
 
 constexpr u32 ACTIVATION_BYTES = 48;
 
-// Adds a block to a sum, given the exact sums of level * quant over it, or with HALVES over its halves: which
-// operations, says the table in Rust's `matmul`.
+// Adds a block to a sum. `first` and `second`: exact sums of level * quant over the block (`second` is 0), or
+// with HALVES over its halves. The table in Rust's `matmul` defines the operations.
 __device__ __forceinline__ float fold(const Scales &s, int first, int second, const Common &a, float sum) {
     if constexpr (FACTORS) {
         int both = s.factor[0] * first + s.factor[1] * second;
         sum = __fmaf_rn((float)both, __fmul_rn(s.d, a.scale()), sum);
         if constexpr (HAS_MIN) {
-            // Both factors have the other sign, which changes nothing.
+            // The sums are negated instead of `dmin`, which gives the same product.
             int mins = __dp2a_lo((int)a.words[3], (int)s.min_factors, 0);
             sum = __fmaf_rn((float)mins, __fmul_rn(s.dmin, a.scale()), sum);
         }
@@ -48,7 +50,7 @@ __device__ __forceinline__ float fold(const Scales &s, int first, int second, co
     return sum;
 }
 
-// The exact sums of a block, then as above.
+// Computes the exact sums of a block, then adds the block as above.
 __device__ __forceinline__ float fold(const Scales &s, const u32 (&words)[8], const Activations &a, float sum) {
     int first = a.common.correction(0), second = HALVES ? a.common.correction(1) : 0;
 #pragma unroll
@@ -64,7 +66,8 @@ template <int NT, class Words> __device__ __forceinline__ void multiply(const Pr
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
     const u8 *tile = p.tile();
-    // Where the tokens' rows begin, in pieces of 16 bytes: 64 GiB of activations are more than there ever are.
+    // Offsets of the tokens' rows in pieces of 16 bytes. A u32 of these reaches 64 GiB, more than activations
+    // ever need.
     u32 rows[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) rows[t] = p.source(t, NT) * (units * UNIT_BLOCKS * (ACTIVATION_BYTES / 16));
@@ -72,11 +75,12 @@ template <int NT, class Words> __device__ __forceinline__ void multiply(const Pr
     for (u32 u = first; u < end; u++) {
         Unit<Words> unit(tile + (u64)u * UNIT_BYTES, p.lane(), blocks - u * UNIT_BLOCKS);
         const u8 *x = p.x + u * (UNIT_BLOCKS * ACTIVATION_BYTES);
-        // Held words have to be named by constants.
+        // Registers need constant indices, so the loop over `Held` words is unrolled.
         constexpr int UNROLL = sizeof(Words) == sizeof(Held) ? UNIT_BLOCKS : 1;
 #pragma unroll UNROLL
         for (int j = 0; j < UNIT_BLOCKS; j++) {
-            // Held words of blocks that are not there are zeroes, and so are activations: they add nothing.
+            // Held words of blocks behind the last are zeroes, and so are their activations. These blocks add
+            // nothing.
             if (UNROLL == 1 && u * UNIT_BLOCKS + j >= blocks) break;
             u32 words[8];
             unit.words(j, words);
@@ -92,7 +96,8 @@ template <int NT, class Words> __device__ __forceinline__ void multiply(const Pr
     finish<NT>(p, sums);
 }
 
-// c += a b: a 16 rows, b 8 tokens, of 32 columns, or of 16 where there are no upper registers.
+// c += a b. a: 16 rows; b: 8 tokens; each with 32 columns, or 16 columns in the version without upper
+// registers.
 __device__ __forceinline__ void add_product(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -104,7 +109,8 @@ __device__ __forceinline__ void add_product(int (&c)[4], u32 a0, u32 a1, u32 b0)
         : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// What a lane has of a block of 32 rows: of the rows g, g + 8, g + 16 and g + 24 the groups q and q + 4, and the scales.
+// A lane's part of a block of 32 rows: the groups q and q + 4 of the rows g, g + 8, g + 16 and g + 24, and
+// the scales of these rows.
 struct Fragments {
     u32 low[4], high[4];
     Scales scales[4];
@@ -119,10 +125,12 @@ struct Fragments {
     }
 };
 
-// Sums of 32 rows and NT tokens: [rows 0.. or 16..][tokens][row g token 2q, token 2q + 1, row g + 8 the same].
+// A lane's sums of 32 rows and NT tokens: [16 rows][8 tokens][4]. The last index selects row g or g + 8 (k /
+// 2) and token 2q or 2q + 1 (k % 2).
 template <int NT> using Sums = float[2][NT / 8][4];
 
-// Adds a block. activations(t): where token t has its 32; a lane asks for those of tokens 8n + g, 8n + 2q and 8n + 2q + 1.
+// Adds a block of 32 columns. `activations(n, which)`: address of the 32 activations of token 8n + g (which =
+// 0), 8n + 2q (1) or 8n + 2q + 1 (2).
 template <int NT, class At>
 __device__ __forceinline__ void add_block(const Fragments &f, u32 g, u32 q, At activations, Sums<NT> &sums) {
 #pragma unroll
@@ -153,15 +161,17 @@ __device__ __forceinline__ void add_block(const Fragments &f, u32 g, u32 q, At a
     }
 }
 
-// Activations of 8 bits, on tensor cores: each warp makes its segment of all outputs. Lane 4g + q holds of the weights
-// the groups q and q + 4 of the rows g, g + 8, g + 16 and g + 24; of the activations the same groups of token g of
-// eight; and of the outputs those of its rows and of the tokens 2q and 2q + 1 of eight.
+// Product with 8-bit activations, on tensor cores. Each warp computes its segment of all outputs. Lane 4g + q
+// holds:
+// - of the weights: groups q and q + 4 of the rows g, g + 8, g + 16 and g + 24;
+// - of the activations: the same groups of token g of every 8;
+// - of the outputs: these rows, tokens 2q and 2q + 1 of every 8.
 template <int NT> __device__ __forceinline__ void multiply_fragments(const Product &p) {
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
     u32 g = p.lane() / 4, q = p.lane() % 4, pieces = units * UNIT_BLOCKS * (ACTIVATION_BYTES / 16);
     const u8 *tile = p.tile();
-    // Where rows of activations begin, in pieces of 16 bytes: of tokens g, 2q and 2q + 1 of eight.
+    // Offsets of the activations of tokens g, 2q and 2q + 1 of every 8, in pieces of 16 bytes.
     u32 rows[NT / 8][3];
 #pragma unroll
     for (int n = 0; n < NT / 8; n++) {
@@ -191,10 +201,13 @@ template <int NT> __device__ __forceinline__ void multiply_fragments(const Produ
     add_segments<NT>(p, segments);
 }
 
-// The same outputs for prompts, 64 rows of 128 tokens at a time: activations go through shared memory, where they are asked
-// for two steps ahead, and serve two tiles. Each warp makes 32 by 32 outputs, all segments one after the other.
+// Product with 8-bit activations for prompts: 64 rows (two tiles) and 128 tokens per block of threads.
+// Activations are copied to shared memory two steps ahead, and both tiles use them. Each warp computes 32 x
+// 32 outputs, all segments one after the other.
 constexpr int STAGED_TOKENS = 128;
-// Blocks of a step; steps that are there or on their way; bytes of a token, by which eight of them lie in banks of their own.
+// STEP_BLOCKS: blocks of 32 columns per step. STEPS: steps in shared memory, copied or in flight. STEP_BYTES:
+// bytes of a token per step. STAGED_BYTES: stride of tokens in shared memory; it puts eight tokens into
+// different banks.
 constexpr int STEP_BLOCKS = 2, STEPS = 3, STEP_BYTES = STEP_BLOCKS * ACTIVATION_BYTES, STAGED_BYTES = STEP_BYTES + 16;
 
 __device__ __forceinline__ void multiply_staged(const Product &p) {
@@ -203,7 +216,8 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 steps = (blocks + STEP_BLOCKS - 1) / STEP_BLOCKS;
     u32 g = p.lane() / 4, q = p.lane() % 4;
-    // What a thread brings of each step, in pieces of 16 bytes. Rows of activations are whole units.
+    // Sources and destinations of the pieces of 16 bytes that a thread copies in each step. Rows of
+    // activations are whole units, so no piece is partial.
     const u8 *from[PIECES];
     u32 to[PIECES];
 #pragma unroll
@@ -223,7 +237,8 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    // The warp's tile, of two, and tokens, of four times 32. One that has none still brings what others need.
+    // The warp's tile (one of two) and its first token (a multiple of 32). A warp without outputs still
+    // copies pieces for the other warps.
     u32 of_all = 2 * blockIdx.y + p.warp() / 4, first = p.warp() % 4 * 32;
     bool works = of_all < p.tiles() && blockIdx.x * STAGED_TOKENS + first < p.count();
     const u8 *tile = p.tile(works ? of_all : 2 * blockIdx.y);
@@ -244,7 +259,7 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
     for (u32 step = 0; step < steps; step++) {
         asm volatile("cp.async.wait_group 1;" ::: "memory");
         __syncthreads();
-        // Everyone has done with what was there before.
+        // All warps have finished the step whose buffer is overwritten here.
         bring(step + 2);
         if (!works) continue;
         const u8 *x = &staged[step % STEPS][first * STAGED_BYTES];
@@ -276,12 +291,12 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
                         total[m][n][k]);
 }
 
-// Activations of f32, weights as the format defines them; x is [..][cols].
+// Product with f32 activations [rows][cols], with weights rounded as the format defines them.
 template <int NT> __device__ __forceinline__ void multiply_exactly(const Product &p) {
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
     const u8 *tile = p.tile();
-    // In pieces of 16 bytes.
+    // Offsets of the tokens' rows, in pieces of 16 bytes.
     u32 rows[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) rows[t] = p.source(t, NT) * (p.cols / 4);
@@ -313,8 +328,8 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
 
 PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
 PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
-// Two blocks on a multiprocessor read twice as much of the weights at a time as one. With a scale for each sixteen of 256
-// weights their registers do not suffice for fragments.
+// Blocks per multiprocessor. Two blocks keep twice as many weight loads in flight as one. With 16 scales per
+// 256 weights, two blocks have too few registers for the fragments.
 constexpr int FRAGMENT_BLOCKS_PER_SM =
     SCALING == SIXTEENTHS || SCALING == SIXTEENTHS_PACKED || SCALING == SIXTEENTHS_MIN ? 1 : 2;
 PRODUCT_KERNEL(mul_8, 8, 2, (multiply<8, Direct>))
@@ -322,8 +337,8 @@ PRODUCT_KERNEL(mul_32, 32, FRAGMENT_BLOCKS_PER_SM, multiply_fragments<32>)
 PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1, multiply_staged)
 PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)
 
-// out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
-// blockIdx.x: row; a thread makes the 256 columns of one unit.
+// out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]. Each index is below the number of the
+// table's rows. blockIdx.x: row; one thread per unit of 256 columns.
 extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
                                        u32 accumulate, float *out) {
     u32 u = blockIdx.y * blockDim.x + threadIdx.x, blocks = cols / 32;

@@ -108,10 +108,10 @@ fn segment(cols: usize) -> usize {
     super::segments(cols).0 * 256
 }
 
-fn assert_same(found: &[f32], expected: &[f32], what: &str) {
+fn assert_same(found: &[f32], expected: &[f32], label: &str) {
     assert_eq!(found.len(), expected.len());
     for (i, (x, e)) in found.iter().zip(expected).enumerate() {
-        assert!(x == e, "{what} #{i}: {x}, not {e}");
+        assert!(x == e, "{label} #{i}: {x}, not {e}");
     }
 }
 
@@ -269,9 +269,9 @@ fn tokens_are_routed_one_by_one_or_by_lists() {
     assert_same(&case.run(each, x, 10), &expected, "each");
     let list: Vec<u32> = (0..3).flat_map(|e| (0..10).filter(move |t| chosen[*t as usize] == e)).collect();
     let (starts, list) = (case.sim.numbers(&[0, 4, 9, 10]), case.sim.numbers(&list));
-    for most in [5, 8, 10] {
+    for max_per_expert in [5, 8, 10] {
         let listed = |product: &mut Product<'_>| {
-            (product.share, product.experts) = (2, Experts::Listed { starts, list, most });
+            (product.share, product.experts) = (2, Experts::Listed { starts, list, max_per_expert });
         };
         assert_same(&case.run(listed, x, 10), &expected, "listed");
     }
@@ -349,7 +349,7 @@ fn products_with_one_token_are_within_the_instruction_budget() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn invalid_shapes_are_refused() {
     let mut case = Case::new(Arch::SM_90, GgmlType::F16, 4, 32, 1, 23);
     let x = case.sim.room(4096);
     let mut refused = |change: &dyn Fn(&mut Product<'_>)| {

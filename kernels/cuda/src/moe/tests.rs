@@ -56,9 +56,9 @@ fn the_most_probable_experts_are_chosen_in_order() {
             let mut order: Vec<usize> = (0..37).collect();
             order.sort_by(|a, b| logits[*b].partial_cmp(&logits[*a]).unwrap());
             let sum: f64 = logits.iter().map(|x| f64::from(*x).exp()).sum();
-            let want: Vec<f64> = order[..5].iter().map(|e| f64::from(logits[*e]).exp() / sum).collect();
+            let expected: Vec<f64> = order[..5].iter().map(|e| f64::from(logits[*e]).exp() / sum).collect();
             assert_eq!(chosen.iter().map(|e| *e as usize).collect::<Vec<_>>(), order[..5], "row {row}");
-            assert_near(weights, &want, 1e-6, &format!("row {row}"));
+            assert_near(weights, &expected, 1e-6, &format!("row {row}"));
         }
     }
 }
@@ -73,8 +73,8 @@ fn lists_hold_every_pair_once_grouped_by_expert() {
         let list = placed.sim.read_numbers(placed.routes.list, 36);
         for expert in 0..70 {
             let own = &list[starts[expert] as usize..starts[expert + 1] as usize];
-            let want: Vec<u32> = (0..36).filter(|pair| chosen[*pair as usize] == expert as u32).collect();
-            assert_eq!(own, want);
+            let expected: Vec<u32> = (0..36).filter(|pair| chosen[*pair as usize] == expert as u32).collect();
+            assert_eq!(own, expected);
         }
         let sums = placed.weights().chunks(4).map(|row| row.iter().sum::<f32>()).collect::<Vec<_>>();
         assert_near(&sums, &[1.0; 9], 1e-6, "weights that sum to one");
@@ -85,15 +85,15 @@ const HIDDEN: usize = 5;
 const FF: usize = 130;
 
 fn expert(index: usize) -> Expert {
-    let part = |seed: u64, len: usize| numbers(seed, index << 16, len);
-    let scales = part(9, 3);
+    let values = |seed: u64, len: usize| numbers(seed, index << 16, len);
+    let scales = values(9, 3);
     Expert {
-        gate: part(3, FF * HIDDEN),
-        up: part(4, FF * HIDDEN),
-        down: part(5, FF * HIDDEN),
-        gate_bias: part(6, FF),
-        up_bias: part(7, FF),
-        down_bias: part(8, HIDDEN),
+        gate: values(3, FF * HIDDEN),
+        up: values(4, FF * HIDDEN),
+        down: values(5, FF * HIDDEN),
+        gate_bias: values(6, FF),
+        up_bias: values(7, FF),
+        down_bias: values(8, HIDDEN),
         scales: [1.0 + scales[0], 1.0 + scales[1], 1.0 + scales[2]],
     }
 }
@@ -155,19 +155,19 @@ fn a_mixture_of_experts_equals_the_definition() {
         kernels.sum(&mut sim.device, &shape, &call, routes).unwrap();
         let got = sim.read_values(out, before.len());
         let gate = |gate: f64, up: f64| gate / (1.0 + (-gate).exp()) * up;
-        let want: Vec<f64> = x
+        let expected: Vec<f64> = x
             .chunks(HIDDEN)
             .zip(logits.chunks(shape.experts))
             .flat_map(|(x, logits)| mixture(&experts, logits, shape.used, fused, gate, x))
             .zip(&before)
             .map(|(sum, before)| f64::from(*before) + 0.5 * sum)
             .collect();
-        assert_near(&got, &want, 1e-6, "with what stood there");
+        assert_near(&got, &expected, 1e-6, "with what stood there");
         kernels.sum(&mut sim.device, &shape, &ExpertSum { accumulate: false, ..call }, routes).unwrap();
         let got = sim.read_values(out, before.len());
-        let want: Vec<f64> =
-            want.iter().zip(&before).map(|(want, before)| want - f64::from(*before)).collect();
-        assert_near(&got, &want, 1e-6, "alone");
+        let expected: Vec<f64> =
+            expected.iter().zip(&before).map(|(expected, before)| expected - f64::from(*before)).collect();
+        assert_near(&got, &expected, 1e-6, "alone");
     }
 }
 
@@ -195,8 +195,8 @@ fn gates_equal_their_definitions() {
         let inner = sim.room(4 * 64);
         let call = ExpertGate { gate_up, ff: 64, activation, inner };
         kernels.gate(&mut sim.device, 1, &call, routes).unwrap();
-        let want: Vec<f64> = gates.iter().zip(&ups).map(|(gate, up)| function(*gate, *up)).collect();
-        assert_near(&sim.read_values(inner, 64), &want, 1e-6, &format!("{activation:?}"));
+        let expected: Vec<f64> = gates.iter().zip(&ups).map(|(gate, up)| function(*gate, *up)).collect();
+        assert_near(&sim.read_values(inner, 64), &expected, 1e-6, &format!("{activation:?}"));
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::SystemTime;
 const MAGIC: &[u8] = b"kvasir cubin 1\n";
 const EXTENSION: &str = "cubin";
 const HASH: usize = blake3::OUT_LEN;
-/// Most bytes of a file. No kernel is that large, so a longer file is foreign.
+/// Maximum bytes of a file. No kernel is that large, so a longer file is foreign.
 const MAX_FILE: u64 = 64 << 20;
 /// Default limit of the folder's size in bytes: some versions of all kernels for two architectures.
 const MAX_BYTES: u64 = 256 << 20;
@@ -129,19 +129,19 @@ fn key(version: (i32, i32), source: &Source, arch: Arch) -> String {
     let version = format!("{}.{}", version.0, version.1);
     let options = named_options(arch).join("\n");
     let headers = HEADERS.map(|(_, text)| text);
-    for part in [&version, &options, source.name, source.text].into_iter().chain(headers) {
-        hasher.update(&(part.len() as u64).to_le_bytes());
-        hasher.update(part.as_bytes());
+    for field in [&version, &options, source.name, source.text].into_iter().chain(headers) {
+        hasher.update(&(field.len() as u64).to_le_bytes());
+        hasher.update(field.as_bytes());
     }
     hasher.finalize().to_hex().to_string()
 }
 
-/// Encodes the magic, the hash of the rest, and the three parts, each after its length.
+/// Encodes the magic, the hash of the rest, and the three sections, each after its length.
 fn encode(compiled: &Compiled) -> Vec<u8> {
     let mut body = Vec::new();
-    for part in [compiled.cubin.as_slice(), compiled.ptx.as_bytes(), compiled.log.as_bytes()] {
-        body.extend((part.len() as u64).to_le_bytes());
-        body.extend(part);
+    for section in [compiled.cubin.as_slice(), compiled.ptx.as_bytes(), compiled.log.as_bytes()] {
+        body.extend((section.len() as u64).to_le_bytes());
+        body.extend(section);
     }
     [MAGIC, blake3::hash(&body).as_bytes(), &body].concat()
 }
@@ -157,13 +157,13 @@ pub(super) fn read(path: &Path, source: &Source, arch: Arch) -> Option<Compiled>
         tracing::warn!(path = %path.display(), "a cached kernel is damaged; it is compiled again");
         return None;
     }
-    let mut part = || {
+    let mut next_section = || {
         let (len, rest) = body.split_first_chunk::<8>()?;
-        let (part, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+        let (section, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
         body = rest;
-        Some(part.to_vec())
+        Some(section.to_vec())
     };
-    let (cubin, ptx, log) = (part()?, part()?, part()?);
+    let (cubin, ptx, log) = (next_section()?, next_section()?, next_section()?);
     let (ptx, log) = (String::from_utf8(ptx).ok()?, String::from_utf8(log).ok()?);
     Some(Compiled { source_name: source.name.into(), arch, cubin, ptx, log })
 }

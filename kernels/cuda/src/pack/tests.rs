@@ -11,7 +11,7 @@ pub(crate) fn unpack_row(shape: &TiledShape, packed: &[u8], row: usize) -> Vec<f
     let (expert, row) = (row / shape.rows(), row % shape.rows());
     let tile =
         &packed[expert * shape.expert_bytes() + row / TILE_ROWS * shape.tile_bytes()..][..shape.tile_bytes()];
-    let unit_bytes = shape.parts.unit_bytes(UNIT_COLS);
+    let unit_bytes = shape.layout.unit_bytes(UNIT_COLS);
     let mut weights = Vec::new();
     for (unit, first) in tile.chunks(unit_bytes).zip((0..shape.cols()).step_by(UNIT_COLS)) {
         let cols = UNIT_COLS.min(shape.cols() - first);
@@ -21,8 +21,11 @@ pub(crate) fn unpack_row(shape: &TiledShape, packed: &[u8], row: usize) -> Vec<f
 }
 
 /// Returns the bytes of one row in a plane, record or side of a unit, which are stored in pieces.
-fn of_row(part: &[u8], lane: usize, piece: usize) -> Vec<u8> {
-    part.chunks_exact(TILE_ROWS * piece).flat_map(|pieces| pieces[lane * piece..][..piece].to_vec()).collect()
+fn of_row(plane: &[u8], lane: usize, piece: usize) -> Vec<u8> {
+    plane
+        .chunks_exact(TILE_ROWS * piece)
+        .flat_map(|pieces| pieces[lane * piece..][..piece].to_vec())
+        .collect()
 }
 
 fn unpack_unit(shape: &TiledShape, unit: &[u8], lane: usize, cols: usize) -> Vec<f32> {
@@ -40,12 +43,12 @@ fn unpack_unit(shape: &TiledShape, unit: &[u8], lane: usize, cols: usize) -> Vec
         GgmlType::Q6_K => (16, 2, 64, 4),
         _ => (0, 0, 0, 8 * ty.block_bytes()),
     };
-    let (record_part, rest) = unit.split_at(TILE_ROWS * record);
-    let (side_part, rest) = rest.split_at(TILE_ROWS * side);
-    let (minor_part, main_part) = rest.split_at(TILE_ROWS * minor);
-    let record = of_row(record_part, lane, record.clamp(1, 16));
-    let side = of_row(side_part, lane, side.max(1));
-    let (minor, main) = (of_row(minor_part, lane, 16), of_row(main_part, lane, 16));
+    let (record_plane, rest) = unit.split_at(TILE_ROWS * record);
+    let (side_plane, rest) = rest.split_at(TILE_ROWS * side);
+    let (minor_plane, main_plane) = rest.split_at(TILE_ROWS * minor);
+    let record = of_row(record_plane, lane, record.clamp(1, 16));
+    let side = of_row(side_plane, lane, side.max(1));
+    let (minor, main) = (of_row(minor_plane, lane, 16), of_row(main_plane, lane, 16));
     match ty {
         GgmlType::F32 => main.as_chunks::<4>().0[..cols].iter().map(|x| f32::from_le_bytes(*x)).collect(),
         GgmlType::F16 => {
@@ -196,7 +199,7 @@ fn packed_tensors_have_the_size_of_their_files() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn invalid_shapes_are_refused() {
     let new = |ty, rows, cols, experts| TiledShape::new(ty, rows, cols, experts).map(|_| ());
     assert_eq!(new(GgmlType::IQ2_XS, 4, 256, 1), Err(Error::NoMatmul { ty: "IQ2_XS" }));
     assert!(matches!(new(GgmlType::Q6_K, 4, 128, 1), Err(Error::PartialBlock { .. })));

@@ -33,7 +33,7 @@ fn shape(kv_type: KvType, heads: usize, kv_heads: usize, head_dim: usize, v_head
 
 impl Case {
     /// Returns width, heads and seed of q, k and v.
-    fn parts(&self) -> [(usize, usize, u64); 3] {
+    fn tensors(&self) -> [(usize, usize, u64); 3] {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, .. } = self.shape;
         [
             (head_dim, heads, 1),
@@ -43,20 +43,20 @@ impl Case {
     }
 
     /// Returns a row of q, k or v before the operation.
-    fn before(&self, part: usize, row: usize) -> Vec<f32> {
-        let (width, heads, seed) = self.parts()[part];
+    fn before(&self, tensor: usize, row: usize) -> Vec<f32> {
+        let (width, heads, seed) = self.tensors()[tensor];
         numbers(seed, row << 12, heads * width).iter().map(|x| 2.0 * x).collect()
     }
 
-    fn weight(&self, part: usize) -> Option<Vec<f32>> {
-        self.norms[part].and_then(|(_, len)| len).map(|len| numbers(10 + part as u64, 0, len))
+    fn weight(&self, tensor: usize) -> Option<Vec<f32>> {
+        self.norms[tensor].and_then(|(_, len)| len).map(|len| numbers(10 + tensor as u64, 0, len))
     }
 
-    fn want(&self, part: usize, row: usize, position: usize) -> Vec<f64> {
-        let mut x: Vec<f64> = self.before(part, row).iter().map(|x| f64::from(*x)).collect();
-        if let Some((run, _)) = self.norms[part] {
-            let weight = self.weight(part);
-            let runs = self.before(part, row);
+    fn expected(&self, tensor: usize, row: usize, position: usize) -> Vec<f64> {
+        let mut x: Vec<f64> = self.before(tensor, row).iter().map(|x| f64::from(*x)).collect();
+        if let Some((run, _)) = self.norms[tensor] {
+            let weight = self.weight(tensor);
+            let runs = self.before(tensor, row);
             x = runs
                 .chunks(run)
                 .enumerate()
@@ -67,7 +67,7 @@ impl Case {
                 .collect();
         }
         match &self.rope {
-            Some(rope) if part < 2 => {
+            Some(rope) if tensor < 2 => {
                 let style = if rope.interleaved { RopeStyle::Interleaved } else { RopeStyle::Half };
                 let RopeSource { n_rot, base, freq_scale, factors, magnitude, .. } = rope.clone();
                 let params = RopeParams { style, n_rot, base, freq_scale, factors, magnitude };
@@ -100,13 +100,13 @@ impl Case {
 
         let compiled = sim.compiled(QkvKernels::source(&self.shape).unwrap());
         let kernels = QkvKernels::load(&mut sim.device, compiled, self.shape).unwrap();
-        let rows = |part: usize| (0..4).flat_map(|row| self.before(part, row)).collect::<Vec<f32>>();
+        let rows = |tensor: usize| (0..4).flat_map(|row| self.before(tensor, row)).collect::<Vec<f32>>();
         let q = sim.values(&rows(0));
         let k = sim.values(&rows(1));
         let v = if self.own_values { sim.values(&rows(2)) } else { k };
-        let [q_norm, k_norm, v_norm] = [0, 1, 2].map(|part| {
-            let (width, _) = self.norms[part]?;
-            let weight = self.weight(part).map(|weight| (sim.values(&weight), weight.len()));
+        let [q_norm, k_norm, v_norm] = [0, 1, 2].map(|tensor| {
+            let (width, _) = self.norms[tensor]?;
+            let weight = self.weight(tensor).map(|weight| (sim.values(&weight), weight.len()));
             Some(HeadNorm { weight, eps: EPS, width })
         });
         let rope = self.rope.as_ref().map(|source| {
@@ -131,10 +131,11 @@ impl Case {
         call.scratch = sim.room(kernels.scratch_bytes(&call).unwrap().max(1));
         kernels.launch(&mut sim.device, &call).unwrap();
 
-        let what = format!("{:?} for {}", self.shape, sim.arch);
-        let want = |part| -> Vec<f64> { (0..4).flat_map(|row| self.want(part, row, ROWS[row])).collect() };
+        let label = format!("{:?} for {}", self.shape, sim.arch);
+        let expected =
+            |tensor| -> Vec<f64> { (0..4).flat_map(|row| self.expected(tensor, row, ROWS[row])).collect() };
         let got = sim.read_values(q, rows(0).len());
-        assert_near(&got, &want(0), 3e-6, &what);
+        assert_near(&got, &expected(0), 3e-6, &label);
         let bytes = sim.read(arena, arena_len);
         let blocks = [near[0], near[0], near[1], far[100_003 / 16]];
         let (mut keys, mut values, mut touched) = (Vec::new(), Vec::new(), vec![0xff; arena_len]);
@@ -145,11 +146,11 @@ impl Case {
             keys.extend(k);
             values.extend(v);
         }
-        assert_near(&keys, &want(1), self.tolerance, &what);
-        assert_near(&values, &want(2), self.tolerance, &what);
+        assert_near(&keys, &expected(1), self.tolerance, &label);
+        assert_near(&values, &expected(2), self.tolerance, &label);
         // Nothing else was written, and row padding is zero.
         if self.shape.kv_type != KvType::Q8_0 {
-            assert_eq!(bytes, touched, "{what}");
+            assert_eq!(bytes, touched, "{label}");
         }
 
         // Without keys and values only the queries change.

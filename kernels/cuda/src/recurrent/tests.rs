@@ -89,7 +89,7 @@ struct Placed<'a> {
     layer: &'a Layer,
     kernels: RecurrentKernels,
     arena: DevicePtr,
-    places: DevicePtr,
+    head_offsets: DevicePtr,
     weight: DevicePtr,
     bias: Option<DevicePtr>,
     heads: [DevicePtr; 3],
@@ -107,17 +107,17 @@ impl<'a> Placed<'a> {
         let compiled = sim.compiled(&source::RECURRENT);
         let kernels = RecurrentKernels::load(&mut sim.device, compiled).unwrap();
         let arena = sim.bytes(&vec![0xff; layer.slot(SLOTS) as usize * 64]);
-        let places = sim.bytes(&layer.layout.places());
+        let head_offsets = sim.bytes(&layer.layout.head_offsets());
         let weight = sim.values(&layer.conv_weight);
         let bias = layer.conv_bias.as_ref().map(|bias| sim.values(bias));
         let heads = [&layer.a, &layer.d, &layer.dt_bias].map(|values| sim.values(values));
-        Self { sim, layer, kernels, arena, places, weight, bias, heads }
+        Self { sim, layer, kernels, arena, head_offsets, weight, bias, heads }
     }
 
     /// Uploads a step of some rows.
-    fn step(&mut self, parts: &[(Range<usize>, StepState)]) -> (StepPointers, usize, usize) {
+    fn step(&mut self, step_parts: &[(Range<usize>, StepState)]) -> (StepPointers, usize, usize) {
         let mut rows = 0;
-        let sequences: Vec<_> = parts
+        let sequences: Vec<_> = step_parts
             .iter()
             .map(|(positions, _)| {
                 let first = rows;
@@ -125,14 +125,14 @@ impl<'a> Placed<'a> {
                 StepSequence { rows: first..rows, context: positions.start, segment_start: None }
             })
             .collect();
-        let states: Vec<_> = parts.iter().map(|(_, state)| state.clone()).collect();
+        let states: Vec<_> = step_parts.iter().map(|(_, state)| state.clone()).collect();
         let limits = StepLimits { rows: 150, sequences: 4, exports: 8, table_entries: 0 };
         let mut step = Step::new(StepLayout::new(limits, &[]));
         let tokens = vec![0; rows];
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &states };
         step.fill(&input, 0).unwrap();
         let at = self.sim.bytes(step.bytes());
-        (step.layout().at(at), parts.len(), step.kept_rows())
+        (step.layout().at(at), step_parts.len(), step.kept_rows())
     }
 
     /// Runs convolution and recurrence over buffers on the device.
@@ -144,10 +144,10 @@ impl<'a> Placed<'a> {
         gates: [DevicePtr; 2],
         out: DevicePtr,
     ) {
-        let Self { layer, kernels, arena, places, weight, bias, heads: [a, d, dt_bias], .. } = *self;
+        let Self { layer, kernels, arena, head_offsets, weight, bias, heads: [a, d, dt_bias], .. } = *self;
         let state = StateCall {
             layout: &layer.layout,
-            places,
+            head_offsets,
             layer_offset: LAYER_OFFSET,
             arena,
             states: &at.states,
@@ -171,9 +171,12 @@ impl<'a> Placed<'a> {
     }
 
     /// Uploads the inputs of a step.
-    fn inputs(&mut self, parts: &[StepPart]) -> (DevicePtr, [DevicePtr; 2]) {
+    fn inputs(&mut self, step_parts: &[StepPart]) -> (DevicePtr, [DevicePtr; 2]) {
         let of = |values: &dyn Fn(usize, Range<usize>) -> Vec<f32>| -> Vec<f32> {
-            parts.iter().flat_map(|(sequence, positions, _)| values(*sequence, positions.clone())).collect()
+            step_parts
+                .iter()
+                .flat_map(|(sequence, positions, _)| values(*sequence, positions.clone()))
+                .collect()
         };
         let layer = self.layer;
         let x = of(&|sequence, positions| layer.x(sequence, positions));
@@ -181,12 +184,13 @@ impl<'a> Placed<'a> {
         (self.sim.values(&x), gates.map(|gate| self.sim.values(&gate)))
     }
 
-    fn run(&mut self, parts: &[StepPart]) -> Given {
-        let (x, gates) = self.inputs(parts);
-        let rows: usize = parts.iter().map(|(_, positions, _)| positions.len()).sum();
+    fn run(&mut self, step_parts: &[StepPart]) -> Given {
+        let (x, gates) = self.inputs(step_parts);
+        let rows: usize = step_parts.iter().map(|(_, positions, _)| positions.len()).sum();
         let out_len = rows * self.layer.layout.out_len();
         let out = self.sim.room(4 * out_len);
-        let states: Vec<_> = parts.iter().map(|(_, rows, state)| (rows.clone(), state.clone())).collect();
+        let states: Vec<_> =
+            step_parts.iter().map(|(_, rows, state)| (rows.clone(), state.clone())).collect();
         let (at, sequences, _) = self.step(&states);
         self.advance(&at, sequences, x, gates, out);
         let conv = self.sim.read_values(x, rows * self.layer.shape().channels);
@@ -233,17 +237,18 @@ fn rows_and_states_equal_the_definition() {
             let first = placed.run(&[(0, 0..3, state(None, slots[0])), (1, 0..1, state(None, slots[1]))]);
             let second = placed.run(&[(0, 3..5, state(Some(slots[0]), slots[0]))]);
             let shape = layer.shape();
-            let what = format!("{shape:?} for {arch}");
+            let label = format!("{shape:?} for {arch}");
             let tolerance = if layer.layout.heads.iter().any(|head| head.ty == BF16) { 1e-2 } else { 2e-6 };
 
             let mut past = vec![0.0; shape.conv_len()];
             let x = layer.x(0, 0..5);
-            let want = reference::conv(&shape, &layer.conv_weight, layer.conv_bias.as_deref(), &x, &mut past);
+            let expected =
+                reference::conv(&shape, &layer.conv_weight, layer.conv_bias.as_deref(), &x, &mut past);
             let conv = [&first.conv[..3 * shape.channels], &second.conv].concat();
-            assert_near(&conv, &want, 2e-6, &what);
+            assert_near(&conv, &expected, 2e-6, &label);
             let mut recurrent = vec![0.0; shape.recurrent_len()];
             let [beta, alpha] = [20, 30].map(|seed| layer.gates(seed, 0, 0..5));
-            let want = match shape.kind {
+            let expected = match shape.kind {
                 StateKind::DeltaNet => {
                     let input = DeltaNetInput { qkv: &conv, beta: &beta, alpha: &alpha };
                     reference::delta_net(&shape, &layer.delta_net(), &input, &mut recurrent)
@@ -254,10 +259,10 @@ fn rows_and_states_equal_the_definition() {
                 }
             };
             let out = [&first.out[..3 * layer.layout.out_len()], &second.out].concat();
-            assert_near(&out, &want, tolerance, &what);
+            assert_near(&out, &expected, tolerance, &label);
             let (conv_state, recurrent_state) = placed.state(0);
-            assert_near(&conv_state, &past, 0.0, &what);
-            assert_near(&recurrent_state, &recurrent, tolerance, &what);
+            assert_near(&conv_state, &past, 0.0, &label);
+            assert_near(&recurrent_state, &recurrent, tolerance, &label);
         }
     }
 }
@@ -316,39 +321,40 @@ fn rejected_rows_do_not_change_the_state() {
 
         // Four rows of one sequence and one row of another; two and none of them are accepted.
         let deferred = |read, write| StepState { deferred: true, ..state(Some(slot(read)), slot(write)) };
-        let parts = [(0, 2..6, deferred(0, 4)), (1, 1..2, deferred(1, 5))];
-        let (x, gates) = placed.inputs(&parts);
-        let states: Vec<_> = parts.iter().map(|(_, rows, state)| (rows.clone(), state.clone())).collect();
-        let (at, sequences, kept) = placed.step(&states);
-        assert_eq!(kept, 5);
+        let step_parts = [(0, 2..6, deferred(0, 4)), (1, 1..2, deferred(1, 5))];
+        let (x, gates) = placed.inputs(&step_parts);
+        let states: Vec<_> =
+            step_parts.iter().map(|(_, rows, state)| (rows.clone(), state.clone())).collect();
+        let (at, sequences, deferred_rows) = placed.step(&states);
+        assert_eq!(deferred_rows, 5);
         let StateShape { channels, heads, .. } = layer.shape();
         let keep = |placed: &mut Placed<'_>, from: DevicePtr, cols: usize| {
-            let to = placed.sim.room(4 * kept * cols);
+            let to = placed.sim.room(4 * deferred_rows * cols);
             let (kernels, rows) = (&placed.kernels, at.kept_rows);
-            kernels.keep_rows(&mut placed.sim.device, from, cols, rows, kept, to).unwrap();
+            kernels.keep_rows(&mut placed.sim.device, from, cols, rows, deferred_rows, to).unwrap();
             to
         };
-        let kept_x = keep(&mut placed, x, channels);
-        let kept_gates = gates.map(|gate| keep(&mut placed, gate, heads));
-        let out = placed.sim.room(4 * kept * layer.layout.out_len());
+        let saved_x = keep(&mut placed, x, channels);
+        let saved_gates = gates.map(|gate| keep(&mut placed, gate, heads));
+        let out = placed.sim.room(4 * deferred_rows * layer.layout.out_len());
         placed.advance(&at, sequences, x, gates, out);
         assert_eq!(bits(&placed.sim.read_values(out, stepped.out.len())), bits(&stepped.out));
         assert_eq!([0, 1].map(|index| placed.bytes(index)), before);
-        // The resulting state equals that after running only the accepted rows, from their kept inputs. The
+        // The resulting state equals that after running only the accepted rows, from their saved inputs. The
         // other rows belong to no sequence.
         let accepted = [(2..4, state(Some(slot(0)), slot(4))), (0..2, state(None, slot(2)))];
         let (at, _, _) = placed.step(&accepted);
-        placed.advance(&at, 1, kept_x, kept_gates, out);
+        placed.advance(&at, 1, saved_x, saved_gates, out);
         assert_eq!(placed.bytes(4), placed.bytes(3));
         let none = [(1..1, state(Some(slot(1)), slot(5)))];
         let (at, sequences, _) = placed.step(&none);
-        placed.advance(&at, sequences, kept_x, kept_gates, out);
+        placed.advance(&at, sequences, saved_x, saved_gates, out);
         assert_eq!(placed.bytes(5), before[1]);
     }
 }
 
 #[test]
-fn what_is_not_served_is_refused() {
+fn unsupported_shapes_are_refused() {
     let shape = layers_of(0).shape();
     let refused = |shape: StateShape| DeviceState::new(shape, &[F32; 4]).unwrap_err();
     assert!(matches!(refused(StateShape { taps: 5, ..shape }), Error::StateShape { .. }));
@@ -362,7 +368,7 @@ fn what_is_not_served_is_refused() {
     let (at, sequences, _) = placed.step(&[(0..1, state(None, 0))]);
     let state = StateCall {
         layout: &layer.layout,
-        places: placed.places,
+        head_offsets: placed.head_offsets,
         layer_offset: LAYER_OFFSET,
         arena: placed.arena,
         states: &at.states,

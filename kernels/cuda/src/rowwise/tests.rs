@@ -59,17 +59,17 @@ fn quantised(cols: usize, x: &[f32]) -> Vec<u8> {
     bytes
 }
 
-fn assert_same(found: &[f32], expected: &[f32], what: &str) {
+fn assert_same(found: &[f32], expected: &[f32], label: &str) {
     assert_eq!(found.len(), expected.len());
     for (i, (x, e)) in found.iter().zip(expected).enumerate() {
-        assert!(x == e || x.is_nan() && e.is_nan(), "{what} #{i}: {x}, not {e}");
+        assert!(x == e || x.is_nan() && e.is_nan(), "{label} #{i}: {x}, not {e}");
     }
 }
 
-fn assert_close(found: &[f32], expected: &[f64], what: &str) {
+fn assert_close(found: &[f32], expected: &[f64], label: &str) {
     assert_eq!(found.len(), expected.len());
     for (i, (x, e)) in found.iter().zip(expected).enumerate() {
-        assert!((f64::from(*x) - e).abs() <= 4e-6 * e.abs().max(1.0), "{what} #{i}: {x}, not {e}");
+        assert!((f64::from(*x) - e).abs() <= 4e-6 * e.abs().max(1.0), "{label} #{i}: {x}, not {e}");
     }
 }
 
@@ -98,13 +98,13 @@ fn rows_are_quantised_to_the_same_bits_as_on_the_cpu() {
 
 /// Returns the reference's norm of all runs.
 fn norms(norm: &DeviceNorm, cols: usize, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f64> {
-    let part = |values: &[f32], run: usize| {
+    let run_values = |values: &[f32], run: usize| {
         let of_row = run % (cols / norm.width);
         values[of_row % (values.len() / norm.width) * norm.width..][..norm.width].to_vec()
     };
     let runs = x.chunks(norm.width).enumerate();
     runs.flat_map(|(run, x)| {
-        let (weight, bias) = (part(weight, run), bias.map(|bias| part(bias, run)));
+        let (weight, bias) = (run_values(weight, run), bias.map(|bias| run_values(bias, run)));
         match norm.rms {
             true => reference::rms_norm(x, Some(&weight), norm.eps),
             false => reference::layer_norm(x, Some(&weight), bias.as_deref(), norm.eps),
@@ -301,7 +301,7 @@ fn gather_and_argmax_equal_the_definition() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn invalid_shapes_are_refused() {
     let mut case = Case::new(Arch::SM_90);
     let (of, x) = (Rows { rows: 1, cols: 64 }, DevicePtr::default());
     let rms = DeviceNorm { rms: true, weight: None, bias: None, eps: 0.0, width: 64 };
@@ -334,7 +334,7 @@ fn what_does_not_fit_is_refused() {
 fn more_rows_than_a_grids_second_axis_are_possible() {
     const ROWS: usize = 16_384 * 8;
     let (mut device, of, ptr) = (Hole::default(), Rows { rows: ROWS, cols: 2880 }, DevicePtr(256));
-    let kernels = RowwiseKernels::load(&mut device, &hole::nothing("rowwise.cu")).unwrap();
+    let kernels = RowwiseKernels::load(&mut device, &hole::empty_source("rowwise.cu")).unwrap();
     let norm = DeviceNorm { rms: true, weight: None, bias: None, eps: 1e-5, width: 2880 };
     let heads = DeviceNorm { width: 96, ..norm };
     kernels.quantise(&mut device, of, ptr, ptr).unwrap();

@@ -2,16 +2,16 @@ use super::super::tests::sim::{Sim, numbers};
 use super::*;
 
 /// Returns the indices and bits of the largest values, by the rule.
-fn wanted(row: &[f32], count: usize) -> Vec<(u32, u32)> {
+fn expected_best(row: &[f32], count: usize) -> Vec<(u32, u32)> {
     let rank = |x: f32| match (x.is_nan(), x.is_sign_negative()) {
         (true, _) => u32::MAX,
         (_, true) => !x.to_bits(),
         (_, false) => x.to_bits() | 1 << 31,
     };
-    let mut places: Vec<usize> = (0..row.len()).collect();
-    places.sort_by_key(|place| (std::cmp::Reverse(rank(row[*place])), *place));
+    let mut indices: Vec<usize> = (0..row.len()).collect();
+    indices.sort_by_key(|index| (std::cmp::Reverse(rank(row[*index])), *index));
     let mut best: Vec<_> =
-        places[..count].iter().map(|place| (*place as u32, row[*place].to_bits())).collect();
+        indices[..count].iter().map(|index| (*index as u32, row[*index].to_bits())).collect();
     best.sort_unstable();
     best
 }
@@ -25,9 +25,9 @@ fn assert_best(sim: &mut Sim, rows: &[Vec<f32>], count: usize) {
     let found = sim.read_numbers(out, 2 * count * rows.len());
     for (found, row) in found.chunks_exact(2 * count).zip(rows) {
         let mut found: Vec<(u32, u32)> =
-            found.as_chunks::<2>().0.iter().map(|&[place, value]| (place, value)).collect();
+            found.as_chunks::<2>().0.iter().map(|&[index, value]| (index, value)).collect();
         found.sort_unstable();
-        assert_eq!(found, wanted(row, count), "{count} of {} for {}", row.len(), sim.arch);
+        assert_eq!(found, expected_best(row, count), "{count} of {} for {}", row.len(), sim.arch);
     }
 }
 
@@ -39,7 +39,7 @@ fn the_best_values_of_each_row_have_their_indices() {
         assert_best(&mut sim, &[random(3, 64)], 64);
         assert_best(&mut sim, &[vec![0.25]], 1);
         // Few distinct values, so that many are equal, over several rounds of the block.
-        let equal = |place: usize| ((place * 7919) % 5) as f32 - 2.0;
+        let equal = |index: usize| ((index * 7919) % 5) as f32 - 2.0;
         assert_best(&mut sim, &[(0..2500).map(equal).collect(), vec![-1.5; 2500]], 33);
         let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, f32::MIN_POSITIVE / 2.0, -f32::NAN];
         let mixed: Vec<f32> = random(4, 70)

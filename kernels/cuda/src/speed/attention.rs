@@ -9,7 +9,7 @@ use kernels::Error;
 use kernels::attention::{OFFSET_UNIT, Placement, Visible};
 use kernels::backend::{KvShape, KvType, StepInput, StepSequence};
 
-/// Most layers of a cache, which are the launches of one graph.
+/// Maximum number of layers of a cache, which are the launches of one graph.
 const MAX_LAYERS: usize = 64;
 
 /// Decoding sequences of equal length.
@@ -75,9 +75,8 @@ impl Speed {
             others.chunks_mut(blocks).for_each(|other| other[..common].copy_from_slice(&first[..common]));
             orders.push(shared);
         }
-        for places in orders {
-            let offsets: Vec<u32> =
-                places.iter().map(|place| (place * stride / OFFSET_UNIT) as u32).collect();
+        for order in orders {
+            let offsets: Vec<u32> = order.iter().map(|block| (block * stride / OFFSET_UNIT) as u32).collect();
             let tables = [offsets.chunks(blocks).map(Placement::Paged).collect()];
             let mut step = Step::new(StepLayout::new(limits, &[group]));
             let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };

@@ -222,12 +222,13 @@ impl DecodeModel<'_> {
             return Err(Error::OutOfRange { what: "block", index: batch * each, len: self.blocks });
         }
         // Blocks of sequences that grow together are interleaved.
-        let unit = |place: usize| (place * self.stride / OFFSET_UNIT) as u32;
+        let unit = |block: usize| (block * self.stride / OFFSET_UNIT) as u32;
         let tables: Vec<Vec<u32>> =
             (0..batch).map(|s| (0..each).map(|block| unit(block * batch + s)).collect()).collect();
         let tables = [tables.iter().map(|table| BlockTable::Paged(table)).collect()];
-        let part = |s: usize| StepSequence { rows: s * rows..(s + 1) * rows, context, segment_start: None };
-        let sequences: Vec<StepSequence> = (0..batch).map(part).collect();
+        let sequence =
+            |s: usize| StepSequence { rows: s * rows..(s + 1) * rows, context, segment_start: None };
+        let sequences: Vec<StepSequence> = (0..batch).map(sequence).collect();
         let tokens: Vec<u32> =
             (0..batch * rows).map(|i| ((i * 7919 + 11) % self.shape.vocab) as u32).collect();
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };

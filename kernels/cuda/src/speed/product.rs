@@ -8,7 +8,7 @@ use crate::{Device, quantised_row_bytes, source};
 use kernels::Error;
 use kernels::quant::GgmlType;
 
-/// Most copies of a matrix, which are the launches of one graph.
+/// Maximum number of copies of a matrix, which are the launches of one graph.
 const MAX_COPIES: usize = 256;
 
 /// A matrix, and the number of tokens that it is multiplied with.

@@ -51,13 +51,13 @@ fn steps_of_a_random_model_are_measured() {
         DecodeShape { layers: 2, hidden: 256, heads: 4, kv_heads: 2, head_dim: 64, ff: 512, vocab: 300 };
     let speed = speed(Arch::SM_121A);
     let mut model = speed.model(Arch::SM_121A, shape, (6, 64), 1).unwrap();
-    let one = model.step(2, 20, 1).unwrap();
+    let single = model.step(2, 20, 1).unwrap();
     // The second layer uses more bits for two matrices.
     let (narrow, wide) = (256 * (256 + 128 + 256 + 2 * 512), 256 * (128 + 512));
     let layers = (2 * narrow + wide) * 144 / 256 + wide * 210 / 256;
-    assert_eq!(one.weight_bytes, layers + 320 * 210);
-    assert_eq!(one.kv_bytes, 2 * 2 * 16 * 2 * 2 * 2 * 64 * 2);
-    assert!(one.eager > 0.0 && one.graph > 0.0);
+    assert_eq!(single.weight_bytes, layers + 320 * 210);
+    assert_eq!(single.kv_bytes, 2 * 2 * 16 * 2 * 2 * 2 * 64 * 2);
+    assert!(single.eager > 0.0 && single.graph > 0.0);
     let prompt = model.step(2, 0, 3).unwrap();
     assert_eq!(prompt.weight_bytes, layers);
     assert!(matches!(model.step(2, 60, 1), Err(Error::OutOfRange { .. })));

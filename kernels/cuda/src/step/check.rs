@@ -49,9 +49,9 @@ impl KvGroup {
                     return Err(Error::OutsideArena { end: block_end, len: arena_bytes });
                 }
                 let start = block * self.block_tokens;
-                let places = context.max(start) - start..end.min(start + self.block_tokens) - start;
-                if !places.is_empty() {
-                    written.push((offset, places));
+                let positions = context.max(start) - start..end.min(start + self.block_tokens) - start;
+                if !positions.is_empty() {
+                    written.push((offset, positions));
                 }
             }
         }
@@ -60,7 +60,7 @@ impl KvGroup {
 
     /// `written`: offsets of blocks, and the positions in them that get keys and values.
     fn check_written(&self, written: &mut [(u64, Range<usize>)]) -> Result<(), Error> {
-        written.sort_unstable_by_key(|(offset, places)| (*offset, places.start));
+        written.sort_unstable_by_key(|(offset, positions)| (*offset, positions.start));
         let clash = written.windows(2).find(|pair| {
             let apart = pair[1].0 - pair[0].0;
             if apart == 0 { pair[1].1.start < pair[0].1.end } else { apart < self.bytes as u64 }

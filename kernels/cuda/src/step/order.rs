@@ -36,23 +36,23 @@ impl KvGroup {
             there.then(|| blocks(sequence, split * of_split..(split + 1) * of_split))
         };
         let mut first = 0;
-        for alike in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
-            if has_several(&alike[0]) {
-                for sequence in alike {
+        for run in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
+            if has_several(&run[0]) {
+                for sequence in run {
                     order.extend(sequence.rows.clone().map(|row| row as u32));
                     common.push(0);
                     common.extend(sequence.rows.clone().skip(1).map(|_| SAME));
                 }
             } else {
                 let rows =
-                    (first..first + alike.len()).filter(|sequence| !sequences[*sequence].rows.is_empty());
+                    (first..first + run.len()).filter(|sequence| !sequences[*sequence].rows.is_empty());
                 let mut members: Vec<usize> = rows.collect();
                 let start = common.len();
                 common.resize(start + members.len(), 0);
                 side_by_side(&mut members, &mut common[start..], whole);
                 order.extend(members.iter().map(|sequence| sequences[*sequence].rows.start as u32));
             }
-            first += alike.len();
+            first += run.len();
         }
     }
 }
@@ -65,8 +65,8 @@ fn side_by_side<'a>(
     whole: impl Fn(usize, usize) -> Option<&'a [u32]>,
 ) {
     // Ranges of members that share all splits before the given one.
-    let mut alike = vec![(0..members.len(), 0)];
-    while let Some((range, split)) = alike.pop() {
+    let mut ranges = vec![(0..members.len(), 0)];
+    while let Some((range, split)) = ranges.pop() {
         let members = &mut members[range.clone()];
         members.sort_by_key(|member| whole(*member, split));
         let mut at = range.start;
@@ -79,7 +79,7 @@ fn side_by_side<'a>(
                 common[at] = split as u32;
             }
             if run.len() > 1 {
-                alike.push((at..at + run.len(), split + 1));
+                ranges.push((at..at + run.len(), split + 1));
             }
             at += run.len();
         }

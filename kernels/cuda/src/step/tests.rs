@@ -126,7 +126,7 @@ fn sequences_with_a_common_beginning_are_adjacent() {
     const TOKENS: usize = 64;
     // (positions before the step, blocks of the named common beginning, name); the other blocks are the
     // sequence's own.
-    let parts = [
+    let specs = [
         (1100, 16, "a"),
         (1049, 16, "a"),
         (1600, 10, "b"),
@@ -137,7 +137,7 @@ fn sequences_with_a_common_beginning_are_adjacent() {
         (3, 0, "b"),
     ];
     let mut next = 500;
-    let tables: Vec<Vec<u32>> = parts
+    let tables: Vec<Vec<u32>> = specs
         .iter()
         .map(|(context, shared, of)| {
             let first = if *of == "a" { 200 } else { 100 };
@@ -147,7 +147,7 @@ fn sequences_with_a_common_beginning_are_adjacent() {
         })
         .collect();
     let single: Vec<_> =
-        (0..).zip(parts).map(|(row, (context, ..))| sequence(row..row + 1, context)).collect();
+        (0..).zip(specs).map(|(row, (context, ..))| sequence(row..row + 1, context)).collect();
     let window = Visible::Window(NonZeroU32::new(2000).unwrap());
     let groups =
         [Visible::Causal, window].map(|visible| KvGroup { block_tokens: TOKENS, bytes: 128, visible });
@@ -173,13 +173,13 @@ fn sequences_with_a_common_beginning_are_adjacent() {
     let mut rows = 0;
     let sequences = lengths.map(|(count, of)| {
         rows += count;
-        sequence(rows - count..rows, if of == 5 || (of == 0 && count == 3) { 0 } else { parts[of].0 })
+        sequence(rows - count..rows, if of == 5 || (of == 0 && count == 3) { 0 } else { specs[of].0 })
     });
     let last: Vec<u32> = paged[1].iter().take(16).copied().chain(4000..4002).collect();
     let tables = [&own[..1], paged[1], paged[0], paged[3], paged[3], &own[2..3], &last];
     let [causal, _] = fill(&sequences, &tables);
-    let wanted = (vec![0, 1, 2, 5, 3, 4, 6, 7, 8], vec![0, SAME, SAME, 0, 1, 2, 0, SAME, 0]);
-    assert_eq!((&causal.0, &causal.1), (&wanted.0, &wanted.1));
+    let expected = (vec![0, 1, 2, 5, 3, 4, 6, 7, 8], vec![0, SAME, SAME, 0, 1, 2, 0, SAME, 0]);
+    assert_eq!((&causal.0, &causal.1), (&expected.0, &expected.1));
 }
 
 #[test]

@@ -39,7 +39,7 @@ struct Cost {
     shared: u32,
     /// Bytes of stack and spills.
     local: u32,
-    /// Most threads of a block.
+    /// Maximum number of threads of a block.
     threads: u32,
     /// Count of each instruction.
     instructions: BTreeMap<String, u32>,
@@ -87,8 +87,8 @@ impl<'a> Budget<'a> {
             broken.push(format!("{} bytes of shared memory, {} are allowed", cost.shared, self.shared));
         }
         let local = cost.count(|name| name.starts_with("LDL") || name.starts_with("STL"));
-        let (most_local, most_accesses) = if checked { (0, 0) } else { FEW_SPILLS };
-        if cost.local > most_local || local > most_accesses {
+        let (max_local, max_accesses) = if checked { (0, 0) } else { FEW_SPILLS };
+        if cost.local > max_local || local > max_accesses {
             broken
                 .push(format!("{} bytes of stack and spills, {local} accesses to local memory", cost.local));
         }
@@ -160,9 +160,10 @@ fn read_log(log: &str) -> BTreeMap<String, Cost> {
 /// Returns the most threads per block that a kernel's PTX declares, or 1,024 without a declaration.
 fn threads(ptx: &str, kernel: &str) -> u32 {
     let entry = ptx.split(&format!(".entry {kernel}(")).nth(1).and_then(|rest| rest.split('{').next());
-    let most = entry.and_then(|entry| entry.split(".maxntid ").nth(1));
-    most.and_then(|most| most.split([',', '\n']).next())
-        .and_then(|most| most.trim().parse().ok())
+    let limit = entry.and_then(|entry| entry.split(".maxntid ").nth(1));
+    limit
+        .and_then(|limit| limit.split([',', '\n']).next())
+        .and_then(|limit| limit.trim().parse().ok())
         .unwrap_or(1024)
 }
 
@@ -183,8 +184,8 @@ fn read_disassembly(text: &str, costs: &mut BTreeMap<String, Cost>) {
 
 /// Runs `nvdisasm`, which is next to NVRTC or on the path.
 fn disassemble(compiler: &Compiler, compiled: &Compiled) -> String {
-    let beside = Path::new(&compiler.found_at()).with_file_name("bin").join("nvdisasm");
-    let program = if beside.is_file() { beside } else { "nvdisasm".into() };
+    let next_to_nvrtc = Path::new(&compiler.found_at()).with_file_name("bin").join("nvdisasm");
+    let program = if next_to_nvrtc.is_file() { next_to_nvrtc } else { "nvdisasm".into() };
     let file = format!("kvasir-{}-{}-{}.cubin", compiled.source_name, compiled.arch, std::process::id());
     let file = std::env::temp_dir().join(file);
     std::fs::write(&file, &compiled.cubin).unwrap();
@@ -211,8 +212,8 @@ fn every_kernel_keeps_to_its_budget() {
     let mut report = String::new();
     for budget in &budgets {
         let of = source::all().find(|source| source.name == budget.source);
-        let known = of.is_some_and(|source| source.kernels.contains(&budget.kernel));
-        assert!(known, "there is no kernel {} in {} any more", budget.kernel, budget.source);
+        let exists = of.is_some_and(|source| source.kernels.contains(&budget.kernel));
+        assert!(exists, "there is no kernel {} in {} any more", budget.kernel, budget.source);
     }
     for (source, arch, costs) in
         super::each_compiled(|source, arch| (source, arch, costs(&compiler, source, arch)))
@@ -284,9 +285,10 @@ fn a_kernel_beyond_its_budget_is_reported() {
         let cost = &costs(&compiler, &source, arch)["beyond"];
         let budget = Budget::parse("beyond.cu", "beyond * 8 128 1 IMMA").unwrap();
         let broken = budget.broken_by(cost, true).join("\n");
-        for part in ["registers, 8", "256 bytes of shared", "256 bytes of stack", "0 loads of 16", "no IMMA"]
+        for reason in
+            ["registers, 8", "256 bytes of shared", "256 bytes of stack", "0 loads of 16", "no IMMA"]
         {
-            assert!(broken.contains(part), "{part} in {broken}");
+            assert!(broken.contains(reason), "{reason} in {broken}");
         }
         let local = cost.count(|name| name.starts_with("LDL") || name.starts_with("STL"));
         assert!(local > 0 && cost.count(|name| name.starts_with("LDG")) > 0, "{cost:?}");

@@ -10,7 +10,7 @@ pub(crate) struct Hole {
 }
 
 /// Returns an empty compiled source.
-pub(crate) fn nothing(source_name: &str) -> Compiled {
+pub(crate) fn empty_source(source_name: &str) -> Compiled {
     let (source_name, cubin) = (source_name.to_owned(), Vec::new());
     Compiled { source_name, arch: Arch::SM_90, cubin, ptx: String::new(), log: String::new() }
 }

@@ -76,11 +76,11 @@ pub(crate) fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Asserts that `||got - want|| <= tolerance ||want||`.
+/// Asserts that `||got - expected|| <= tolerance ||expected||`.
 #[track_caller]
-pub(crate) fn assert_near(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    let error = got.iter().zip(want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
-    let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt();
-    assert!(error <= tolerance * norm, "{what}: {:e} of {norm}", error / norm);
+pub(crate) fn assert_near(got: &[f32], expected: &[f64], tolerance: f64, label: &str) {
+    assert_eq!(got.len(), expected.len(), "{label}");
+    let error = got.iter().zip(expected).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
+    let norm = expected.iter().map(|w| w * w).sum::<f64>().sqrt();
+    assert!(error <= tolerance * norm, "{label}: {:e} of {norm}", error / norm);
 }

@@ -135,10 +135,10 @@ fn binary64(d: &mut Decoder<'_>, base: &str, ty: Ty) -> Decoded<Op> {
 }
 
 fn mul(d: &mut Decoder<'_>) -> Decoded<Op> {
-    let part = d.one_of(&["wide", "hi", "lo"]).ok_or("mul of integers needs .lo, .hi or .wide")?;
+    let mode = d.one_of(&["wide", "hi", "lo"]).ok_or("mul of integers needs .lo, .hi or .wide")?;
     let ty = d.ty()?;
     let bits = ty.bits();
-    if (part, bits) == ("wide", 32) {
+    if (mode, bits) == ("wide", 32) {
         let (to, a, b) = (d.to(64)?, d.from(32)?, d.from(32)?);
         let f = if ty.signed() {
             lanes!(|a: V32, b: V32| -> V64 { i64::from(a as i32).wrapping_mul(i64::from(b as i32)) as u64 })
@@ -147,9 +147,9 @@ fn mul(d: &mut Decoder<'_>) -> Decoded<Op> {
         };
         return Ok(Op::BinaryWide { f, d: to, a, b });
     }
-    let to = d.to(if part == "wide" { 2 * bits } else { bits })?;
+    let to = d.to(if mode == "wide" { 2 * bits } else { bits })?;
     let (a, b) = (d.from(bits)?, d.from(bits)?);
-    let f = match (part, ty) {
+    let f = match (mode, ty) {
         ("lo", Ty::S(32) | Ty::U(32)) => lanes!(|a: V32, b: V32| -> V32 { a.wrapping_mul(b) }),
         ("hi", Ty::U(32)) => {
             lanes!(|a: V32, b: V32| -> V32 { (u64::from(a).wrapping_mul(u64::from(b)) >> 32) as u32 })
@@ -165,7 +165,7 @@ fn mul(d: &mut Decoder<'_>) -> Decoded<Op> {
         ("wide", Ty::U(16)) => lanes!(|a: V32, b: V32| -> V32 { a.wrapping_mul(b) }),
         ("wide", Ty::S(16)) => lanes!(|a: V32, b: V32| -> V32 { s16(a).wrapping_mul(s16(b)) as u32 }),
         ("lo" | "hi", Ty::S(64) | Ty::U(64)) => {
-            let f = match (part, ty.signed()) {
+            let f = match (mode, ty.signed()) {
                 ("lo", _) => lanes!(|a: V64, b: V64| -> V64 { a.wrapping_mul(b) }),
                 (_, false) => {
                     lanes!(|a: V64, b: V64| -> V64 {
@@ -178,16 +178,16 @@ fn mul(d: &mut Decoder<'_>) -> Decoded<Op> {
             };
             return Ok(Op::Binary64 { f, d: to, a, b });
         }
-        _ => return Err(format!("mul.{part} of {ty:?}")),
+        _ => return Err(format!("mul.{mode} of {ty:?}")),
     };
     Ok(Op::Binary32 { f, d: to, a, b })
 }
 
 fn mad(d: &mut Decoder<'_>) -> Decoded<Op> {
-    let part = d.one_of(&["wide", "hi", "lo"]).ok_or("mad of integers needs .lo, .hi or .wide")?;
+    let mode = d.one_of(&["wide", "hi", "lo"]).ok_or("mad of integers needs .lo, .hi or .wide")?;
     let ty = d.ty()?;
     let bits = ty.bits();
-    if (part, bits) == ("wide", 32) {
+    if (mode, bits) == ("wide", 32) {
         let (to, a, b, c) = (d.to(64)?, d.from(32)?, d.from(32)?, d.from(64)?);
         let f = if ty.signed() {
             lanes!(|a: V32, b: V32, c: V64| -> V64 {
@@ -200,9 +200,9 @@ fn mad(d: &mut Decoder<'_>) -> Decoded<Op> {
         };
         return Ok(Op::TernaryWide { f, d: to, a, b, c });
     }
-    let wide = if part == "wide" { 2 * bits } else { bits };
+    let wide = if mode == "wide" { 2 * bits } else { bits };
     let (to, a, b, c) = (d.to(wide)?, d.from(bits)?, d.from(bits)?, d.from(wide)?);
-    let f = match (part, ty) {
+    let f = match (mode, ty) {
         ("lo", Ty::S(32) | Ty::U(32)) => {
             lanes!(|a: V32, b: V32, c: V32| -> V32 { a.wrapping_mul(b).wrapping_add(c) })
         }
@@ -223,16 +223,16 @@ fn mad(d: &mut Decoder<'_>) -> Decoded<Op> {
             let f = lanes!(|a: V64, b: V64, c: V64| -> V64 { a.wrapping_mul(b).wrapping_add(c) });
             return Ok(Op::Ternary64 { f, d: to, a, b, c });
         }
-        _ => return Err(format!("mad.{part} of {ty:?}")),
+        _ => return Err(format!("mad.{mode} of {ty:?}")),
     };
     Ok(Op::Ternary32 { f, d: to, a, b, c })
 }
 
 fn mul24(d: &mut Decoder<'_>) -> Decoded<Op> {
-    let part = d.one_of(&["lo", "hi"]);
+    let mode = d.one_of(&["lo", "hi"]);
     let ty = d.ty()?;
     let (to, a, b) = (d.to(32)?, d.from(32)?, d.from(32)?);
-    let f = match (part, ty) {
+    let f = match (mode, ty) {
         (Some("lo"), Ty::S(32)) => lanes!(|a: V32, b: V32| -> V32 { s24(a).wrapping_mul(s24(b)) as u32 }),
         (Some("lo"), Ty::U(32)) => {
             lanes!(|a: V32, b: V32| -> V32 { (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff) })
@@ -243,10 +243,10 @@ fn mul24(d: &mut Decoder<'_>) -> Decoded<Op> {
 }
 
 fn mad24(d: &mut Decoder<'_>) -> Decoded<Op> {
-    let part = d.one_of(&["lo", "hi"]);
+    let mode = d.one_of(&["lo", "hi"]);
     let ty = d.ty()?;
     let (to, a, b, c) = (d.to(32)?, d.from(32)?, d.from(32)?, d.from(32)?);
-    let f = match (part, ty) {
+    let f = match (mode, ty) {
         (Some("lo"), Ty::S(32)) => {
             lanes!(|a: V32, b: V32, c: V32| -> V32 { (s24(a).wrapping_mul(s24(b)) as u32).wrapping_add(c) })
         }
@@ -309,7 +309,7 @@ fn dp2a(d: &mut Decoder<'_>) -> Decoded<Op> {
         })
     }
     let upper = match d.one_of(&["lo", "hi"]) {
-        Some(part) => part == "hi",
+        Some(half) => half == "hi",
         None => return Err("dp2a needs .lo or .hi".into()),
     };
     let signs = signs(d)?;

@@ -217,8 +217,8 @@ fn field(value: u64, at: u32, len: u32, width: u32, signed: bool) -> u64 {
         return shifted & mask;
     }
     let sign = value >> (at + len - 1).min(width - 1) & 1;
-    let kept = len.min(width.saturating_sub(at));
-    let above = if kept >= 64 { 0 } else { u64::MAX << kept };
+    let copied = len.min(width.saturating_sub(at));
+    let above = if copied >= 64 { 0 } else { u64::MAX << copied };
     (shifted & mask & !above) | if sign != 0 { above } else { 0 }
 }
 

@@ -136,7 +136,7 @@ fn set(d: &mut Decoder<'_>) -> Decoded<Op> {
     if logic.is_some() {
         return Err("set with a second condition".into());
     }
-    let one = match d.ty()? {
+    let true_value = match d.ty()? {
         Ty::U(32) | Ty::S(32) => u32::MAX,
         Ty::F32 => 1f32.to_bits(),
         other => return Err(format!("set to {other:?}")),
@@ -150,7 +150,7 @@ fn set(d: &mut Decoder<'_>) -> Decoded<Op> {
         d: d.to(32)?,
         a: d.from(ty.bits())?,
         b: d.from(ty.bits())?,
-        one,
+        true_value,
     })
 }
 

@@ -173,9 +173,9 @@ fn integer(d: &mut Decoder<'_>, to: Ty, from: Ty) -> Decoded<Op> {
         }
         _ => {
             // The value is truncated to the narrower type and extended by that type's sign.
-            let kept = wide.min(narrow);
+            let width = wide.min(narrow);
             let extends = if wide <= narrow { to.signed() } else { signed };
-            let f = match (kept, extends, to_bits) {
+            let f = match (width, extends, to_bits) {
                 (32, ..) => return Ok(Op::Move32 { d: to_reg, a }),
                 (16, true, 32) => lanes!(|a: V32| -> V32 { a as u16 as i16 as i32 as u32 }),
                 (16, false, _) | (16, true, _) => lanes!(|a: V32| -> V32 { u32::from(a as u16) }),

@@ -229,11 +229,11 @@ fn double(d: &mut Decoder<'_>, rounding: Option<Rounding>) -> Decoded<Op> {
 fn pairs(d: &mut Decoder<'_>, rounding: Option<Rounding>, ftz: bool) -> Decoded<Op> {
     #[inline(always)]
     fn both(a: u64, b: u64, c: u64, f: impl Fn(f32, f32, f32) -> f32) -> u64 {
-        let one = |shift: u32| {
-            let part = |value: u64| f32::from_bits((value >> shift) as u32);
-            u64::from(f(part(a), part(b), part(c)).to_bits()) << shift
+        let half = |shift: u32| {
+            let float = |value: u64| f32::from_bits((value >> shift) as u32);
+            u64::from(f(float(a), float(b), float(c)).to_bits()) << shift
         };
-        one(0) | one(32)
+        half(0) | half(32)
     }
     if ftz || rounding.is_some_and(|mode| mode != Rounding::Nearest) {
         return Err("pairs of floats are rounded to the nearest only, without .ftz".into());

@@ -22,34 +22,34 @@ impl Constants {
         Self { registers, values32: HashMap::new(), values64: HashMap::new(), specials: HashMap::new() }
     }
 
-    fn fresh(&mut self, file: usize) -> u32 {
+    fn allocate(&mut self, file: usize) -> u32 {
         self.registers[file] += 1;
         self.registers[file] - 1
     }
 
     fn value32(&mut self, value: u32) -> u32 {
-        if let Some(&known) = self.values32.get(&value) {
-            return known;
+        if let Some(&index) = self.values32.get(&value) {
+            return index;
         }
-        let index = self.fresh(0);
+        let index = self.allocate(0);
         self.values32.insert(value, index);
         index
     }
 
     fn value64(&mut self, value: u64) -> u32 {
-        if let Some(&known) = self.values64.get(&value) {
-            return known;
+        if let Some(&index) = self.values64.get(&value) {
+            return index;
         }
-        let index = self.fresh(1);
+        let index = self.allocate(1);
         self.values64.insert(value, index);
         index
     }
 
     fn special(&mut self, special: Special) -> u32 {
-        if let Some(&known) = self.specials.get(&special) {
-            return known;
+        if let Some(&index) = self.specials.get(&special) {
+            return index;
         }
-        let index = self.fresh(0);
+        let index = self.allocate(0);
         self.specials.insert(special, index);
         index
     }
@@ -162,9 +162,9 @@ impl<'a> Decoder<'a> {
             | (Operand::Reg(Reg { file: File::B32, index }), 32)
             | (Operand::Reg(Reg { file: File::B64, index }), 64)
             | (Operand::Reg(Reg { file: File::Pred, index }), 1) => Ok(*index),
-            (Operand::Sink, 1) => Ok(self.constants.fresh(2)),
-            (Operand::Sink, 64) => Ok(self.constants.fresh(1)),
-            (Operand::Sink, _) => Ok(self.constants.fresh(0)),
+            (Operand::Sink, 1) => Ok(self.constants.allocate(2)),
+            (Operand::Sink, 64) => Ok(self.constants.allocate(1)),
+            (Operand::Sink, _) => Ok(self.constants.allocate(0)),
             (other, _) => Err(format!("{other:?} cannot be written as {bits} bits")),
         }
     }
@@ -293,10 +293,10 @@ impl<'a> Decoder<'a> {
             }
             other => {
                 let (own, at) = self.variable(other)?;
-                let known = own == space
+                let matches_space = own == space
                     || (own == Space::Local && space == Space::Param)
                     || (own == Space::Global && space == Space::Generic);
-                if !known {
+                if !matches_space {
                     return Err(format!("a variable of {} memory in {} memory", own.name(), space.name()));
                 }
                 Ok((own, Address { base: Data::B64(self.constants.value64(at)), offset }))

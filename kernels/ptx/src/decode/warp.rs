@@ -25,7 +25,7 @@ fn sync(d: &mut Decoder<'_>) -> Decoded<()> {
 
 fn shuffle(d: &mut Decoder<'_>) -> Decoded<Op> {
     sync(d)?;
-    let how = match d.one_of(&["up", "down", "bfly", "idx"]) {
+    let mode = match d.one_of(&["up", "down", "bfly", "idx"]) {
         Some("up") => Shuffle::Up,
         Some("down") => Shuffle::Down,
         Some("bfly") => Shuffle::Butterfly,
@@ -39,7 +39,7 @@ fn shuffle(d: &mut Decoder<'_>) -> Decoded<Op> {
     let to = d.target(to, 32)?;
     let valid = valid.map(|valid| d.target(valid, 1)).transpose()?;
     Ok(Op::Shuffle {
-        how,
+        mode,
         d: to,
         valid,
         a: d.from(32)?,
@@ -51,7 +51,7 @@ fn shuffle(d: &mut Decoder<'_>) -> Decoded<Op> {
 
 fn vote(d: &mut Decoder<'_>) -> Decoded<Op> {
     sync(d)?;
-    let how = match d.one_of(&["all", "any", "uni", "ballot"]) {
+    let mode = match d.one_of(&["all", "any", "uni", "ballot"]) {
         Some("all") => Vote::All,
         Some("any") => Vote::Any,
         Some("uni") => Vote::Uniform,
@@ -59,12 +59,12 @@ fn vote(d: &mut Decoder<'_>) -> Decoded<Op> {
         None => return Err("vote needs its mode".into()),
     };
     let bits = d.ty()?.bits();
-    if bits != if how == Vote::Ballot { 32 } else { 1 } {
+    if bits != if mode == Vote::Ballot { 32 } else { 1 } {
         return Err("the type does not suit the vote".into());
     }
     let to = d.to(bits)?;
     let a: Condition = d.condition()?;
-    Ok(Op::Vote { how, d: to, a, members: d.from(32)? })
+    Ok(Op::Vote { mode, d: to, a, members: d.from(32)? })
 }
 
 fn matching(d: &mut Decoder<'_>) -> Decoded<Op> {

@@ -11,7 +11,7 @@ use crate::warp::{Copy, Warp};
 impl Block<'_> {
     pub(super) fn copy_begin(&mut self, warp: &mut Warp, copy: &CopyAsync, mask: u32) -> Run<()> {
         let bytes = usize::from(copy.bytes);
-        let who = self.who(warp);
+        let accessor = self.accessor(warp);
         let mut hint = None;
         for lane in each(mask) {
             let (to, from) = (warp.address(copy.to, lane), warp.address(copy.from, lane));
@@ -26,30 +26,39 @@ impl Block<'_> {
             // A partial copy need not have a power of two bytes, so its bytes are read one by one.
             let mut data = [0; 16];
             if read == bytes {
-                self.read(warp, Space::Global, from, &mut data[..bytes], who, lane, &mut hint)?;
+                self.read(warp, Space::Global, from, &mut data[..bytes], accessor, lane, &mut hint)?;
             } else {
                 for (at, byte) in (from..).zip(&mut data[..read]) {
-                    self.read(warp, Space::Global, at, std::slice::from_mut(byte), who, lane, &mut hint)?;
+                    self.read(
+                        warp,
+                        Space::Global,
+                        at,
+                        std::slice::from_mut(byte),
+                        accessor,
+                        lane,
+                        &mut hint,
+                    )?;
                 }
             }
-            self.shared.copy_begin(to, bytes, who).map_err(|wrong| self.wrong(wrong, lane))?;
+            self.shared.copy_begin(to, bytes, accessor).map_err(|wrong| self.wrong(wrong, lane))?;
             let group = warp.copies.groups[lane];
-            warp.copies.going.push(Copy { lane, group, to, data, bytes });
+            warp.copies.pending.push(Copy { lane, group, to, data, bytes });
         }
         Ok(())
     }
 
     /// Completes all copies except those of the last `keep` groups. `None` completes all.
     pub(super) fn copy_wait(&mut self, warp: &mut Warp, keep: Option<u32>, mask: u32) -> Run<()> {
-        let who = self.who(warp);
+        let accessor = self.accessor(warp);
         let groups = warp.copies.groups;
-        let (done, going) = std::mem::take(&mut warp.copies.going).into_iter().partition(|copy: &Copy| {
-            let waited = keep.is_none_or(|keep| copy.group < groups[copy.lane].saturating_sub(keep));
-            waited && mask >> copy.lane & 1 == 1
-        });
-        warp.copies.going = going;
+        let (done, pending) =
+            std::mem::take(&mut warp.copies.pending).into_iter().partition(|copy: &Copy| {
+                let waited = keep.is_none_or(|keep| copy.group < groups[copy.lane].saturating_sub(keep));
+                waited && mask >> copy.lane & 1 == 1
+            });
+        warp.copies.pending = pending;
         for Copy { lane, to, data, bytes, .. } in done {
-            self.shared.copy_end(to, &data[..bytes], who).map_err(|wrong| self.wrong(wrong, lane))?;
+            self.shared.copy_end(to, &data[..bytes], accessor).map_err(|wrong| self.wrong(wrong, lane))?;
         }
         Ok(())
     }

@@ -68,12 +68,12 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// Returns the bytes of all lanes if each lane has a single element and they are consecutive.
-fn in_a_row<'a>(places: &V64, bytes: &'a [u8], total: usize, size: usize) -> Option<&'a [u8]> {
+fn in_a_row<'a>(offsets: &V64, bytes: &'a [u8], total: usize, size: usize) -> Option<&'a [u8]> {
     if total != size {
         return None;
     }
-    let start = places[0];
-    let apart = (0u64..).zip(places).fold(0, |apart, (lane, &at)| apart | at ^ (start + lane * size as u64));
+    let start = offsets[0];
+    let apart = (0u64..).zip(offsets).fold(0, |apart, (lane, &at)| apart | at ^ (start + lane * size as u64));
     if apart != 0 {
         return None;
     }
@@ -101,7 +101,7 @@ impl Warp {
 }
 
 impl Block<'_> {
-    pub(super) fn who(&self, warp: &Warp) -> Accessor {
+    pub(super) fn accessor(&self, warp: &Warp) -> Accessor {
         Accessor { warp: warp.index, pc: warp.pc }
     }
 
@@ -111,12 +111,12 @@ impl Block<'_> {
         }
         let size = usize::from(access.element.bytes);
         let total = size * access.data.len();
-        let who = self.who(warp);
+        let accessor = self.accessor(warp);
         let mut buffer = [0u8; 32];
         let mut hint = None;
         for lane in each(mask) {
             let address = warp.address(access.address, lane);
-            self.read(warp, access.space, address, &mut buffer[..total], who, lane, &mut hint)?;
+            self.read(warp, access.space, address, &mut buffer[..total], accessor, lane, &mut hint)?;
             for (data, bytes) in access.data.iter().zip(buffer[..total].chunks_exact(size)) {
                 if let Some(data) = *data {
                     warp.set_lane(data, lane, extended(value(bytes), access.element));
@@ -136,12 +136,12 @@ impl Block<'_> {
         let addresses = warp.addresses(access.address);
         let Some(index) = self.memory.find(addresses[first], total as u64) else { return false };
         let allocation = self.memory.allocation(index);
-        let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
-        let Some(bytes) = allocation.written(&places, total) else { return false };
-        let visitor = self.memory.visitor(self.number);
-        let met = !self.synchronised
-            && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
-        if met {
+        let Some(offsets) = allocation.offsets(&addresses, total as u64, first, mask) else { return false };
+        let Some(bytes) = allocation.written(&offsets, total) else { return false };
+        let block_id = self.memory.block_id(self.number);
+        let raced = !self.synchronised
+            && offsets.iter().any(|&offset| allocation.other_writer(offset, total, block_id).is_some());
+        if raced {
             return false;
         }
         self.counts.global_read += total as u64 * u64::from(mask.count_ones());
@@ -150,29 +150,30 @@ impl Block<'_> {
             let at = i * size;
             match (size, data) {
                 (4, Data::B32(register)) => {
-                    let out = if let Some(row) = in_a_row(&places, bytes, total, 4) {
+                    let out = if let Some(row) = in_a_row(&offsets, bytes, total, 4) {
                         std::array::from_fn(|lane| word(row, 4 * lane))
                     } else {
-                        std::array::from_fn(|lane| word(bytes, places[lane] as usize + at))
+                        std::array::from_fn(|lane| word(bytes, offsets[lane] as usize + at))
                     };
                     warp.set32(register, &out, mask);
                 }
                 (_, Data::B32(register)) => {
-                    let out = places.map(|place| {
-                        extended(value(&bytes[place as usize + at..][..size]), access.element) as u32
+                    let out = offsets.map(|offset| {
+                        extended(value(&bytes[offset as usize + at..][..size]), access.element) as u32
                     });
                     warp.set32(register, &out, mask);
                 }
                 (_, Data::B16(register)) => {
-                    let out = places.map(|place| {
-                        let value = extended(value(&bytes[place as usize + at..][..size]), access.element);
+                    let out = offsets.map(|offset| {
+                        let value = extended(value(&bytes[offset as usize + at..][..size]), access.element);
                         u32::from(value as u16)
                     });
                     warp.set32(register, &out, mask);
                 }
                 (_, Data::B64(register)) => {
-                    let out = places
-                        .map(|place| extended(value(&bytes[place as usize + at..][..size]), access.element));
+                    let out = offsets.map(|offset| {
+                        extended(value(&bytes[offset as usize + at..][..size]), access.element)
+                    });
                     warp.set64(register, &out, mask);
                 }
             }
@@ -186,7 +187,7 @@ impl Block<'_> {
         }
         let size = usize::from(access.element.bytes);
         let total = size * access.data.len();
-        let who = self.who(warp);
+        let accessor = self.accessor(warp);
         let mut buffer = [0u8; 32];
         for lane in each(mask) {
             let address = warp.address(access.address, lane);
@@ -194,7 +195,7 @@ impl Block<'_> {
                 let value = data.map_or(0, |data| warp.lane(data, lane));
                 bytes.copy_from_slice(&value.to_le_bytes()[..size]);
             }
-            self.write(warp, access.space, address, &buffer[..total], who, lane)?;
+            self.write(warp, access.space, address, &buffer[..total], accessor, lane)?;
         }
         Ok(())
     }
@@ -206,17 +207,17 @@ impl Block<'_> {
         let first = mask.trailing_zeros() as usize;
         let addresses = warp.addresses(access.address);
         let Some(index) = self.memory.find(addresses[first], total as u64) else { return false };
-        let visitor = self.memory.visitor(self.number);
+        let block_id = self.memory.block_id(self.number);
         let allocation = self.memory.allocation_mut(index);
-        let Some(places) = allocation.places(&addresses, total as u64, first, mask) else { return false };
-        let met = !self.synchronised
-            && places.iter().any(|&place| allocation.stranger(place, total, visitor).is_some());
-        if met {
+        let Some(offsets) = allocation.offsets(&addresses, total as u64, first, mask) else { return false };
+        let raced = !self.synchronised
+            && offsets.iter().any(|&offset| allocation.other_writer(offset, total, block_id).is_some());
+        if raced {
             return false;
         }
         self.counts.global_written += total as u64 * u64::from(mask.count_ones());
         for lane in each(mask) {
-            allocation.visit(places[lane], total, visitor);
+            allocation.record_writer(offsets[lane], total, block_id);
             let to = allocation.get_mut(addresses[lane], total);
             for (data, to) in access.data.iter().zip(to.chunks_exact_mut(size)) {
                 let value = data.map_or(0, |data| warp.lane(data, lane));
@@ -236,7 +237,7 @@ impl Block<'_> {
         space: Space,
         address: u64,
         out: &mut [u8],
-        who: Accessor,
+        accessor: Accessor,
         lane: usize,
         hint: &mut Option<usize>,
     ) -> Run<()> {
@@ -244,7 +245,7 @@ impl Block<'_> {
         let from: &[u8] = match space {
             Space::Generic => {
                 let (space, address) = window::resolve(address);
-                return self.read(warp, space, address, out, who, lane, hint);
+                return self.read(warp, space, address, out, accessor, lane, hint);
             }
             Space::Global => {
                 let index = self.global(address, bytes, lane, hint)?;
@@ -252,13 +253,13 @@ impl Block<'_> {
                 if !allocation.is_written(address, bytes) {
                     return Err((FaultKind::Unwritten { space: "global", address, bytes }, lane));
                 }
-                if let Some(block) = self.stranger(allocation, address, bytes) {
-                    return Err((met("read", address, block), lane));
+                if let Some(block) = self.other_writer(allocation, address, bytes) {
+                    return Err((block_race("read", address, block), lane));
                 }
                 self.counts.global_read += bytes as u64;
                 allocation.get(address, bytes)
             }
-            Space::Shared => match self.shared.read(address, bytes, who) {
+            Space::Shared => match self.shared.read(address, bytes, accessor) {
                 Ok(from) => from,
                 Err(wrong) => return Err(self.wrong(wrong, lane)),
             },
@@ -279,31 +280,31 @@ impl Block<'_> {
         space: Space,
         address: u64,
         from: &[u8],
-        who: Accessor,
+        accessor: Accessor,
         lane: usize,
     ) -> Run<()> {
         let bytes = from.len();
         let to: &mut [u8] = match space {
             Space::Generic => {
                 let (space, address) = window::resolve(address);
-                return self.write(warp, space, address, from, who, lane);
+                return self.write(warp, space, address, from, accessor, lane);
             }
             Space::Global => {
                 let index = self.global(address, bytes, lane, &mut None)?;
                 let allocation = self.memory.allocation(index);
                 // Writing the value that is already there is harmless.
-                if let Some(block) = self.stranger(allocation, address, bytes)
+                if let Some(block) = self.other_writer(allocation, address, bytes)
                     && allocation.get(address, bytes) != from
                 {
-                    return Err((met("write", address, block), lane));
+                    return Err((block_race("write", address, block), lane));
                 }
                 self.counts.global_written += bytes as u64;
-                let visitor = self.memory.visitor(self.number);
+                let block_id = self.memory.block_id(self.number);
                 let allocation = self.memory.allocation_mut(index);
-                allocation.visit(allocation.place(address), bytes, visitor);
+                allocation.record_writer(allocation.offset(address), bytes, block_id);
                 allocation.get_mut(address, bytes)
             }
-            Space::Shared => match self.shared.write(address, bytes, who) {
+            Space::Shared => match self.shared.write(address, bytes, accessor) {
                 Ok(to) => to,
                 Err(wrong) => return Err(self.wrong(wrong, lane)),
             },
@@ -321,9 +322,9 @@ impl Block<'_> {
     }
 
     /// Returns another block that stored there before, if nothing orders the two accesses.
-    fn stranger(&self, allocation: &Allocation, address: u64, bytes: usize) -> Option<u32> {
-        let visitor = self.memory.visitor(self.number);
-        let found = allocation.stranger(allocation.place(address), bytes, visitor);
+    fn other_writer(&self, allocation: &Allocation, address: u64, bytes: usize) -> Option<u32> {
+        let block_id = self.memory.block_id(self.number);
+        let found = allocation.other_writer(allocation.offset(address), bytes, block_id);
         found.filter(|_| !self.synchronised)
     }
 
@@ -351,7 +352,7 @@ impl Block<'_> {
             };
             let operand = warp.lane(atomic.operand, lane);
             let swap = atomic.swap.map(|swap| warp.lane(swap, lane));
-            let place = match space {
+            let bytes_at = match space {
                 Space::Global => {
                     let index = self.global(address, bytes, lane, &mut None)?;
                     if !self.memory.allocation(index).is_written(address, bytes) {
@@ -363,7 +364,7 @@ impl Block<'_> {
                     self.memory.allocation_mut(index).get_mut(address, bytes)
                 }
                 Space::Shared => match self.shared.atomic(address, bytes) {
-                    Ok(place) => place,
+                    Ok(bytes_at) => bytes_at,
                     Err(wrong) => return Err(self.wrong(wrong, lane)),
                 },
                 other => {
@@ -371,9 +372,9 @@ impl Block<'_> {
                     return Err((FaultKind::Invalid { what }, lane));
                 }
             };
-            let old = value(place);
+            let old = value(bytes_at);
             let new = combined(atomic, old, operand, swap);
-            place.copy_from_slice(&new.to_le_bytes()[..bytes]);
+            bytes_at.copy_from_slice(&new.to_le_bytes()[..bytes]);
             if let Some(to) = atomic.to {
                 warp.set_lane(to, lane, old);
             }
@@ -383,7 +384,7 @@ impl Block<'_> {
 }
 
 /// A race with another block.
-fn met(access: &'static str, address: u64, block: u32) -> FaultKind {
+fn block_race(access: &'static str, address: u64, block: u32) -> FaultKind {
     let other = format!("the write of block {block} (counted through the grid)");
     FaultKind::Race { space: "global", address, access, other }
 }

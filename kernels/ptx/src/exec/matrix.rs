@@ -12,7 +12,7 @@ use half::{bf16, f16};
 const ROWS: usize = 16;
 /// Columns of a product.
 const COLUMNS: usize = 8;
-/// Most values of a row of the first factor.
+/// Maximum number of values of a row of the first factor.
 const DEPTH: usize = 32;
 
 fn all_lanes(what: &'static str, mask: u32) -> Run<()> {
@@ -87,13 +87,13 @@ impl Block<'_> {
     /// of each matrix.
     pub(super) fn load_matrix(&mut self, warp: &mut Warp, load: &LoadMatrix, mask: u32) -> Run<()> {
         all_lanes("ldmatrix.sync", mask)?;
-        let who = self.who(warp);
+        let accessor = self.accessor(warp);
         for (m, &register) in load.d.iter().enumerate() {
             let mut matrix = [[0u16; 8]; 8];
             for (r, row) in matrix.iter_mut().enumerate() {
                 let lane = 8 * m + r;
                 let address = warp.address(load.address, lane);
-                let bytes = self.shared.read(address, 16, who).map_err(|wrong| (wrong, lane));
+                let bytes = self.shared.read(address, 16, accessor).map_err(|wrong| (wrong, lane));
                 let bytes = match bytes {
                     Ok(bytes) => bytes,
                     Err((wrong, lane)) => return Err(self.wrong(wrong, lane)),

@@ -7,9 +7,9 @@ use crate::ast::{File, Function, Number, Operand, Raw, Reg, Space};
 use crate::lex::{Placed, Token};
 use std::collections::HashMap;
 
-/// Most nested calls. Deeper nesting is taken for recursion, which is not supported.
+/// Maximum depth of nested calls. Deeper nesting counts as recursion, which is not supported.
 const MAX_DEPTH: usize = 16;
-/// Most instructions of a kernel, including inlined functions.
+/// Maximum number of instructions of a kernel, including inlined functions.
 const MAX_CODE: usize = 1 << 20;
 
 /// A body that is being parsed.
@@ -334,8 +334,8 @@ impl Parser<'_> {
         if word == "WARP_SZ" {
             return Ok(Operand::Number(Number::Int(32)));
         }
-        if let Some(known) = body.outside.get(word) {
-            return Ok(known.clone());
+        if let Some(operand) = body.outside.get(word) {
+            return Ok(operand.clone());
         }
         let variable = match self.variables.get(word) {
             Some(ModuleVariable::DynamicShared) => Operand::Dynamic(0),
@@ -380,8 +380,8 @@ impl Parser<'_> {
         body.open();
         let id = body.scopes.last().map_or(0, |scope| scope.id);
         let parameters = header.parameters.iter().chain(&header.returns);
-        for ((name, ..), place) in parameters.zip(arguments.into_iter().chain(results)) {
-            body.name(name, Named::Variable(Space::Local, place));
+        for ((name, ..), offset) in parameters.zip(arguments.into_iter().chain(results)) {
+            body.name(name, Named::Variable(Space::Local, offset));
         }
         body.calls.push(Call { name, end: format!("@return@{id}") });
         self.at = at;
@@ -404,7 +404,7 @@ impl Parser<'_> {
                 self.expect(',')?;
             }
             match self.operand(body)? {
-                Operand::Variable(Space::Local, place) => out.push(place),
+                Operand::Variable(Space::Local, offset) => out.push(offset),
                 other => return Err(self.error(format!("{other:?} as an argument"))),
             }
         }

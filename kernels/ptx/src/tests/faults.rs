@@ -37,13 +37,13 @@ fn a_read_past_the_end_is_reported() {
     assert!(matches!(found.kind, FaultKind::OutOfBounds { bytes: 4, .. }), "{found}");
     assert_eq!((found.block, found.thread), ([0; 3], [64, 0, 0]));
     let message = found.to_string();
-    for part in [
+    for text in [
         "0 bytes past the end of an allocation of 256 bytes",
         "kernel k",
         "kernel.cu:42",
         "ld.global.u32 %r2, [%rd3];",
     ] {
-        assert!(message.contains(part), "{message}");
+        assert!(message.contains(text), "{message}");
     }
     run("ld.global.u32 %r2, [%rd3];", 64).unwrap();
 }
@@ -67,8 +67,8 @@ fn a_missing_barrier_is_reported() {
     assert!(message.contains("kernel.cu:22"), "{message}");
     // If the words were written before, it is a race, and the message names both locations.
     let message = fault(run(&format!("st.shared.u32 [%rd5], 0; bar.sync 0; {}", body("")), 64)).to_string();
-    for part in ["race at", "shared memory", "kernel.cu:20", "kernel.cu:22", "st.shared.u32"] {
-        assert!(message.contains(part), "{message}");
+    for text in ["race at", "shared memory", "kernel.cu:20", "kernel.cu:22", "st.shared.u32"] {
+        assert!(message.contains(text), "{message}");
     }
 }
 
@@ -169,7 +169,7 @@ fn launches_are_checked() {
     let kernel = machine.kernel(module, "k").unwrap();
     let good = Launch { kernel, grid: [1; 3], block: [64, 1, 1], shared_bytes: 98 << 10, arguments: &[0] };
     machine.launch(&good).unwrap();
-    for (launch, part) in [
+    for (launch, text) in [
         (Launch { block: [65, 1, 1], ..good }, "compiled for"),
         (Launch { block: [2048, 1, 1], ..good }, "1024 is the most"),
         (Launch { block: [0, 1, 1], ..good }, "a block of"),
@@ -178,7 +178,7 @@ fn launches_are_checked() {
         (Launch { arguments: &[], ..good }, "0 arguments for 1 parameters"),
     ] {
         let message = machine.launch(&launch).unwrap_err().to_string();
-        assert!(message.contains(part), "{message}");
+        assert!(message.contains(text), "{message}");
     }
 }
 
@@ -220,7 +220,7 @@ fn races_between_blocks_are_reported() {
     rig(own).unwrap();
     let next = "xor.b32 %r6, %r5, 1; mul.wide.u32 %rd7, %r6, 4; add.s64 %rd7, %rd7, %rd1; ld.global.u32 %r7, [%rd7];";
     assert!(matches!(fault(rig(&format!("{own} {next}"))).kind, FaultKind::Race { access: "read", .. }));
-    // An atomic may have told the block that the other one is done.
+    // An atomic may order the block after the other one.
     rig(&format!("{own} membar.gl; atom.global.add.u32 %r8, [%rd1+128], 1; {next}")).unwrap();
 }
 

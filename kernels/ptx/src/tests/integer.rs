@@ -115,7 +115,7 @@ fn dot_products() {
 
 #[test]
 fn unknown_instructions_are_refused_by_name() {
-    for (body, part) in [
+    for (body, text) in [
         ("frobnicate.s32 %a0, %a1;", "the opcode frobnicate is not known"),
         ("add.s32.wobble %a0, %a1, %a2;", "the modifier .wobble is not known here"),
         ("add.s32 %a0, %a1;", "an operand is missing"),
@@ -136,7 +136,7 @@ fn unknown_instructions_are_refused_by_name() {
         ("add.s32 %a0, %a1, 1", "where `;` was expected"),
     ] {
         let message = refused(body);
-        assert!(message.contains(part), "{body}: {message}");
+        assert!(message.contains(text), "{body}: {message}");
         assert!(message.contains("line 6") || message.contains("line 7"), "{body}: {message}");
     }
 }

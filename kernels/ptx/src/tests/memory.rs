@@ -159,5 +159,5 @@ fn host_accesses_outside_of_allocations_are_refused() {
     assert!(rig.machine.free(a).is_err() && rig.machine.free(b + 1).is_err());
     assert!(rig.machine.read(a, &mut out).unwrap_err().to_string().contains("freed"));
     let full = rig.machine.allocate(5 << 30).unwrap_err();
-    assert_eq!(full, RunError::OutOfMemory { wanted: 5 << 30, free: (4 << 30) - 100 });
+    assert_eq!(full, RunError::OutOfMemory { requested: 5 << 30, free: (4 << 30) - 100 });
 }

@@ -139,8 +139,8 @@ fn copies_are_visible_only_after_a_wait() {
         let Err(RunError::Fault(fault)) = copies(wait) else { panic!("nothing was found with {wait:?}") };
         let message = fault.to_string();
         assert!(matches!(fault.kind, FaultKind::InFlight { .. }), "{message}");
-        for part in ["copies.cu:60", "copies.cu:66", "cp.async.ca.shared.global [%rd5], [%rd4], 16, 8;"] {
-            assert!(message.contains(part), "{message}");
+        for text in ["copies.cu:60", "copies.cu:66", "cp.async.ca.shared.global [%rd5], [%rd4], 16, 8;"] {
+            assert!(message.contains(text), "{message}");
         }
     }
 }

@@ -19,7 +19,7 @@ fn shuffles() {
     expect("shfl.sync.down.b32 %d, %a0, 4, 31, -1;", |lane| if lane < 28 { lane + 4 } else { lane });
     expect("shfl.sync.down.b32 %d, %a0, 1, 0x181f, -1;", |lane| if lane % 8 < 7 { lane + 1 } else { lane });
     expect("shfl.sync.up.b32 %d, %a0, 4, 0, -1;", |lane| if lane >= 4 { lane - 4 } else { lane });
-    // The predicate says whether the source lane was in the segment.
+    // The predicate is true if the source lane was in the segment.
     let valid: Vec<_> = (0..32).map(|lane| u64::from(lane < 28)).collect();
     assert_eq!(lanes("shfl.sync.down.b32 %d|%q, %a0, 4, 31, -1; selp.u32 %d, 1, 0, %q;"), valid);
     // Each half of the warp separately, in one instruction.

@@ -29,15 +29,15 @@ fn a_row_does_not_depend_on_batch_chunks_threads_or_placement() {
         rows.extend(rows_of(1, 10..70));
         let mut memory = Memory::new(&world, &[LENGTH, 70], BlockOrder::Contiguous, isa);
         let whole = step(&world, &mut memory, &rows, &one, isa);
-        let what = world.shape;
+        let shape = world.shape;
         assert!(whole.iter().flatten().all(|x| x.is_finite()));
-        assert_eq!(step(&world, &mut memory, &rows, &two, isa), whole, "threads, {what:?}");
+        assert_eq!(step(&world, &mut memory, &rows, &two, isa), whole, "threads, {shape:?}");
         let mut paged = Memory::new(&world, &[LENGTH, 70], BlockOrder::Permuted(3), isa);
-        assert_eq!(step(&world, &mut paged, &rows, &two, isa), whole, "placement, {what:?}");
+        assert_eq!(step(&world, &mut paged, &rows, &two, isa), whole, "placement, {shape:?}");
         // Single rows, at borders and between them, as decode steps.
         for index in [0, 1, 22, 23, 24, 25, 63, 99, 100, 117, 118, 119, 159] {
             let alone = step(&world, &mut paged, &rows[index..=index], &two, isa);
-            assert_eq!(alone[0], whole[index], "alone, {what:?}");
+            assert_eq!(alone[0], whole[index], "alone, {shape:?}");
         }
         // In chunks of 7, with the other sequence in reverse order.
         let mut chunked = Vec::new();
@@ -48,11 +48,11 @@ fn a_row_does_not_depend_on_batch_chunks_threads_or_placement() {
             out.truncate(chunk.len());
             chunked.extend(out);
         }
-        assert_eq!(chunked, whole[..100], "chunks, {what:?}");
+        assert_eq!(chunked, whole[..100], "chunks, {shape:?}");
         let turned: Vec<_> = rows.iter().rev().copied().collect();
         let mut out = step(&world, &mut paged, &turned, &one, isa);
         out.reverse();
-        assert_eq!(out, whole, "order, {what:?}");
+        assert_eq!(out, whole, "order, {shape:?}");
     }
 }
 
@@ -63,7 +63,7 @@ fn keys_that_a_row_does_not_see_may_be_anything() {
     for world in worlds() {
         let rows = rows_of(0, 1020..1026);
         let mut full = Memory::new(&world, &[LENGTH, 70], BlockOrder::Paged, isa);
-        let want = step(&world, &mut full, &rows, &one, isa);
+        let expected = step(&world, &mut full, &rows, &one, isa);
         // The rest of memory is NaN: positions not yet written, and the other sequence.
         let mut poisoned = Memory::new(&world, &[1026, 0], BlockOrder::Paged, isa);
         if world.shape.visible != Visible::Causal {
@@ -72,8 +72,8 @@ fn keys_that_a_row_does_not_see_may_be_anything() {
                 *block = NO_BLOCK;
             }
         }
-        assert_eq!(step(&world, &mut poisoned, &rows, &one, isa), want, "{:?}", world.shape);
-        assert_eq!(step(&world, &mut poisoned, &rows[5..], &one, isa), want[5..], "{:?}", world.shape);
+        assert_eq!(step(&world, &mut poisoned, &rows, &one, isa), expected, "{:?}", world.shape);
+        assert_eq!(step(&world, &mut poisoned, &rows[5..], &one, isa), expected[5..], "{:?}", world.shape);
     }
 }
 

@@ -147,13 +147,13 @@ impl Placed {
     /// Writes keys and values of some positions if `writes`, then computes attention.
     fn run(&self, backend: &mut CpuBackend, input: &Input, rows: Range<usize>, writes: bool) -> Vec<f32> {
         let Layer { heads, kv_heads, dim, shared_projection, .. } = input.layer;
-        let part = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
-        let q = buffer(backend, heads * dim, &part(&input.q, heads * dim));
+        let row_slice = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
+        let q = buffer(backend, heads * dim, &row_slice(&input.q, heads * dim));
         let kv = writes.then(|| {
-            let k = buffer(backend, kv_heads * dim, &part(&input.k, kv_heads * dim));
+            let k = buffer(backend, kv_heads * dim, &row_slice(&input.k, kv_heads * dim));
             let v = match shared_projection {
                 true => k,
-                false => buffer(backend, kv_heads * dim, &part(&input.v, kv_heads * dim)),
+                false => buffer(backend, kv_heads * dim, &row_slice(&input.v, kv_heads * dim)),
             };
             let v_norm = Norm { rms: true, weight: None, bias: None, eps: EPS, width: dim };
             KvWrite { k, v, k_norm: Some(self.k_norm), v_norm: Some(v_norm) }
@@ -216,9 +216,9 @@ fn layers_of_two_head_widths_live_in_two_groups() {
             out
         });
         let input = [&full, &windowed][input];
-        let want: Vec<f64> =
+        let expected: Vec<f64> =
             (0..POSITIONS).flat_map(|p| input.reference(input, p, seen(input.layer, p))).collect();
-        assert_close(&out, &want, 3e-6);
+        assert_close(&out, &expected, 3e-6);
     }
 }
 
@@ -250,9 +250,9 @@ fn a_layer_may_read_the_cache_of_another_one() {
             }
             out
         });
-        let want: Vec<f64> =
+        let expected: Vec<f64> =
             (0..POSITIONS).flat_map(|p| reader.reference(&writer, p, seen(FULL, p))).collect();
-        assert_close(&out, &want, 3e-6);
+        assert_close(&out, &expected, 3e-6);
     }
 }
 
@@ -265,8 +265,8 @@ fn without_causality_every_row_sees_the_whole_sequence() {
         begin(backend, &tables, 0..POSITIONS).unwrap();
         placed.run(backend, &input, 0..POSITIONS, true)
     });
-    let want: Vec<f64> = (0..POSITIONS).flat_map(|p| input.reference(&input, p, 0..POSITIONS)).collect();
-    assert_close(&out, &want, 3e-6);
+    let expected: Vec<f64> = (0..POSITIONS).flat_map(|p| input.reference(&input, p, 0..POSITIONS)).collect();
+    assert_close(&out, &expected, 3e-6);
     let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
     let tables = arena(&mut backend, &[&input]);
     Placed::new(&mut backend, &input, 0);

@@ -54,22 +54,22 @@ impl Model {
     }
 
     /// Runs a step through both layers. Returns the output of each sequence, as bits.
-    fn step(&mut self, parts: &[StepPart]) -> Result<Vec<Vec<u32>>, Error> {
+    fn step(&mut self, step_parts: &[StepPart]) -> Result<Vec<Vec<u32>>, Error> {
         let mut sequences = Vec::new();
         let mut rows = 0;
-        for (_, positions, _) in parts {
+        for (_, positions, _) in step_parts {
             let next = rows + positions.len();
             sequences.push(StepSequence { rows: rows..next, context: positions.start, segment_start: None });
             rows = next;
         }
         let tokens = vec![0; rows];
-        let states: Vec<StepState> = parts.iter().map(|(_, _, state)| state.clone()).collect();
+        let states: Vec<StepState> = step_parts.iter().map(|(_, _, state)| state.clone()).collect();
         let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &states };
         self.backend.begin_step(&step)?;
-        let mut outs = vec![Vec::new(); parts.len()];
+        let mut outs = vec![Vec::new(); step_parts.len()];
         for (index, (shape, layer)) in self.layers.into_iter().enumerate() {
             for (buffer, cols) in [(self.x[index], shape.channels), (self.gates[0], 3), (self.gates[1], 3)] {
-                let values: Vec<f32> = parts
+                let values: Vec<f32> = step_parts
                     .iter()
                     .flat_map(|(sequence, positions, _)| {
                         positions.clone().flat_map(move |at| (0..cols).map(move |i| number(*sequence, at, i)))
@@ -135,7 +135,7 @@ impl Model {
         all
     }
 
-    fn part(&self, positions: Range<usize>, read: Option<u32>, write: u32, deferred: bool) -> StepPart {
+    fn step_part(&self, positions: Range<usize>, read: Option<u32>, write: u32, deferred: bool) -> StepPart {
         let (read, write) = (read.map(|slot| slot * self.slot), write * self.slot);
         (1, positions, StepState { read, write, exports: Vec::new(), deferred })
     }
@@ -146,12 +146,12 @@ impl Model {
 fn stepped(isa: Isa, types: [HeadType; 3], positions: usize) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     let mut model = Model::new(isa, 1, types);
     // A sequence without rows and without a state gets zeros.
-    let nothing = model.part(0..0, None, 0, false);
-    model.step(&[nothing]).unwrap();
+    let empty = model.step_part(0..0, None, 0, false);
+    model.step(&[empty]).unwrap();
     let (mut states, mut outs) = (vec![model.state(0)], Vec::new());
     for position in 0..positions {
-        let part = model.part(position..position + 1, (position > 0).then_some(0), 0, false);
-        outs.push(model.step(&[part]).unwrap().remove(0));
+        let step_part = model.step_part(position..position + 1, (position > 0).then_some(0), 0, false);
+        outs.push(model.step(&[step_part]).unwrap().remove(0));
         states.push(model.state(0));
     }
     (states, outs)
@@ -176,31 +176,31 @@ fn any_number_of_deferred_rows_can_be_rejected() {
                     let mut model = Model::new(isa, 2, types);
                     let read = (context > 0).then_some(0);
                     if context > 0 {
-                        let part = model.part(0..context, None, 0, false);
-                        model.step(&[part]).unwrap();
+                        let step_part = model.step_part(0..context, None, 0, false);
+                        model.step(&[step_part]).unwrap();
                     }
                     for (accepted, write) in (0..=rows).flat_map(|rows| [(rows, 0), (rows, 1)]) {
-                        let what = format!(
+                        let label = format!(
                             "{isa}, {types:?}: {accepted} of {rows} rows behind {context}, slot {write}"
                         );
                         let before = [model.state(0), model.state(1)];
-                        let part = model.part(context..context + rows, read, write, true);
-                        let out = model.step(&[part]).unwrap().remove(0);
-                        assert!(out == by_layer(&outs[context..context + rows]), "{what}: other outputs");
-                        assert!([model.state(0), model.state(1)] == before, "{what}: a slot was written");
+                        let step_part = model.step_part(context..context + rows, read, write, true);
+                        let out = model.step(&[step_part]).unwrap().remove(0);
+                        assert!(out == by_layer(&outs[context..context + rows]), "{label}: other outputs");
+                        assert!([model.state(0), model.state(1)] == before, "{label}: a slot was written");
                         model.backend.accept(&[accepted]).unwrap();
-                        assert!(model.state(write) == states[context + accepted], "{what}: another state");
+                        assert!(model.state(write) == states[context + accepted], "{label}: another state");
                         // The sequence continues as if no row had been rejected.
                         let end = context + accepted;
-                        let part = model.part(end..end + 1, Some(write), 2, false);
-                        let next = model.step(&[part]).unwrap().remove(0);
+                        let step_part = model.step_part(end..end + 1, Some(write), 2, false);
+                        let next = model.step(&[step_part]).unwrap().remove(0);
                         if end < outs.len() {
-                            assert_eq!(next, outs[end], "{what}");
-                            assert!(model.state(2) == states[end + 1], "{what}: another state");
+                            assert_eq!(next, outs[end], "{label}");
+                            assert!(model.state(2) == states[end + 1], "{label}: another state");
                         }
                         if write == 0 && context > 0 {
-                            let part = model.part(0..context, None, 0, false);
-                            model.step(&[part]).unwrap();
+                            let step_part = model.step_part(0..context, None, 0, false);
+                            model.step(&[step_part]).unwrap();
                         }
                     }
                 }
@@ -216,15 +216,15 @@ fn deferred_and_other_sequences_share_a_step() {
     for threads in [1, 3] {
         let mut model = Model::new(isa, threads, MIXED);
         // All are the same sequence: four positions in slot 0, of which two sequences defer and one does not.
-        let part = model.part(0..4, None, 0, false);
-        model.step(&[part]).unwrap();
-        let parts = [
-            model.part(4..9, Some(0), 1, true),
-            model.part(4..12, Some(0), 2, false),
-            model.part(4..6, Some(0), 3, true),
+        let step_part = model.step_part(0..4, None, 0, false);
+        model.step(&[step_part]).unwrap();
+        let step_parts = [
+            model.step_part(4..9, Some(0), 1, true),
+            model.step_part(4..12, Some(0), 2, false),
+            model.step_part(4..6, Some(0), 3, true),
         ];
-        let out = model.step(&parts).unwrap();
-        for (out, (_, positions, _)) in out.iter().zip(&parts) {
+        let out = model.step(&step_parts).unwrap();
+        for (out, (_, positions, _)) in out.iter().zip(&step_parts) {
             assert_eq!(*out, by_layer(&outs[positions.clone()]), "{positions:?}");
         }
         assert!(model.state(2) == states[12], "another state");
@@ -238,8 +238,8 @@ fn deferred_and_other_sequences_share_a_step() {
         // A step is accepted only once.
         assert!(matches!(model.backend.accept(&[3, 0]), Err(Error::Length { .. })));
         // A step that defers nothing cannot be accepted.
-        let part = model.part(7..8, Some(1), 1, false);
-        model.step(&[part]).unwrap();
+        let step_part = model.step_part(7..8, Some(1), 1, false);
+        model.step(&[step_part]).unwrap();
         assert!(matches!(model.backend.accept(&[1]), Err(Error::Length { .. })));
         model.backend.accept(&[]).unwrap();
         assert!(model.state(1) == states[8], "another state");
@@ -279,7 +279,7 @@ fn several_deferred_steps_wait_for_accept() {
                 }
                 continue;
             }
-            let mut parts = Vec::new();
+            let mut step_parts = Vec::new();
             let mut deferred = Vec::new();
             for slot in free {
                 if below(2) == 0 {
@@ -287,17 +287,17 @@ fn several_deferred_steps_wait_for_accept() {
                 }
                 let (rows, defers) = (1 + below(MAX_DEFERRED_ROWS), below(3) > 0);
                 let read = (ends[slot] > 0).then_some(slot as u32);
-                parts.push(model.part(ends[slot]..ends[slot] + rows, read, slot as u32, defers));
+                step_parts.push(model.step_part(ends[slot]..ends[slot] + rows, read, slot as u32, defers));
                 match defers {
                     true => deferred.push((slot, rows)),
                     false => ends[slot] += rows,
                 }
             }
-            if parts.is_empty() {
+            if step_parts.is_empty() {
                 continue;
             }
-            let out = model.step(&parts).unwrap();
-            for (out, (_, positions, _)) in out.iter().zip(&parts) {
+            let out = model.step(&step_parts).unwrap();
+            for (out, (_, positions, _)) in out.iter().zip(&step_parts) {
                 assert!(*out == by_layer(&outs[positions.clone()]), "seed {seed}: {positions:?}");
             }
             if !deferred.is_empty() {
@@ -306,16 +306,16 @@ fn several_deferred_steps_wait_for_accept() {
         }
     }
     let mut model = Model::new(isa, 1, MIXED);
-    let part = || (1, 0..1, StepState { deferred: true, ..StepState::default() });
-    let kept = |model: &Model| model.backend.states.scratch_bytes();
-    let before = kept(&model);
+    let step_part = || (1, 0..1, StepState { deferred: true, ..StepState::default() });
+    let scratch_bytes = |model: &Model| model.backend.states.scratch_bytes();
+    let before = scratch_bytes(&model);
     for _ in 0..MAX_DEFERRED_STEPS {
-        model.step(&[part()]).unwrap();
+        model.step(&[step_part()]).unwrap();
     }
-    let most = MAX_DEFERRED_STEPS;
-    assert!(kept(&model) > before);
-    assert_eq!(model.step(&[part()]), Err(Error::DeferredSteps { most }));
-    for _ in 0..most {
+    let max = MAX_DEFERRED_STEPS;
+    assert!(scratch_bytes(&model) > before);
+    assert_eq!(model.step(&[step_part()]), Err(Error::DeferredSteps { max }));
+    for _ in 0..max {
         model.backend.accept(&[1]).unwrap();
     }
     assert!(matches!(model.backend.accept(&[1]), Err(Error::Length { .. })));
@@ -325,10 +325,10 @@ fn several_deferred_steps_wait_for_accept() {
 #[test]
 fn too_many_deferred_rows_and_exports_of_deferred_rows_are_refused() {
     let mut model = Model::new(Isa::detect(), 1, MIXED);
-    let part = model.part(0..MAX_DEFERRED_ROWS + 1, None, 0, true);
-    let (rows, most) = (MAX_DEFERRED_ROWS + 1, MAX_DEFERRED_ROWS);
-    assert_eq!(model.step(&[part]), Err(Error::DeferredRows { rows, most }));
-    let (sequence, positions, mut state) = model.part(0..2, None, 0, true);
+    let step_part = model.step_part(0..MAX_DEFERRED_ROWS + 1, None, 0, true);
+    let (rows, max) = (MAX_DEFERRED_ROWS + 1, MAX_DEFERRED_ROWS);
+    assert_eq!(model.step(&[step_part]), Err(Error::DeferredRows { rows, max }));
+    let (sequence, positions, mut state) = model.step_part(0..2, None, 0, true);
     state.exports.push(StateExport { row: 0, slot: model.slot });
     assert_eq!(model.step(&[(sequence, positions, state)]), Err(Error::DeferredExport));
 }

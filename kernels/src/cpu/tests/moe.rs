@@ -50,17 +50,17 @@ impl World {
         }
     }
 
-    fn all(&self, part: impl Fn(&Expert) -> &[f32]) -> Vec<f32> {
-        self.experts.iter().flat_map(|expert| part(expert).iter().copied()).collect()
+    fn all(&self, field: impl Fn(&Expert) -> &[f32]) -> Vec<f32> {
+        self.experts.iter().flat_map(|expert| field(expert).iter().copied()).collect()
     }
 
     /// Creates the op on a device, for some rows.
     fn op(&self, backend: &mut CpuBackend, rows: std::ops::Range<usize>) -> MoeOp {
         let experts = self.experts.len();
-        let part = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
-        let x = buffer(backend, self.hidden, &part(&self.x, self.hidden));
-        let router = buffer(backend, experts, &part(&self.logits, experts));
-        let out = buffer(backend, self.hidden, &part(&self.before, self.hidden));
+        let row_slice = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
+        let x = buffer(backend, self.hidden, &row_slice(&self.x, self.hidden));
+        let router = buffer(backend, experts, &row_slice(&self.logits, experts));
+        let out = buffer(backend, self.hidden, &row_slice(&self.before, self.hidden));
         let vector = |backend: &mut CpuBackend, values: &[f32]| {
             self.affine.then(|| backend.create_vector(values).unwrap())
         };
@@ -174,18 +174,18 @@ proptest! {
         };
         let out = on_every_isa(ActivationMode::F32, |backend| run(backend, 0..rows));
         let before = |i: usize| if accumulate { f64::from(world.before[i]) } else { 0.0 };
-        let want: Vec<f64> = world
+        let expected: Vec<f64> = world
             .reference()
             .iter()
             .enumerate()
             .map(|(i, y)| before(i) + f64::from(scale) * y)
             .collect();
         let magnitude = world.magnitude();
-        for (i, (got, want)) in out.iter().zip(&want).enumerate() {
-            let error = (f64::from(*got) - want).abs();
+        for (i, (got, expected)) in out.iter().zip(&expected).enumerate() {
+            let error = (f64::from(*got) - expected).abs();
             // The largest error of 350,000 elements was 0.7e-6.
             let limit = 4e-6 * (f64::from(scale).abs() * magnitude[i] + before(i).abs() + 1.0);
-            assert!(error <= limit, "element {i}: {got} is not {want} within {limit}");
+            assert!(error <= limit, "element {i}: {got} is not {expected} within {limit}");
         }
         // A row computed alone.
         let alone = run(&mut device(Isa::detect(), ActivationMode::F32, 1), rows - 1..rows);
@@ -223,9 +223,9 @@ fn a_quantised_mixture_equals_its_single_ops() {
         let bytes = types.map(|ty| tensor(&mut random, ty, experts * hidden * ff));
         let (x, logits) = (random.values(rows * hidden), random.values(rows * experts));
         let shapes = [(ff, hidden), (ff, hidden), (hidden, ff)];
-        let matrix = |backend: &mut CpuBackend, i: usize, part: &[u8], experts: usize| {
+        let matrix = |backend: &mut CpuBackend, i: usize, bytes: &[u8], experts: usize| {
             let ((rows, cols), ggml_type) = (shapes[i], types[i].id());
-            backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts, bytes: part }).unwrap()
+            backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts, bytes }).unwrap()
         };
         let together = on_every_isa(ActivationMode::Int8, |backend| {
             let [gate, up, down] = [0, 1, 2].map(|i| matrix(backend, i, &bytes[i], experts));
@@ -276,7 +276,7 @@ fn a_quantised_mixture_equals_its_single_ops() {
                 values(&backend, out)
             })
             .collect();
-        let want: Vec<f32> = (0..rows)
+        let expected: Vec<f32> = (0..rows)
             .flat_map(|row| {
                 let mut weights = logits[row * experts..][..experts].to_vec();
                 ops::softmax(Isa::detect(), &mut weights);
@@ -284,15 +284,15 @@ fn a_quantised_mixture_equals_its_single_ops() {
                 let total: f32 = best.iter().map(|(_, p)| p).sum();
                 let mut sum = vec![0f32; hidden];
                 for (expert, p) in best {
-                    let part = &results[expert][row * hidden..][..hidden];
-                    for (sum, x) in sum.iter_mut().zip(part) {
+                    let row_result = &results[expert][row * hidden..][..hidden];
+                    for (sum, x) in sum.iter_mut().zip(row_result) {
                         *sum = x.mul_add(p / total, *sum);
                     }
                 }
                 sum
             })
             .collect();
-        assert_eq!(bits(&together), bits(&want), "{types:?}");
+        assert_eq!(bits(&together), bits(&expected), "{types:?}");
     }
 }
 

@@ -110,11 +110,11 @@ fn layers_keep_their_states_in_slots() {
         setup.backend.delta_net(&setup.delta_op()).unwrap();
         setup.backend.mamba2(&setup.mamba_op()).unwrap();
         let (delta_out, mamba_out) = (setup.delta_out, setup.mamba_out);
-        let want = reference::delta_net(&DELTA, &delta, &input, &mut delta_state);
-        assert_close(&setup.rows(delta_out, 4, 2 * 5), &want, 1e-5);
-        let want =
+        let expected = reference::delta_net(&DELTA, &delta, &input, &mut delta_state);
+        assert_close(&setup.rows(delta_out, 4, 2 * 5), &expected, 1e-5);
+        let expected =
             reference::mamba2(&MAMBA, &mamba, &Mamba2Input { xbc: &x, dt: &scalars }, &mut mamba_state);
-        assert_close(&setup.rows(mamba_out, 4, 2 * 4), &want, 1e-5);
+        assert_close(&setup.rows(mamba_out, 4, 2 * 4), &expected, 1e-5);
         assert_close(&setup.state(setup.delta, DELTA, write * slot).1, &delta_state, 1e-5);
         assert_close(&setup.state(setup.mamba, MAMBA, write * slot).1, &mamba_state, 1e-5);
     }
@@ -143,8 +143,8 @@ fn a_convolution_keeps_its_last_inputs() {
     setup.backend.conv(&op).unwrap();
     let input = numbers(4 * DELTA.channels);
     let mut past = vec![0.0; DELTA.conv_len()];
-    let want = reference::conv(&DELTA, &numbers(66), None, &input, &mut past);
-    assert_close(&setup.rows(setup.x, 4, DELTA.channels), &want, 1e-5);
+    let expected = reference::conv(&DELTA, &numbers(66), None, &input, &mut past);
+    assert_close(&setup.rows(setup.x, 4, DELTA.channels), &expected, 1e-5);
     assert_eq!(setup.state(setup.delta, DELTA, 0).0, &input[(4 - DELTA.taps) * DELTA.channels..]);
     // A second copy of the weight is stored in the kernel's order.
     assert_eq!(setup.backend.memory().weights, weights + 66 * 4);
@@ -176,11 +176,11 @@ fn a_gated_norm_matches_the_reference_and_refuses_other_norms() {
     setup.backend.gated_norm(&op).unwrap();
     let silu = |x: f32| f64::from(x) / (1.0 + f64::from(-x).exp());
     let gated: Vec<f32> = numbers(4).iter().map(|x| (f64::from(*x) * silu(*x)) as f32).collect();
-    let want: Vec<f64> = gated
+    let expected: Vec<f64> = gated
         .chunks(2)
         .flat_map(|x| crate::reference::rows::rms_norm(x, Some(&[-0.5, -1.5]), 1e-5))
         .collect();
-    assert_close(&setup.rows(x, 2, 2), &want, 1e-5);
+    assert_close(&setup.rows(x, 2, 2), &expected, 1e-5);
     let mut refused = |op: &GatedNormOp| setup.backend.gated_norm(op).unwrap_err();
     assert_eq!(refused(&GatedNormOp { gate: x, ..op }), Error::SameBuffer);
     let layer = Norm { rms: false, ..norm };
@@ -189,7 +189,7 @@ fn a_gated_norm_matches_the_reference_and_refuses_other_norms() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn invalid_shapes_are_refused() {
     let mut setup = Setup::new();
     let slot = setup.slot;
     let refused = setup.begin(1, state(Some(slot / 2), 0)).unwrap_err();

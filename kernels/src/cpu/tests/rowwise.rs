@@ -35,7 +35,7 @@ fn embeddings_add_up() {
         }
         values(backend, out)
     });
-    let want: Vec<f64> = (0..7 * cols)
+    let expected: Vec<f64> = (0..7 * cols)
         .map(|i| {
             let (row, col) = (i / cols, i % cols);
             let at = |table: &[f32], row: usize| f64::from(table[row * cols + col]);
@@ -44,7 +44,7 @@ fn embeddings_add_up() {
                 + 0.5 * at(&segments, SEGMENTS[row])
         })
         .collect();
-    assert_close(&out, &want, 1e-6);
+    assert_close(&out, &expected, 1e-6);
 }
 
 #[test]
@@ -95,7 +95,7 @@ proptest! {
             assert_eq!(bits(&out), bits(&values(backend, x)));
             out
         });
-        let want: Vec<f64> = x
+        let expected: Vec<f64> = x
             .chunks(width)
             .enumerate()
             .flat_map(|(run, x)| {
@@ -107,7 +107,7 @@ proptest! {
                 }
             })
             .collect();
-        assert_close(&out, &want, if width < 8 { 1e-3 } else { 1e-4 });
+        assert_close(&out, &expected, if width < 8 { 1e-3 } else { 1e-4 });
     }
 
     #[test]
@@ -169,12 +169,12 @@ proptest! {
             backend.add(x, y, None, 2.0).unwrap();
             values(backend, x)
         });
-        let want: Vec<f64> = (0..rows)
+        let expected: Vec<f64> = (0..rows)
             .flat_map(|row| {
-                let part = row * cols..(row + 1) * cols;
+                let range = row * cols..(row + 1) * cols;
                 let factor = reference::sigmoid(gates[row * 3]);
-                let normed = reference::rms_norm(&y[part.clone()], Some(&weight), 1e-5);
-                let pairs = x[part.clone()].iter().zip(&y[part]).zip(normed);
+                let normed = reference::rms_norm(&y[range.clone()], Some(&weight), 1e-5);
+                let pairs = x[range.clone()].iter().zip(&y[range]).zip(normed);
                 pairs
                     .map(|((x, y), n)| {
                         -3.0 * (f64::from(*x) * factor + 0.25 * n) + 2.0 * f64::from(*y)
@@ -182,7 +182,7 @@ proptest! {
                     .collect::<Vec<_>>()
             })
             .collect();
-        assert_close(&out, &want, 4e-6);
+        assert_close(&out, &expected, 4e-6);
     }
 }
 

@@ -20,9 +20,9 @@ use std::arch::x86_64::{
 /// Calls `$kernel::<.., N>` for the tokens of the call, at most eight at a time.
 macro_rules! by_tokens {
     ($call:expr, $tile:expr, $kernel:ident::<$($generic:ty),+>) => {
-        for (part, tokens) in $call.tokens.chunks(8).enumerate() {
+        for (group, tokens) in $call.tokens.chunks(8).enumerate() {
             let call = F32Call { tokens, ..*$call };
-            let lanes = $tile.0[8 * part..].as_mut_ptr().cast();
+            let lanes = $tile.0[8 * group..].as_mut_ptr().cast();
             match tokens.len() {
                 1 => $kernel::<$($generic),+, 1>(&call, lanes),
                 2 => $kernel::<$($generic),+, 2>(&call, lanes),
@@ -36,7 +36,7 @@ macro_rules! by_tokens {
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
 pub(super) unsafe fn quantised<C: Codes, S: Scales>(call: &F32Call<'_>, tile: &mut Tile) {
-    // SAFETY: the caller's contract; each part is at most eight tokens, which have their lanes in the tile.
+    // SAFETY: the caller's contract; each group is at most eight tokens, which have their lanes in the tile.
     unsafe { by_tokens!(call, tile, quantised_tokens::<C, S>) }
 }
 

@@ -84,7 +84,13 @@ fn table(n_rot: usize) -> RopeTable {
 }
 
 /// Norm and rope of whole rows, as separate ops.
-fn parts(isa: Isa, x: &[f32], dim: usize, norm: Option<RmsNorm<'_>>, table: Option<&RopeTable>) -> Vec<f32> {
+fn norm_and_rope(
+    isa: Isa,
+    x: &[f32],
+    dim: usize,
+    norm: Option<RmsNorm<'_>>,
+    table: Option<&RopeTable>,
+) -> Vec<f32> {
     let mut x = x.to_vec();
     if let Some(norm) = norm {
         rms_norm_in_place(&pool(1), isa, norm, &mut x).unwrap();
@@ -117,10 +123,10 @@ fn the_fused_op_equals_its_parts() {
         let rope = rotate.then_some(&table);
         let step = QkvStep { layer_offset: LAYER_OFFSET, q_norm, k_norm, v_norm, rope };
         for isa in Isa::available() {
-            let want_q = parts(isa, &case.q, 24, q_norm, rope);
-            let want_k = parts(isa, &case.k, 24, k_norm, rope);
-            let want_v = parts(isa, &case.v, 40, v_norm, None);
-            let want = case.written(isa, &want_k, &want_v);
+            let expected_q = norm_and_rope(isa, &case.q, 24, q_norm, rope);
+            let expected_k = norm_and_rope(isa, &case.k, 24, k_norm, rope);
+            let expected_v = norm_and_rope(isa, &case.v, 40, v_norm, None);
+            let expected = case.written(isa, &expected_k, &expected_v);
             for threads in [1, 3] {
                 let mut arena = case.arena();
                 let (mut q, mut k, mut v) = (case.q.clone(), case.k.clone(), case.v.clone());
@@ -129,8 +135,8 @@ fn the_fused_op_equals_its_parts() {
                 let qkv = Qkv { q: &mut q, kv: Some(kv) };
                 let plan = case.plan(&ROWS, threads);
                 norm_rope_write(&pool(threads), isa, &plan, &step, &mut view, qkv).unwrap();
-                assert_eq!((&q, &k, &v), (&want_q, &want_k, &want_v));
-                assert_eq!(&arena[..], &want[..]);
+                assert_eq!((&q, &k, &v), (&expected_q, &expected_k, &expected_v));
+                assert_eq!(&arena[..], &expected[..]);
             }
         }
     }
@@ -145,15 +151,15 @@ fn values_may_be_the_keys_before_norm_and_rope() {
     for v_norm in [None, Some(RmsNorm { width: 24, weight: None, eps: 1e-6 })] {
         let step = QkvStep { layer_offset: LAYER_OFFSET, q_norm: None, k_norm, v_norm, rope: Some(&table) };
         for isa in Isa::available() {
-            let want_k = parts(isa, &case.k, 24, k_norm, Some(&table));
-            let want_v = parts(isa, &case.k, 24, v_norm, None);
+            let expected_k = norm_and_rope(isa, &case.k, 24, k_norm, Some(&table));
+            let expected_v = norm_and_rope(isa, &case.k, 24, v_norm, None);
             let mut arena = case.arena();
             let (mut q, mut k) = (case.q.clone(), case.k.clone());
             let mut view = ArenaView::new(&mut arena).unwrap();
             let qkv = Qkv { q: &mut q, kv: Some(KeysValues { k: &mut k, v: None }) };
             norm_rope_write(&pool(2), isa, &case.plan(&ROWS, 2), &step, &mut view, qkv).unwrap();
-            assert_eq!(k, want_k);
-            assert_eq!(&arena[..], &case.written(isa, &want_k, &want_v)[..]);
+            assert_eq!(k, expected_k);
+            assert_eq!(&arena[..], &case.written(isa, &expected_k, &expected_v)[..]);
         }
     }
     // If key and value heads differ in width, the keys cannot be the values.
@@ -180,7 +186,7 @@ fn a_layer_that_reads_another_s_cache_writes_nothing() {
         let mut view = ArenaView::new(&mut arena).unwrap();
         let qkv = Qkv { q: &mut q, kv: None };
         norm_rope_write(&pool(2), isa, &case.plan(&ROWS, 2), &step, &mut view, qkv).unwrap();
-        assert_eq!(q, parts(isa, &case.q, 24, q_norm, Some(&table)));
+        assert_eq!(q, norm_and_rope(isa, &case.q, 24, q_norm, Some(&table)));
         assert!(arena.iter().all(|byte| *byte == 7));
     }
 }

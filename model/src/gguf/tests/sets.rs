@@ -12,9 +12,9 @@ use metadata::{Metadata, Value};
 fn a_set_is_the_single_file() {
     let single = ModelFile::open(fixture("tiny/llama/llama-f32.gguf")).unwrap();
     for number in 1..=3 {
-        let part = |number| fixture(&format!("split/llama/llama-split-{number:05}-of-00003.gguf"));
-        let set = ModelFile::open(part(number)).unwrap();
-        assert_eq!(set.files().collect::<Vec<_>>(), [part(1), part(2), part(3)]);
+        let path = |number| fixture(&format!("split/llama/llama-split-{number:05}-of-00003.gguf"));
+        let set = ModelFile::open(path(number)).unwrap();
+        assert_eq!(set.files().collect::<Vec<_>>(), [path(1), path(2), path(3)]);
         assert_eq!(set.metadata(), single.metadata());
         assert_eq!(set.total_tensor_bytes(), single.total_tensor_bytes());
         assert_eq!(set.tensors().len(), single.tensors().len());

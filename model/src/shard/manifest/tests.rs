@@ -43,9 +43,9 @@ fn version_1_is_what_it_was() {
     let manifest = small();
     assert_eq!(manifest.encoded(), golden());
     let read = Manifest::decode(&golden(), &manifest.digest()).unwrap();
-    let places: Vec<_> =
+    let chunks: Vec<_> =
         read.chunks("v").unwrap().map(|chunk| (chunk.id.0[0], chunk.offset, chunk.bytes)).collect();
-    assert_eq!(places, [(2, 0, CHUNK_BYTES), (3, CHUNK_BYTES as u64, 2)]);
+    assert_eq!(chunks, [(2, 0, CHUNK_BYTES), (3, CHUNK_BYTES as u64, 2)]);
     assert!(matches!(read.chunks("u").map(|_| ()), Err(Error::MissingTensor { .. })));
 }
 

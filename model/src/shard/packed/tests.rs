@@ -72,7 +72,7 @@ fn a_region_must_be_written_completely_and_within_its_bounds() {
         [&[(0, 4)][..], &[(0, 4), (5, 5)], &[(0, 6), (4, 6)], &[(0, 4), (4, 7)], &[(u64::MAX, 2)], &[]]
     {
         let written = writer.add("a", 10, |region| {
-            pieces.iter().for_each(|(place, bytes)| region.piece(*place, &vec![1; *bytes]));
+            pieces.iter().for_each(|(offset, bytes)| region.piece(*offset, &vec![1; *bytes]));
         });
         assert!(matches!(written, Err(StoreError::Io { .. })), "{pieces:?}");
     }

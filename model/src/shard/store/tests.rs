@@ -26,8 +26,8 @@ fn fill(store: &ShardStore, file: &ModelFile) -> HeldModel {
     let manifest = Manifest::of_file(file).unwrap();
     for info in file.tensors() {
         let bytes = file.tensor_data(info.name()).unwrap();
-        for place in manifest.chunks(info.name()).unwrap() {
-            store.put(place.id, &bytes[place.offset as usize..][..place.bytes]).unwrap();
+        for chunk in manifest.chunks(info.name()).unwrap() {
+            store.put(chunk.id, &bytes[chunk.offset as usize..][..chunk.bytes]).unwrap();
         }
     }
     store.keep(&manifest).unwrap()
@@ -37,7 +37,7 @@ fn open(dir: &TempDir, limit: u64) -> ShardStore {
     ShardStore::open(dir.path().join("shards"), limit).unwrap()
 }
 
-fn place(store: &ShardStore, chunk: ChunkId) -> PathBuf {
+fn path_of(store: &ShardStore, chunk: ChunkId) -> PathBuf {
     chunk_path(&store.chunks(), chunk)
 }
 
@@ -74,9 +74,9 @@ fn a_missing_or_damaged_chunk_is_named_and_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let (store, file) = (open(&dir, ROOM), file(&dir, 3));
     let held = fill(&store, &file);
-    let chunks: Vec<ChunkId> = held.manifest().chunks("large").unwrap().map(|place| place.id).collect();
+    let chunks: Vec<ChunkId> = held.manifest().chunks("large").unwrap().map(|chunk| chunk.id).collect();
     assert_eq!(chunks.len(), 3);
-    flip(&place(&store, chunks[1]));
+    flip(&path_of(&store, chunks[1]));
     let stored = ModelFile::open(held.path()).unwrap();
     assert!(stored.tensor_data("small").is_ok());
     let error = stored.tensor_data("large").unwrap_err();
@@ -86,7 +86,7 @@ fn a_missing_or_damaged_chunk_is_named_and_not_read() {
     assert!(matches!(error, Error::Store(StoreError::Missing { chunk }) if chunk == chunks[1]), "{error}");
     assert!(!store.has(chunks[1], CHUNK_BYTES) && store.has(chunks[0], CHUNK_BYTES));
     // A truncated file is refused regardless of its contents.
-    File::options().write(true).open(place(&store, chunks[0])).unwrap().set_len(4096).unwrap();
+    File::options().write(true).open(path_of(&store, chunks[0])).unwrap().set_len(4096).unwrap();
     let error = ModelFile::open(held.path()).unwrap().tensor_data("large").unwrap_err();
     assert!(matches!(error, Error::Store(StoreError::Damaged { chunk }) if chunk == chunks[0]), "{error}");
     assert!(!store.has(chunks[0], CHUNK_BYTES));
@@ -180,7 +180,7 @@ fn files_of_a_crash_are_removed_and_files_are_private() {
     store.put(chunk, b"bytes").unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(
-        (mode(&place(&store, chunk)), mode(&store.chunks()), mode(store.root())),
+        (mode(&path_of(&store, chunk)), mode(&store.chunks()), mode(store.root())),
         (0o600, 0o700, 0o700)
     );
 }
@@ -200,12 +200,12 @@ fn a_direct_write_keeps_the_bytes() {
     let bytes: Vec<u8> = (0..3 * 4096 + 5u32).map(|i| (i / 100) as u8 ^ i as u8).collect();
     buffer.push(&bytes);
     // With a tail, without one, a tail only, and misaligned memory.
-    for part in [&buffer[..], &buffer[..8192], &buffer[..7], &buffer[1..5000]] {
-        let chunk = ChunkId::of(part);
-        store.put_aside(chunk, part).unwrap();
-        assert_eq!(store.get(chunk).unwrap().as_deref(), Some(part), "{} bytes", part.len());
-        assert!(store.sound.knows(chunk, &fs::metadata(place(&store, chunk)).unwrap()));
-        assert_eq!(fs::metadata(place(&store, chunk)).unwrap().permissions().mode() & 0o777, 0o600);
+    for slice in [&buffer[..], &buffer[..8192], &buffer[..7], &buffer[1..5000]] {
+        let chunk = ChunkId::of(slice);
+        store.put_aside(chunk, slice).unwrap();
+        assert_eq!(store.get(chunk).unwrap().as_deref(), Some(slice), "{} bytes", slice.len());
+        assert!(store.sound.is_verified(chunk, &fs::metadata(path_of(&store, chunk)).unwrap()));
+        assert_eq!(fs::metadata(path_of(&store, chunk)).unwrap().permissions().mode() & 0o777, 0o600);
     }
     assert!(files(&store.temporary()).is_empty());
 }
@@ -215,7 +215,7 @@ fn a_stored_chunk_is_hashed_only_after_a_touch_or_by_check() {
     let dir = tempfile::tempdir().unwrap();
     let (store, bytes) = (open(&dir, ROOM), b"as its name says");
     let chunk = ChunkId::of(bytes);
-    let (path, mut found) = (place(&store, chunk), Vec::new());
+    let (path, mut found) = (path_of(&store, chunk), Vec::new());
     // Changes the contents but keeps the modification time.
     let spoil = || {
         store.put(chunk, bytes).unwrap();

@@ -6,13 +6,12 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
-
 use super::Limit;
 use super::value::{Fallible, Fault};
+use crate::cpu_time::thread_time;
 
 /// Largest value in bytes.
-pub(super) const ONE: u64 = 32 << 20;
+pub(super) const MAX_VALUE_BYTES: u64 = 32 << 20;
 /// Cost of handling a value, independent of its size.
 pub(super) const VISIT: u64 = 64;
 /// Deepest nesting of statements, operations and calls.
@@ -55,7 +54,7 @@ pub(super) struct Budget {
 impl Budget {
     pub(super) fn new(limits: Limits) -> Self {
         Self {
-            started: cpu_time(),
+            started: thread_time(),
             limits,
             work: Cell::new(0),
             look: Cell::new(UNTIMED),
@@ -69,7 +68,7 @@ impl Budget {
     pub(super) fn charge(&self, bytes: u64) -> Fallible<()> {
         let work = self.work.get().saturating_add(bytes);
         self.work.set(work);
-        if bytes > ONE || work > self.limits.work {
+        if bytes > MAX_VALUE_BYTES || work > self.limits.work {
             return Err(Limit::Work.into());
         }
         if work < self.look.get() {
@@ -89,7 +88,7 @@ impl Budget {
     }
 
     pub(super) fn check_time(&self) -> Fallible<()> {
-        if cpu_time().saturating_sub(self.started) > self.limits.time {
+        if thread_time().saturating_sub(self.started) > self.limits.time {
             Err(Limit::Time.into())
         } else {
             Ok(())
@@ -134,10 +133,4 @@ impl From<Limit> for Fault {
     fn from(limit: Limit) -> Self {
         Self::Limit(limit)
     }
-}
-
-/// CPU time of this thread: load on the machine must not fail a chat.
-fn cpu_time() -> Duration {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }

@@ -23,13 +23,14 @@ impl Args {
             return failed(format!("`{function}` takes at most {N} arguments, {given} were given"));
         }
         let mut bound = [const { None }; N];
-        for (place, value) in bound.iter_mut().zip(self.positional) {
-            *place = Some(value);
+        for (slot, value) in bound.iter_mut().zip(self.positional) {
+            *slot = Some(value);
         }
         for (name, value) in self.named {
-            let place = names.iter().position(|known| *known == &*name).and_then(|at| bound.get_mut(at));
-            match place {
-                Some(place @ None) => *place = Some(value),
+            let slot =
+                names.iter().position(|parameter| *parameter == &*name).and_then(|at| bound.get_mut(at));
+            match slot {
+                Some(slot @ None) => *slot = Some(value),
                 Some(_) => return failed(format!("`{function}` was given `{name}` twice")),
                 None => return failed(format!("`{function}` takes no argument `{name}`")),
             }

@@ -320,13 +320,13 @@ fn of_items(machine: &mut Machine<'_>, name: &str, value: &Value, args: Args) ->
         "min" | "max" => {
             let [case_sensitive, attribute] = args.bind(name, ["case_sensitive", "attribute"], 0)?;
             let (case_sensitive, path) = (flag(case_sensitive), path(&attribute.unwrap_or(Value::None))?);
-            let wanted = if name == "min" { Ordering::Less } else { Ordering::Greater };
+            let preferred = if name == "min" { Ordering::Less } else { Ordering::Greater };
             let mut best: Option<(Value, Value)> = None;
             for item in items(value, budget)? {
                 let by = get(machine, &item, &path, None)?;
                 let by = key(machine, by, case_sensitive)?;
                 let better = match &best {
-                    Some((known, _)) => order(machine, &by, known)? == Some(wanted),
+                    Some((best_key, _)) => order(machine, &by, best_key)? == Some(preferred),
                     None => true,
                 };
                 if better {
@@ -435,19 +435,19 @@ fn of_items(machine: &mut Machine<'_>, name: &str, value: &Value, args: Args) ->
             let count = size(count.unwrap_or(Value::None).integer("the count")?)?;
             let (all, fill) = (items(value, budget)?, given(fill));
             let longer = all.len().checked_rem(count).unwrap_or(0);
-            let parts = if name == "batch" { batched(all, count) } else { sliced(machine, all, count)? };
+            let groups = if name == "batch" { batched(all, count) } else { sliced(machine, all, count)? };
             let mut lists = Vec::new();
-            for (at, mut part) in parts.into_iter().enumerate() {
+            for (at, mut group) in groups.into_iter().enumerate() {
                 if let Some(fill) = &fill {
                     // Each shorter slice gets one fill item, even if all slices have the same length.
                     let missing = match name {
-                        "batch" => count.saturating_sub(part.len()),
+                        "batch" => count.saturating_sub(group.len()),
                         _ => usize::from(at >= longer),
                     };
                     budget.charge(VISIT.saturating_mul(missing as u64))?;
-                    part.extend(std::iter::repeat_n(fill.clone(), missing));
+                    group.extend(std::iter::repeat_n(fill.clone(), missing));
                 }
-                lists.push(Value::list(part)?);
+                lists.push(Value::list(group)?);
             }
             Value::generator(lists)
         }
@@ -476,14 +476,14 @@ fn of_items(machine: &mut Machine<'_>, name: &str, value: &Value, args: Args) ->
 }
 
 fn batched(all: Vec<Value>, count: usize) -> Vec<Vec<Value>> {
-    let mut parts: Vec<Vec<Value>> = Vec::new();
+    let mut batches: Vec<Vec<Value>> = Vec::new();
     for item in all {
-        match parts.last_mut() {
-            Some(part) if part.len() != count => part.push(item),
-            _ => parts.push(vec![item]),
+        match batches.last_mut() {
+            Some(batch) if batch.len() != count => batch.push(item),
+            _ => batches.push(vec![item]),
         }
     }
-    parts
+    batches
 }
 
 fn sliced(machine: &mut Machine<'_>, all: Vec<Value>, count: usize) -> Fallible<Vec<Vec<Value>>> {

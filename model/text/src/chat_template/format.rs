@@ -1,14 +1,14 @@
 //! `%` formatting and `str.format`.
 
 use super::Limit;
-use super::budget::ONE;
+use super::budget::MAX_VALUE_BYTES;
 use super::calls::Args;
 use super::machine::Machine;
 use super::operators::position;
 use super::print;
 use super::value::{Fallible, Fault, Iter, Kind, Number, Text, Value, Writer, failed};
 
-/// Most digits after the decimal point.
+/// Maximum number of digits after the decimal point.
 const PRECISION: usize = 1000;
 const LEVELS: u32 = 2;
 
@@ -28,7 +28,7 @@ struct Spec {
 
 fn bounded(digits: &str) -> Fallible<usize> {
     match digits.parse() {
-        Ok(number) if number as u64 <= ONE => Ok(number),
+        Ok(number) if number as u64 <= MAX_VALUE_BYTES => Ok(number),
         _ => Err(Limit::Work.into()),
     }
 }
@@ -128,7 +128,7 @@ impl Spec {
         let mut buffer = [0; 4];
         let fill: &str = fill.encode_utf8(&mut buffer);
         out.push_times(fill, before)?;
-        out.push_part(text, 0..end)?;
+        out.push_range(text, 0..end)?;
         out.push_times(fill, missing - before)
     }
 
@@ -281,7 +281,7 @@ pub(super) fn percent(machine: &mut Machine<'_>, template: &Text, value: &Value)
     };
     let mut at = 0;
     while let Some(sign) = all.get(at..).and_then(|rest| rest.find('%')) {
-        out.push_part(template, at..at + sign)?;
+        out.push_range(template, at..at + sign)?;
         at += sign + 1;
         let mut rest = all.get(at..).unwrap_or_default();
         let mut keyed = None;
@@ -334,7 +334,7 @@ pub(super) fn percent(machine: &mut Machine<'_>, template: &Text, value: &Value)
         spec.align = left.then_some('<');
         conversion(machine, &mut out, spec, kind, &value)?;
     }
-    out.push_part(template, at..all.len())?;
+    out.push_range(template, at..all.len())?;
     let rest = if single { !used } else { given.next(machine.budget)?.is_some() };
     // Python accepts unused arguments if the value supports dict-like indexing.
     let mapping =
@@ -438,11 +438,11 @@ impl Fields {
         let all = template.as_str();
         let mut at = 0;
         while let Some(brace) = all.get(at..).and_then(|rest| rest.find(['{', '}'])) {
-            out.push_part(template, at..at + brace)?;
+            out.push_range(template, at..at + brace)?;
             at += brace;
             let rest = all.get(at..).unwrap_or_default();
             if rest.starts_with("{{") || rest.starts_with("}}") {
-                out.push_part(template, at..at + 1)?;
+                out.push_range(template, at..at + 1)?;
                 at += 2;
                 continue;
             }
@@ -458,7 +458,7 @@ impl Fields {
             self.field(machine, out, inner.get(..end).unwrap_or_default(), level)?;
             at += end + 2;
         }
-        out.push_part(template, at..all.len())
+        out.push_range(template, at..all.len())
     }
 
     /// `name!conversion:spec`
@@ -510,7 +510,7 @@ impl Fields {
             let at = position(&Value::Int(index), self.args.positional.len());
             at.and_then(|at| self.args.positional.get(at).cloned())
         } else {
-            self.args.named.iter().find(|(known, _)| **known == *first).map(|(_, value)| value.clone())
+            self.args.named.iter().find(|(key, _)| **key == *first).map(|(_, value)| value.clone())
         };
         while !rest.is_empty() {
             let Some(object) = &value else { break };

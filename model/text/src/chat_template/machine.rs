@@ -13,7 +13,7 @@ use super::ast::{
 };
 use super::budget::{Budget, VISIT};
 use super::calls::Args;
-use super::outline::{Passage, Places};
+use super::outline::{Passage, TextPositions};
 use super::value::{
     Callable, Dict, Fallible, Fault, Iter, Key, Kind, Namespaces, Text, Value, Writer, failed, items,
 };
@@ -22,7 +22,7 @@ use super::{Limit, OUTPUT, checks, filters, methods, operators, print};
 mod globals;
 mod loops;
 
-/// Most bytes written, including those of blocks and macros: a macro's caller writes its output again.
+/// Maximum bytes written, including those of blocks and macros: a macro's caller writes its output again.
 const WRITTEN: usize = 4 * OUTPUT;
 
 /// Names of one scope. Inner scopes see outer ones.
@@ -39,7 +39,7 @@ impl Scope {
 
     fn set(&self, name: &Name, value: Value) {
         let mut names = self.names.borrow_mut();
-        match names.iter_mut().find(|(known, _)| known == name) {
+        match names.iter_mut().find(|(bound, _)| bound == name) {
             Some((_, old)) => *old = value,
             None => names.push((Arc::clone(name), value)),
         }
@@ -50,7 +50,7 @@ impl Scope {
         loop {
             let names = scope.names.borrow();
             budget.charge_len(2 * names.len())?;
-            if let Some((_, value)) = names.iter().find(|(known, _)| **known == *name) {
+            if let Some((_, value)) = names.iter().find(|(bound, _)| **bound == *name) {
                 return Ok(Some(value.clone()));
             }
             match scope.around.as_deref() {
@@ -95,7 +95,7 @@ pub(super) struct Machine<'b> {
     macros: Vec<(Arc<Macro>, Rc<Scope>)>,
     now: SystemTime,
     /// While building an outline: positions of unknown texts.
-    places: Option<Places>,
+    positions: Option<TextPositions>,
     line: u32,
 }
 
@@ -119,20 +119,23 @@ impl<'b> Machine<'b> {
             loops: Vec::new(),
             macros: Vec::new(),
             now,
-            places: outline.then(Places::new),
+            positions: outline.then(TextPositions::new),
             line: 1,
         }
     }
 
     /// Renders `body`. Returns the prompt, its quoted ranges and the positions of unknown texts.
-    pub(super) fn run(mut self, body: &[Stmt]) -> Fallible<(String, Vec<std::ops::Range<usize>>, Places)> {
+    pub(super) fn run(
+        mut self,
+        body: &[Stmt],
+    ) -> Fallible<(String, Vec<std::ops::Range<usize>>, TextPositions)> {
         self.budget.check_time()?;
         self.body(body).map_err(|fault| match fault {
             Fault::Failed(reason) => Fault::Failed(format!("{reason} (line {})", self.line)),
             other => other,
         })?;
         let (text, quoted) = self.outputs.swap_remove(0).into_parts();
-        Ok((text, quoted, self.places.unwrap_or_default()))
+        Ok((text, quoted, self.positions.unwrap_or_default()))
     }
 
     fn body(&mut self, body: &[Stmt]) -> Fallible<Flow> {
@@ -288,8 +291,8 @@ impl<'b> Machine<'b> {
     }
 
     fn emit_passage(&mut self, passage: &Passage) -> Fallible<()> {
-        match (&mut *self.outputs, &mut self.places) {
-            ([prompt], Some(places)) => passage.write(prompt, places),
+        match (&mut *self.outputs, &mut self.positions) {
+            ([prompt], Some(positions)) => passage.write(prompt, positions),
             _ => Err(Fault::Read),
         }
     }
@@ -451,7 +454,7 @@ impl<'b> Machine<'b> {
             values.iter().map(|value| print::string(self, value)).collect::<Fallible<_>>()?;
         let mut text =
             Writer::with_room(self.budget, texts.iter().map(|text| text.as_str().len()).sum::<usize>());
-        texts.iter().try_for_each(|part| text.push_text(part))?;
+        texts.iter().try_for_each(|piece| text.push_text(piece))?;
         Ok(Value::Str(text.finish()))
     }
 

@@ -108,16 +108,16 @@ pub(super) fn call(machine: &mut Machine<'_>, object: &Value, name: &str, args: 
         Value::Seq(seq) => match name {
             "copy" => args.bind("copy", [], 0).map(|[]| object.clone()),
             "count" | "index" => {
-                let [wanted, start, end] = args.bind(name, ["value", "start", "stop"], 1)?;
-                let wanted = wanted.unwrap_or(Value::None);
+                let [needle, start, end] = args.bind(name, ["value", "start", "stop"], 1)?;
+                let needle = needle.unwrap_or(Value::None);
                 let bound = |bound: Option<Value>, none: usize| match bound {
                     None => Ok(none),
-                    Some(bound) => place(bound.integer("a bound")?, seq.items.len()),
+                    Some(bound) => resolve_bound(bound.integer("a bound")?, seq.items.len()),
                 };
                 let (start, end) = (bound(start, 0)?, bound(end, seq.items.len())?);
                 let mut count = 0;
                 for (at, item) in seq.items.iter().enumerate().take(end).skip(start) {
-                    if equal(machine, item, &wanted)? {
+                    if equal(machine, item, &needle)? {
                         if name == "index" {
                             return Ok(Value::int(at));
                         }
@@ -141,17 +141,17 @@ pub(super) fn call(machine: &mut Machine<'_>, object: &Value, name: &str, args: 
 }
 
 /// Resolves a bound like Python: negative counts from the end; clamped to `len`.
-fn place(bound: i128, len: usize) -> Fallible<usize> {
+fn resolve_bound(bound: i128, len: usize) -> Fallible<usize> {
     let bound = if bound < 0 { bound.saturating_add(len as i128) } else { bound };
     Ok(usize::try_from(bound.clamp(0, len as i128)).unwrap_or(0))
 }
 
 /// An optional string argument; Python's `None` counts as absent.
-fn optional_text(value: Option<Value>, what: &str) -> Fallible<Option<Text>> {
-    given(value).map(|value| value.text(what).cloned()).transpose()
+fn optional_text(value: Option<Value>, argument: &str) -> Fallible<Option<Text>> {
+    given(value).map(|value| value.text(argument).cloned()).transpose()
 }
 
-/// Most replacements or splits; unlimited if negative or absent.
+/// Maximum number of replacements or splits; unlimited if negative or absent.
 fn limit(value: Option<Value>) -> Fallible<usize> {
     let times = value.map(|value| value.integer("the limit")).transpose()?.unwrap_or(-1);
     Ok(usize::try_from(times).unwrap_or(usize::MAX))
@@ -211,9 +211,9 @@ fn string(machine: &mut Machine<'_>, text: &Text, name: &str, args: Args) -> Fal
                 None if name == "partition" => (all.len(), all.len()),
                 None => (0, 0),
             };
-            let parts = [0..one, one..other, other..all.len()];
-            let parts = parts.into_iter().map(|part| text.slice(budget, part).map(Value::Str));
-            return Value::tuple(parts.collect::<Fallible<_>>()?);
+            let ranges = [0..one, one..other, other..all.len()];
+            let ranges = ranges.into_iter().map(|range| text.slice(budget, range).map(Value::Str));
+            return Value::tuple(ranges.collect::<Fallible<_>>()?);
         }
         "replace" => {
             let [old, new, count] = args.bind(name, ["old", "new", "count"], 2)?;
@@ -222,51 +222,53 @@ fn string(machine: &mut Machine<'_>, text: &Text, name: &str, args: Args) -> Fal
             text_parts::replace(budget, text, old.as_str(), new, limit(count)?)?
         }
         "removeprefix" | "removesuffix" => {
-            let [part] = args.bind(name, ["part"], 1)?;
-            let part = part.unwrap_or(Value::None);
-            let part = part.text("what is removed")?.as_str();
-            let range = if name == "removeprefix" && all.starts_with(part) {
-                part.len()..all.len()
-            } else if name == "removesuffix" && all.ends_with(part) {
-                0..all.len() - part.len()
+            let [affix] = args.bind(name, ["part"], 1)?;
+            let affix = affix.unwrap_or(Value::None);
+            let affix = affix.text("what is removed")?.as_str();
+            let range = if name == "removeprefix" && all.starts_with(affix) {
+                affix.len()..all.len()
+            } else if name == "removesuffix" && all.ends_with(affix) {
+                0..all.len() - affix.len()
             } else {
                 0..all.len()
             };
             text.slice(budget, range)?
         }
         "startswith" | "endswith" => {
-            let [parts, start, end] = args.bind(name, ["part", "start", "end"], 1)?;
+            let [affixes, start, end] = args.bind(name, ["part", "start", "end"], 1)?;
             let Some((within, _)) = window(budget, text, start, end)? else { return Ok(Value::Bool(false)) };
-            let parts = parts.unwrap_or(Value::None);
-            let parts = match parts {
-                Value::Seq(parts) if matches!(parts.kind, Kind::Tuple | Kind::Group) => parts.items.clone(),
-                part => vec![part],
+            let affixes = affixes.unwrap_or(Value::None);
+            let affixes = match affixes {
+                Value::Seq(affixes) if matches!(affixes.kind, Kind::Tuple | Kind::Group) => {
+                    affixes.items.clone()
+                }
+                affix => vec![affix],
             };
-            for part in &parts {
+            for affix in &affixes {
                 budget.charge(VISIT)?;
-                let part = part.text("what a string starts or ends with")?.as_str();
-                budget.charge_len(part.len().min(within.len()))?;
-                if if name == "startswith" { within.starts_with(part) } else { within.ends_with(part) } {
+                let affix = affix.text("what a string starts or ends with")?.as_str();
+                budget.charge_len(affix.len().min(within.len()))?;
+                if if name == "startswith" { within.starts_with(affix) } else { within.ends_with(affix) } {
                     return Ok(Value::Bool(true));
                 }
             }
             return Ok(Value::Bool(false));
         }
         "find" | "rfind" | "index" | "rindex" | "count" => {
-            let [part, start, end] = args.bind(name, ["sub", "start", "end"], 1)?;
-            let part = part.unwrap_or(Value::None);
-            let part = part.text("what is looked for")?.as_str();
-            budget.charge_len(part.len())?;
+            let [needle, start, end] = args.bind(name, ["sub", "start", "end"], 1)?;
+            let needle = needle.unwrap_or(Value::None);
+            let needle = needle.text("what is looked for")?.as_str();
+            budget.charge_len(needle.len())?;
             let window = window(budget, text, start, end)?;
             if name == "count" {
                 return Ok(Value::int(match window {
                     None => 0,
-                    Some((within, _)) if part.is_empty() => within.chars().count() + 1,
-                    Some((within, _)) => within.matches(part).count(),
+                    Some((within, _)) if needle.is_empty() => within.chars().count() + 1,
+                    Some((within, _)) => within.matches(needle).count(),
                 }));
             }
             let found = window.and_then(|(within, passed)| {
-                let at = if name.starts_with('r') { within.rfind(part) } else { within.find(part) }?;
+                let at = if name.starts_with('r') { within.rfind(needle) } else { within.find(needle) }?;
                 Some(passed + within.get(..at).unwrap_or_default().chars().count())
             });
             return match found {
@@ -302,9 +304,9 @@ fn string(machine: &mut Machine<'_>, text: &Text, name: &str, args: Args) -> Fal
             let width = size(width.unwrap_or(Value::None).integer("the width")?)?;
             let sign = usize::from(all.starts_with(['+', '-']));
             let mut filled = Writer::new(budget);
-            filled.push_part(text, 0..sign)?;
+            filled.push_range(text, 0..sign)?;
             filled.push_times("0", width.saturating_sub(all.chars().count()))?;
-            filled.push_part(text, sign..all.len())?;
+            filled.push_range(text, sign..all.len())?;
             filled.finish()
         }
         "expandtabs" => {
@@ -346,7 +348,7 @@ fn window<'t>(
     if start > len as i128 {
         return Ok(None);
     }
-    let (start, end) = (place(start, len)?, place(end, len)?);
+    let (start, end) = (resolve_bound(start, len)?, resolve_bound(end, len)?);
     if start > end {
         return Ok(None);
     }
@@ -395,7 +397,7 @@ fn expand_tabs(budget: &Budget, text: &Text, width: usize) -> Fallible<Text> {
     for (at, c) in text.as_str().char_indices() {
         match c {
             '\t' => {
-                expanded.push_part(text, plain..at)?;
+                expanded.push_range(text, plain..at)?;
                 plain = at + 1;
                 let spaces = if width == 0 { 0 } else { width - column % width };
                 expanded.push_times(" ", spaces)?;
@@ -405,7 +407,7 @@ fn expand_tabs(budget: &Budget, text: &Text, width: usize) -> Fallible<Text> {
             _ => column += 1,
         }
     }
-    expanded.push_part(text, plain..text.as_str().len())?;
+    expanded.push_range(text, plain..text.as_str().len())?;
     Ok(expanded.finish())
 }
 

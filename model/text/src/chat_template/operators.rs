@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use super::Limit;
 use super::ast::{Binary, Comparison};
-use super::budget::{Budget, ONE, VISIT};
+use super::budget::{Budget, MAX_VALUE_BYTES, VISIT};
 use super::format;
 use super::machine::Machine;
 use super::outline::Passage;
@@ -357,16 +357,16 @@ fn cut(bounds: &[Option<Value>; 3], len: usize) -> Fallible<(i128, i128, i128)> 
         return failed("the step of a slice must not be zero");
     }
     let (low, high) = if step > 0 { (0, len) } else { (-1, len - 1) };
-    let place = |bound: i128| {
+    let resolve = |bound: i128| {
         let from_end = if bound < 0 { bound.saturating_add(len) } else { bound };
         from_end.clamp(low, high)
     };
     let (first, last) = if step > 0 { (low, high) } else { (high, low) };
-    Ok((start.map_or(first, place), stop.map_or(last, place), step))
+    Ok((start.map_or(first, resolve), stop.map_or(last, resolve), step))
 }
 
 /// Indices selected by a slice.
-fn places(cut: (i128, i128, i128)) -> impl Iterator<Item = usize> {
+fn indices(cut: (i128, i128, i128)) -> impl Iterator<Item = usize> {
     let (start, stop, step) = cut;
     let inside = move |at: &i128| if step > 0 { *at < stop } else { *at > stop };
     let all = std::iter::successors(Some(start), move |at| at.checked_add(step));
@@ -382,7 +382,7 @@ pub(super) fn slice(
     match object {
         Value::Seq(seq) if !matches!(seq.kind, Kind::Keys | Kind::Values | Kind::Items) => {
             let mut items = Vec::new();
-            for at in places(cut(bounds, seq.items.len())?) {
+            for at in indices(cut(bounds, seq.items.len())?) {
                 budget.charge(VISIT)?;
                 items.extend(seq.items.get(at).cloned());
             }
@@ -405,24 +405,24 @@ fn slice_text(budget: &Budget, text: &Text, bounds: &[Option<Value>; 3]) -> Fall
             return text.slice(budget, start..stop.max(start));
         }
         let mut cut = Writer::new(budget);
-        for at in places((start, stop, step)) {
+        for at in indices((start, stop, step)) {
             budget.charge(8)?;
-            cut.push_part(text, at..at + 1)?;
+            cut.push_range(text, at..at + 1)?;
         }
         return Ok(cut.finish());
     }
     budget.charge((all.len() as u64).saturating_mul(8))?;
     let starts: Vec<usize> = all.char_indices().map(|(at, _)| at).chain([all.len()]).collect();
     let (start, stop, step) = cut(bounds, starts.len() - 1)?;
-    let at = |place: usize| starts.get(place).copied().unwrap_or(all.len());
+    let at = |index: usize| starts.get(index).copied().unwrap_or(all.len());
     if step == 1 {
         let (start, stop) = (start as usize, stop as usize);
         return text.slice(budget, at(start)..at(stop.max(start)));
     }
     let mut cut = Writer::new(budget);
-    for place in places((start, stop, step)) {
+    for index in indices((start, stop, step)) {
         budget.charge(8)?;
-        cut.push_part(text, at(place)..at(place + 1))?;
+        cut.push_range(text, at(index)..at(index + 1))?;
     }
     Ok(cut.finish())
 }
@@ -447,8 +447,8 @@ pub(super) fn sorted(
             let (mut left, mut right) = (left.iter().copied().peekable(), right.iter().copied().peekable());
             while let (Some(&one), Some(&other)) = (left.peek(), right.peek()) {
                 let (Some(a), Some(b)) = (items.get(one), items.get(other)) else { break };
-                let later_first = order(machine, &b.0, &a.0)? == Some(Ordering::Less);
-                merged.extend(if later_first { right.next() } else { left.next() });
+                let right_first = order(machine, &b.0, &a.0)? == Some(Ordering::Less);
+                merged.extend(if right_first { right.next() } else { left.next() });
             }
             merged.extend(left.chain(right));
         }
@@ -467,7 +467,7 @@ pub(super) fn sorted(
 /// Converts a size given by a template.
 pub(super) fn size(value: i128) -> Fallible<usize> {
     match usize::try_from(value.max(0)) {
-        Ok(size) if size as u64 <= ONE => Ok(size),
+        Ok(size) if size as u64 <= MAX_VALUE_BYTES => Ok(size),
         _ => Err(Limit::Work.into()),
     }
 }

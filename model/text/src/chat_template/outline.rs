@@ -15,14 +15,14 @@ use super::Prompt;
 use super::message::{Content, Message};
 use super::value::{Fallible, Fault, Text, Value, Writer};
 
-/// Most messages of a chat with an outline.
+/// Maximum number of messages of a chat with an outline.
 const MESSAGES: usize = 64;
-/// Most cached outlines.
-const KEPT: usize = 256;
+/// Maximum number of cached outlines.
+const MAX_OUTLINES: usize = 256;
 /// Longest role in bytes.
 const ROLE: usize = 32;
-/// Most parts of a concatenated passage.
-const PARTS: usize = 256;
+/// Maximum number of parts of a concatenated passage.
+const MAX_PARTS: usize = 256;
 
 /// Everything except the texts that determines a prompt: roles, which texts are empty, whether an answer
 /// begins.
@@ -55,16 +55,16 @@ pub(super) struct Outlines(Mutex<HashMap<Shape, Option<Arc<Outline>>>>);
 
 impl Outlines {
     /// The cached result for a shape: its outline, or that there is none. `None` if the shape is unknown.
-    pub(super) fn known(&self, shape: &Shape) -> Option<Option<Arc<Outline>>> {
+    pub(super) fn get(&self, shape: &Shape) -> Option<Option<Arc<Outline>>> {
         self.lock().get(shape).cloned()
     }
 
     pub(super) fn keep(&self, shape: Shape, outline: Option<Outline>) {
-        let mut known = self.lock();
-        if known.len() >= KEPT {
-            known.clear();
+        let mut outlines = self.lock();
+        if outlines.len() >= MAX_OUTLINES {
+            outlines.clear();
         }
-        known.insert(shape, outline.map(Arc::new));
+        outlines.insert(shape, outline.map(Arc::new));
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<Shape, Option<Arc<Outline>>>> {
@@ -74,7 +74,7 @@ impl Outlines {
 }
 
 /// (byte position in the prompt, message index), ascending.
-pub(super) type Places = Vec<(usize, usize)>;
+pub(super) type TextPositions = Vec<(usize, usize)>;
 
 /// A prompt without the messages' texts.
 #[derive(Debug)]
@@ -82,7 +82,7 @@ pub(super) struct Outline {
     pub(super) text: String,
     /// Ranges that came from the request, such as roles.
     pub(super) quoted: Vec<Range<usize>>,
-    pub(super) places: Places,
+    pub(super) positions: TextPositions,
 }
 
 impl Outline {
@@ -92,9 +92,9 @@ impl Outline {
             let content = messages.get(message).and_then(|message| message.content.as_ref());
             content.map_or("", |Content(text)| text)
         };
-        let texts: usize = self.places.iter().map(|&(_, message)| text(message).len()).sum();
+        let texts: usize = self.positions.iter().map(|&(_, message)| text(message).len()).sum();
         let mut prompt = String::with_capacity(self.text.len() + texts);
-        let mut quoted: Vec<Range<usize>> = Vec::with_capacity(self.places.len() + self.quoted.len());
+        let mut quoted: Vec<Range<usize>> = Vec::with_capacity(self.positions.len() + self.quoted.len());
         let mut quote = |range: Range<usize>| match quoted.last_mut() {
             _ if range.is_empty() => {}
             Some(last) if last.end == range.start => last.end = range.end,
@@ -102,8 +102,8 @@ impl Outline {
         };
         let mut own = self.quoted.iter().peekable();
         let mut from = 0;
-        let places = self.places.iter().map(|&(at, message)| (at, Some(message)));
-        for (at, message) in places.chain([(self.text.len(), None)]) {
+        let positions = self.positions.iter().map(|&(at, message)| (at, Some(message)));
+        for (at, message) in positions.chain([(self.text.len(), None)]) {
             let base = prompt.len();
             prompt.push_str(self.text.get(from..at).unwrap_or_default());
             while let Some(range) = own.peek().filter(|range| range.start < at) {
@@ -141,11 +141,11 @@ impl Passage {
     }
 
     /// Appends the passage to the prompt.
-    pub(super) fn write(&self, prompt: &mut Writer<'_>, places: &mut Places) -> Fallible<()> {
+    pub(super) fn write(&self, prompt: &mut Writer<'_>, positions: &mut TextPositions) -> Fallible<()> {
         for part in &self.0 {
             match part {
                 OutlinePart::Own(text) => prompt.push_text(text)?,
-                OutlinePart::Message(message) => places.push((prompt.len(), *message)),
+                OutlinePart::Message(message) => positions.push((prompt.len(), *message)),
             }
         }
         Ok(())
@@ -155,7 +155,7 @@ impl Passage {
     pub(super) fn joined(left: &Value, right: &Value) -> Fallible<Value> {
         let mut parts = Vec::new();
         for value in [left, right] {
-            if parts.len() > PARTS {
+            if parts.len() > MAX_PARTS {
                 return Err(Fault::Read);
             }
             match value {

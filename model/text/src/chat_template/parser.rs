@@ -118,7 +118,7 @@ impl Parser {
         found
     }
 
-    fn unexpected<T>(&self, wanted: &str) -> Parsed<T> {
+    fn unexpected<T>(&self, expected: &str) -> Parsed<T> {
         let found = match self.peek() {
             Token::End => "the end of the template".to_owned(),
             Token::Data(_) => "text".into(),
@@ -129,16 +129,16 @@ impl Parser {
             Token::Int(_) | Token::Float(_) => "a number".into(),
             Token::Operator(operator) => format!("`{operator}`"),
         };
-        Err(format!("expected {wanted}, got {found}"))
+        Err(format!("expected {expected}, got {found}"))
     }
 
     fn expect(&mut self, operator: &str) -> Parsed<()> {
         if self.skip_operator(operator) { Ok(()) } else { self.unexpected(&format!("`{operator}`")) }
     }
 
-    fn expect_token(&mut self, token: &Token, wanted: &str) -> Parsed<()> {
+    fn expect_token(&mut self, token: &Token, expected: &str) -> Parsed<()> {
         if self.peek() != token {
-            return self.unexpected(wanted);
+            return self.unexpected(expected);
         }
         self.at += 1;
         Ok(())

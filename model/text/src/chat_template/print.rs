@@ -136,11 +136,11 @@ fn write_text(out: &mut Writer<'_>, text: &Text) -> Fallible<()> {
                 code => format!("\\U{code:08x}"),
             },
         };
-        out.push_part(text, plain..at)?;
+        out.push_range(text, plain..at)?;
         out.push_like(&escaped, text)?;
         plain = at + c.len_utf8();
     }
-    out.push_part(text, plain..text.as_str().len())?;
+    out.push_range(text, plain..text.as_str().len())?;
     out.push_char(quote)
 }
 

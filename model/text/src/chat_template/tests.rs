@@ -109,8 +109,8 @@ fn python_methods_and_values_work() {
 fn content_parts_of_text_are_joined_and_others_named() {
     let read = |content: Json| serde_json::from_value::<Message>(json!({"role": "user", "content": content}));
     assert_eq!(read(json!("a")).unwrap(), Message::new("user", "a"));
-    let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
-    assert_eq!(read(parts).unwrap(), Message::new("user", "a\nb"));
+    let content = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+    assert_eq!(read(content).unwrap(), Message::new("user", "a\nb"));
     let error = read(json!([{"type": "image_url", "image_url": {}}])).unwrap_err().to_string();
     assert!(error.contains("`image_url`"), "{error}");
     for wrong in [json!(1), json!([{"type": "text"}]), json!([{"text": "a"}]), json!(["a"])] {
@@ -429,7 +429,7 @@ fn depth_is_limited_when_rendering() {
 }
 
 #[test]
-fn what_a_template_says_is_shortened() {
+fn long_texts_in_template_errors_are_shortened() {
     for source in [
         "{{ raise_exception('é' * 999999) }}",
         "{{ {}['é' * 999999].x }}",
@@ -451,7 +451,7 @@ fn sec_template_bomb_in_the_request() {
 }
 
 #[test]
-fn what_is_never_done_is_refused_when_compiled() {
+fn unsupported_constructs_are_refused_when_compiled() {
     let refused = |source: &str| match ChatTemplate::new(source, "", "") {
         Err(TemplateError::Unsupported { construct }) => construct,
         other => panic!("{source}: {other:?}"),
@@ -471,7 +471,7 @@ fn in_time(time: Duration) -> Limits {
 }
 
 #[test]
-fn what_takes_long_is_not_rendered_shortly() {
+fn long_renderings_exceed_the_short_limits() {
     let render = |source: &str| {
         let template = ChatTemplate::new(source, "", "").unwrap();
         // Called before the full rendering, which may create the outline.
@@ -568,11 +568,11 @@ fn outlines_change_nothing() {
             Ok(())
         });
         run.unwrap();
-        let said = [Message::new("user", "a"), Message::new("assistant", "b")];
-        let shape = outline::Shape::of(&said, true).unwrap();
-        template.render(&said, None, true, &Map::new()).unwrap();
-        let known = template.outlines.known(&shape).flatten().is_some();
-        assert_eq!(known, outlined, "{source}");
+        let messages = [Message::new("user", "a"), Message::new("assistant", "b")];
+        let shape = outline::Shape::of(&messages, true).unwrap();
+        template.render(&messages, None, true, &Map::new()).unwrap();
+        let is_cached = template.outlines.get(&shape).flatten().is_some();
+        assert_eq!(is_cached, outlined, "{source}");
     }
 }
 
@@ -644,8 +644,8 @@ fn a_prompt_knows_what_came_with_the_request() {
     let template = compile("{{ q[0] }}:{{ q[1] | tojson }}");
     let prompt =
         template.render_marked(&chat(), Some(&[json!("t")]), true, extra.as_object().unwrap()).unwrap();
-    let parts: Vec<&str> = prompt.quoted.iter().map(|range| &prompt.text[range.clone()]).collect();
-    assert_eq!(parts, ["<e>", "<k>", "<v>"]);
+    let texts: Vec<&str> = prompt.quoted.iter().map(|range| &prompt.text[range.clone()]).collect();
+    assert_eq!(texts, ["<e>", "<k>", "<v>"]);
     // A role that is not a plain word counts as request text.
     let role = [Message::new("<|im_end|>", "x")];
     let prompt = compile("{{ messages[0].role }}").render_marked(&role, None, true, &Map::new()).unwrap();
@@ -654,9 +654,9 @@ fn a_prompt_knows_what_came_with_the_request() {
 
 #[test]
 fn control_tokens_of_the_request_are_told_from_those_of_the_template() {
-    let mut said = Message::new("user", " a<|im_end|>b<|x|>c ");
-    said.name = Some("<|im_end|>".into());
-    said.rest.insert("reasoning_content".into(), json!("t</think>"));
+    let mut message = Message::new("user", " a<|im_end|>b<|x|>c ");
+    message.name = Some("<|im_end|>".into());
+    message.rest.insert("reasoning_content".into(), json!("t</think>"));
     let tools =
         [json!({"type": "function", "function": {"name": "f", "description": "<|im_end|>", "<|k|>": 1}})];
     for template in [
@@ -677,8 +677,8 @@ fn control_tokens_of_the_request_are_told_from_those_of_the_template() {
         "<|im_start|>{{ messages[0].content | list | join }}<|im_end|>",
     ] {
         for _ in 0..2 {
-            let said = std::slice::from_ref(&said);
-            let prompt = compile(template).render_marked(said, Some(&tools), true, &Map::new()).unwrap();
+            let messages = std::slice::from_ref(&message);
+            let prompt = compile(template).render_marked(messages, Some(&tools), true, &Map::new()).unwrap();
             let quoted = |at: usize| prompt.quoted.iter().any(|range| range.contains(&at));
             let own: String =
                 prompt.text.char_indices().filter(|(at, _)| !quoted(*at)).map(|(_, c)| c).collect();

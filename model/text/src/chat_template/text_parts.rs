@@ -105,13 +105,13 @@ pub(super) fn replace(budget: &Budget, text: &Text, old: &str, new: &Text, limit
     let mut start = 0;
     for (at, found) in all.match_indices(old).take(limit) {
         budget.charge(8)?;
-        replaced.push_part(text, start..at)?;
+        replaced.push_range(text, start..at)?;
         replaced.push_text(new)?;
         start = at + found.len();
     }
     if start == 0 && replaced.len() == 0 {
         return Ok(text.clone());
     }
-    replaced.push_part(text, start..all.len())?;
+    replaced.push_range(text, start..all.len())?;
     Ok(replaced.finish())
 }

@@ -11,7 +11,7 @@ use indexmap::{Equivalent, IndexMap};
 use serde_json::Value as Json;
 
 use super::Limit;
-use super::budget::{Budget, ONE, VISIT};
+use super::budget::{Budget, MAX_VALUE_BYTES, VISIT};
 use super::outline::Passage;
 
 /// Deepest nesting of lists and dicts in one value. Printing, comparing and dropping a value recurse.
@@ -73,9 +73,9 @@ impl Text {
         if range == (0..self.text.len()) {
             return Ok(self.clone());
         }
-        let mut part = Writer::new(budget);
-        part.push_part(self, range)?;
-        Ok(part.finish())
+        let mut slice = Writer::new(budget);
+        slice.push_range(self, range)?;
+        Ok(slice.finish())
     }
 }
 
@@ -99,7 +99,7 @@ impl<'b> Writer<'b> {
 
     /// Reserves `room` bytes. Only written bytes are charged.
     pub(super) fn with_room(budget: &'b Budget, room: usize) -> Self {
-        Self { budget, text: String::with_capacity(room.min(ONE as usize)), quoted: Vec::new() }
+        Self { budget, text: String::with_capacity(room.min(MAX_VALUE_BYTES as usize)), quoted: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -114,7 +114,7 @@ impl<'b> Writer<'b> {
     /// Writes template text.
     pub(super) fn push(&mut self, text: &str) -> Fallible<()> {
         self.budget.charge_len(text.len())?;
-        if (self.text.len() + text.len()) as u64 > ONE {
+        if (self.text.len() + text.len()) as u64 > MAX_VALUE_BYTES {
             return Err(Limit::Work.into());
         }
         self.text.push_str(text);
@@ -126,19 +126,19 @@ impl<'b> Writer<'b> {
     }
 
     pub(super) fn push_text(&mut self, text: &Text) -> Fallible<()> {
-        self.push_part(text, 0..text.text.len())
+        self.push_range(text, 0..text.text.len())
     }
 
     /// Writes a part of `text`.
-    pub(super) fn push_part(&mut self, text: &Text, part: Range<usize>) -> Fallible<()> {
+    pub(super) fn push_range(&mut self, text: &Text, range: Range<usize>) -> Fallible<()> {
         let base = self.text.len();
-        self.push(text.text.get(part.clone()).unwrap_or_default())?;
+        self.push(text.text.get(range.clone()).unwrap_or_default())?;
         let quotes = text.quotes();
-        let first = quotes.partition_point(|quote| quote.end <= part.start);
-        for quote in quotes.iter().skip(first).take_while(|quote| quote.start < part.end) {
+        let first = quotes.partition_point(|quote| quote.end <= range.start);
+        for quote in quotes.iter().skip(first).take_while(|quote| quote.start < range.end) {
             self.budget.charge(16)?;
-            let start = quote.start.max(part.start) - part.start;
-            self.quote(base + start..base + quote.end.min(part.end) - part.start);
+            let start = quote.start.max(range.start) - range.start;
+            self.quote(base + start..base + quote.end.min(range.end) - range.start);
         }
         Ok(())
     }
@@ -155,7 +155,7 @@ impl<'b> Writer<'b> {
 
     pub(super) fn push_times(&mut self, text: &str, times: usize) -> Fallible<()> {
         let bytes = (text.len() as u64).saturating_mul(times as u64);
-        if (self.text.len() as u64).saturating_add(bytes) > ONE {
+        if (self.text.len() as u64).saturating_add(bytes) > MAX_VALUE_BYTES {
             return Err(Limit::Work.into());
         }
         self.budget.charge(bytes)?;
@@ -361,21 +361,21 @@ impl Value {
         }
     }
 
-    /// The value as an integer, or an error about `what`.
-    pub(super) fn integer(&self, what: &str) -> Fallible<i128> {
+    /// The value as an integer, or an error about `argument`.
+    pub(super) fn integer(&self, argument: &str) -> Fallible<i128> {
         match self.number() {
             Some(Number::Int(int)) => Ok(int),
-            _ => failed(format!("{what} must be an integer, not {}", self.type_name())),
+            _ => failed(format!("{argument} must be an integer, not {}", self.type_name())),
         }
     }
 
-    /// The value as a string, or an error about `what`.
-    pub(super) fn text(&self, what: &str) -> Fallible<&Text> {
+    /// The value as a string, or an error about `argument`.
+    pub(super) fn text(&self, argument: &str) -> Fallible<&Text> {
         match self {
             Self::Str(text) => Ok(text),
             Self::Passage(_) => Err(Fault::Read),
             Self::Undefined(about) => failed(&**about),
-            _ => failed(format!("{what} must be a string, not {}", self.type_name())),
+            _ => failed(format!("{argument} must be a string, not {}", self.type_name())),
         }
     }
 

@@ -40,8 +40,8 @@ impl StopStrings {
     /// Length of the longest suffix of the held-back text that begins a stop string.
     fn possible(&self) -> usize {
         let longest = |stop: &String| {
-            let most = self.held.len().min(stop.len().saturating_sub(1));
-            (1..=most).rev().find(|&len| {
+            let max_len = self.held.len().min(stop.len().saturating_sub(1));
+            (1..=max_len).rev().find(|&len| {
                 let from = self.held.len() - len;
                 self.held.is_char_boundary(from) && stop.as_bytes().starts_with(&self.held.as_bytes()[from..])
             })
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_looks_like_a_string_is_given_out() {
+    fn a_partial_stop_string_is_output() {
         let mut stops = StopStrings::new(vec!["END".into()]);
         assert_eq!(stops.push("the EN", true), ("the ".into(), None));
         assert_eq!(stops.push("d E", true), ("ENd ".into(), None));

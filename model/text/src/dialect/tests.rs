@@ -43,11 +43,11 @@ fn the_template_tells_the_dialect() {
 }
 
 /// Parses an answer in pieces of `size` characters; the model ends it.
-fn heard(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> Vec<ParsedDelta> {
-    heard_until(dialect, thinking, answer, size, false)
+fn parse_in_pieces(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> Vec<ParsedDelta> {
+    parse_until(dialect, thinking, answer, size, false)
 }
 
-fn heard_until(
+fn parse_until(
     dialect: &Arc<Dialect>,
     thinking: bool,
     answer: &str,
@@ -55,25 +55,25 @@ fn heard_until(
     cut: bool,
 ) -> Vec<ParsedDelta> {
     let names = tools().into_iter().map(|tool| tool.name).collect();
-    let mut listener = OutputParser::new(Arc::clone(dialect), names, thinking);
+    let mut parser = OutputParser::new(Arc::clone(dialect), names, thinking);
     let letters: Vec<char> = answer.chars().collect();
     let mut all: Vec<ParsedDelta> = Vec::new();
     let pieces = letters.chunks(size).map(|piece| piece.iter().collect::<String>());
-    for said in pieces.flat_map(|piece| listener.push(&piece)).collect::<Vec<_>>() {
-        add(&mut all, said);
+    for delta in pieces.flat_map(|piece| parser.push(&piece)).collect::<Vec<_>>() {
+        add(&mut all, delta);
     }
-    for said in listener.finish(cut) {
-        add(&mut all, said);
+    for delta in parser.finish(cut) {
+        add(&mut all, delta);
     }
     all
 }
 
-fn add(all: &mut Vec<ParsedDelta>, said: ParsedDelta) {
-    match (all.last_mut(), said) {
+fn add(all: &mut Vec<ParsedDelta>, delta: ParsedDelta) {
+    match (all.last_mut(), delta) {
         (Some(ParsedDelta::Text(before)), ParsedDelta::Text(text))
         | (Some(ParsedDelta::Thought(before)), ParsedDelta::Thought(text))
         | (Some(ParsedDelta::Arguments(before)), ParsedDelta::Arguments(text)) => before.push_str(&text),
-        (_, said) => all.push(said),
+        (_, delta) => all.push(delta),
     }
 }
 
@@ -98,11 +98,11 @@ fn the_parser_separates_reasoning() {
             ],
         ),
     ] {
-        let mut listener = OutputParser::new(Arc::new(dialect.clone()), Vec::new(), thinking);
-        assert_eq!(listener.is_thinking(), thinking);
+        let mut parser = OutputParser::new(Arc::new(dialect.clone()), Vec::new(), thinking);
+        assert_eq!(parser.is_thinking(), thinking);
         for (piece, thinks) in pieces {
-            listener.push(piece);
-            assert_eq!(listener.is_thinking(), *thinks, "{piece} of {pieces:?}");
+            parser.push(piece);
+            assert_eq!(parser.is_thinking(), *thinks, "{piece} of {pieces:?}");
         }
     }
 }
@@ -203,7 +203,7 @@ fn answers_are_taken_apart_however_they_come() {
     for (dialect, thinking, answer, expected) in table {
         let dialect = Arc::new(dialect.clone());
         for size in [1, 2, 3, 7, 1000] {
-            assert_eq!(heard(&dialect, thinking, answer, size), expected, "{answer} by {size}");
+            assert_eq!(parse_in_pieces(&dialect, thinking, answer, size), expected, "{answer} by {size}");
         }
     }
 }
@@ -226,20 +226,21 @@ fn a_cut_off_call_emits_no_mark() {
     for (template, answer) in table {
         let dialect = Arc::new(of(template));
         for (at, size) in (0..=answer.len()).flat_map(|at| [(at, 1), (at, 1000)]) {
-            let said = heard_until(&dialect, false, &answer[..at], size, true);
-            let told = |said: &ParsedDelta| matches!(said, ParsedDelta::Text(_) | ParsedDelta::Thought(_));
-            assert!(!said.iter().any(told), "{said:?} of {}", &answer[..at]);
+            let deltas = parse_until(&dialect, false, &answer[..at], size, true);
+            let is_text =
+                |delta: &ParsedDelta| matches!(delta, ParsedDelta::Text(_) | ParsedDelta::Thought(_));
+            assert!(!deltas.iter().any(is_text), "{deltas:?} of {}", &answer[..at]);
         }
-        let whole = heard_until(&dialect, false, &answer, 3, true);
+        let whole = parse_until(&dialect, false, &answer, 3, true);
         assert_eq!(whole.first(), Some(&ParsedDelta::Call("weather".into())), "{answer}");
         // Text stays text, also if it ends like the beginning of a mark.
         let text = |text: &str| vec![ParsedDelta::Text(text.into())];
-        assert_eq!(heard_until(&dialect, false, "is 1 <", 2, true), text("is 1 <"));
-        assert_eq!(heard_until(&dialect, false, "a [", 2, true), text("a ["));
+        assert_eq!(parse_until(&dialect, false, "is 1 <", 2, true), text("is 1 <"));
+        assert_eq!(parse_until(&dialect, false, "a [", 2, true), text("a ["));
     }
     let llama = Arc::new(of("{% if tools %}parameters ipython{% endif %}"));
     let json = vec![ParsedDelta::Text("{\"age\": 3".into())];
-    assert_eq!(heard_until(&llama, false, "{\"age\": 3", 4, true), json);
+    assert_eq!(parse_until(&llama, false, "{\"age\": 3", 4, true), json);
 }
 
 /// If a mark has a token, only the token counts.
@@ -248,21 +249,21 @@ fn ordinary_text_is_no_mark_where_the_vocabulary_has_a_token_for_it() {
     let base = of("{% if tools %}<tool_call></tool_call>{% endif %}<think>");
     let marks = vec![(3, THINK), (4, THOUGHT), (5, CALL), (6, CALLED)];
     let dialect = Arc::new(Dialect { marks, ..base });
-    let mut listener = OutputParser::new(Arc::clone(&dialect), vec!["time".into()], true);
-    let mut said = listener.push("I write </think> and <tool_call>");
-    said.extend(listener.push_mark(THOUGHT));
-    said.extend(listener.push("\n\nNo <tool_call>{\"name\": \"time\"}</tool_call> yet. "));
-    said.extend(listener.push_mark(CALL));
-    said.extend(listener.push("{\"name\": \"time\", \"arguments\": {\"a\": \"</tool_call>\"}}"));
-    said.extend(listener.push_mark(CALLED));
-    said.extend(listener.finish(false));
+    let mut parser = OutputParser::new(Arc::clone(&dialect), vec!["time".into()], true);
+    let mut deltas = parser.push("I write </think> and <tool_call>");
+    deltas.extend(parser.push_mark(THOUGHT));
+    deltas.extend(parser.push("\n\nNo <tool_call>{\"name\": \"time\"}</tool_call> yet. "));
+    deltas.extend(parser.push_mark(CALL));
+    deltas.extend(parser.push("{\"name\": \"time\", \"arguments\": {\"a\": \"</tool_call>\"}}"));
+    deltas.extend(parser.push_mark(CALLED));
+    deltas.extend(parser.finish(false));
     let expected = [
         ParsedDelta::Thought("I write </think> and <tool_call>".into()),
         ParsedDelta::Text("No <tool_call>{\"name\": \"time\"}</tool_call> yet. ".into()),
         ParsedDelta::Call("time".into()),
         ParsedDelta::Arguments("{\"a\": \"</tool_call>\"}".into()),
     ];
-    assert_eq!(said, expected);
+    assert_eq!(deltas, expected);
     let lark = dialect.calls_grammar(&tools(), false, false, "<think>");
     assert!(lark.contains("thought: /(?s:.*)/ <[4]>") && lark.contains("<[5]> \"\\n\" call"), "{lark}");
 }
@@ -281,13 +282,13 @@ proptest::proptest! {
         for template in ["{% if tools %}<tool_call>{% endif %}<think>", "{% if tools %}<|channel|><|message|>{% endif %}",
             "{% if tools %}parameters ipython{% endif %}"] {
             let dialect = Arc::new(of_cached(template));
-            let whole = heard(&dialect, false, &answer, 1000);
-            proptest::prop_assert_eq!(&heard(&dialect, false, &answer, size), &whole);
+            let whole = parse_in_pieces(&dialect, false, &answer, 1000);
+            proptest::prop_assert_eq!(&parse_in_pieces(&dialect, false, &answer, size), &whole);
             let plain = Arc::new(Dialect { thinks: false, calls: Calls::Llama, native: true, marks: Vec::new() });
-            let mut listener = OutputParser::new(plain, Vec::new(), false);
-            let mut said = listener.push(&answer);
-            said.extend(listener.finish(false));
-            let text: String = said.into_iter().map(|said| match said { ParsedDelta::Text(text) => text, _ => String::new() }).collect();
+            let mut parser = OutputParser::new(plain, Vec::new(), false);
+            let mut deltas = parser.push(&answer);
+            deltas.extend(parser.finish(false));
+            let text: String = deltas.into_iter().map(|delta| match delta { ParsedDelta::Text(text) => text, _ => String::new() }).collect();
             proptest::prop_assert_eq!(&text, &answer);
         }
     }
@@ -310,8 +311,8 @@ fn grammars_of_calls_are_as_the_dialect_writes_them() {
     );
     assert!(lark.contains("call: call_0 | call_1"), "{lark}");
     assert!(lark.contains("calls: \"<tool_call>\" \"\\n\" call \"\\n\" \"</tool_call>\" ("), "{lark}");
-    let one = hermes.calls_grammar(&tools(), false, true, "");
-    assert!(one.contains("calls: \"\\n\" call \"\\n\" \"</tool_call>\"\n"), "{one}");
+    let single = hermes.calls_grammar(&tools(), false, true, "");
+    assert!(single.contains("calls: \"\\n\" call \"\\n\" \"</tool_call>\"\n"), "{single}");
     // Reasoning comes first, and may have been begun by the prompt.
     let thinks = of("{% if tools %}<tool_call>{% endif %}<think>");
     assert!(

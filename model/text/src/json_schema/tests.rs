@@ -10,7 +10,7 @@ fn refused(schema: &Value) -> String {
 }
 
 #[test]
-fn what_cannot_be_enforced_is_left_out_or_named() {
+fn unenforceable_keywords_are_left_out_or_named() {
     for (given, left, path) in [
         (json!({"type": "array", "uniqueItems": true}), json!({"type": "array"}), "/uniqueItems"),
         (json!({"type": "string", "not": {"const": ""}}), json!({"type": "string"}), "/not"),
@@ -48,7 +48,7 @@ fn what_cannot_be_enforced_is_left_out_or_named() {
 }
 
 #[test]
-fn what_can_be_said_otherwise_is_also_strict() {
+fn keywords_with_an_equivalent_are_also_strict() {
     for (given, same) in [
         (json!({"type": "integer", "format": "int32"}), json!({"type": "integer"})),
         (json!({"type": "string", "format": "date"}), json!({"type": "string", "format": "date"})),

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::TokenizerError;
-use super::known_words::{KnownWords, Word};
 use super::merge::{Letters, Merger};
 use super::merges::{Merges, Symbols};
 use super::pieces::{Index, Pieces};
 use super::pretokenize::{self, PreTokenizer};
+use super::word_memo::{Word, WordMemo};
 
 #[derive(Debug)]
 pub(super) struct Bpe {
@@ -23,18 +23,18 @@ pub(super) struct Bpe {
     /// saves merging most words of a text.
     whole: Vec<AtomicU8>,
     /// Scratch memory that is not in use.
-    desks: Mutex<Vec<BpeScratch>>,
+    scratches: Mutex<Vec<BpeScratch>>,
 }
 
 /// Scratch memory for encoding one text, reused for the next one.
 #[derive(Debug)]
 struct BpeScratch {
     merger: Merger<u32>,
-    known: KnownWords,
+    words: WordMemo,
 }
 
-/// Most scratch buffers kept: this many threads encode at once without an allocation.
-const DESKS: usize = 8;
+/// Maximum number of retained scratch buffers: this many threads encode at once without an allocation.
+const MAX_SCRATCHES: usize = 8;
 
 /// Values of `whole`: whether the bytes of a token merge to it.
 pub(super) const UNKNOWN: u8 = 0;
@@ -63,30 +63,31 @@ impl Bpe {
             }
         }
         let whole = (0..texts.len()).map(|_| AtomicU8::new(UNKNOWN)).collect();
-        Ok(Self { pre, bytes, merges, words, whole, desks: Mutex::default() })
+        Ok(Self { pre, bytes, merges, words, whole, scratches: Mutex::default() })
     }
 
     /// Appends the tokens of `text`.
     pub(super) fn encode(&self, pieces: &Pieces, text: &str, out: &mut Vec<u32>) {
         // No code panics under this lock, and the list stays valid in any case.
-        let free = || self.desks.lock().unwrap_or_else(PoisonError::into_inner);
-        let desk = free().pop();
-        let mut desk = desk.unwrap_or_else(|| BpeScratch { merger: Merger::new(), known: KnownWords::new() });
+        let free = || self.scratches.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = free().pop();
+        let mut scratch =
+            scratch.unwrap_or_else(|| BpeScratch { merger: Merger::new(), words: WordMemo::new() });
         pretokenize::split(self.pre.style, text, &mut |word| {
             let word = word.as_bytes();
             let short = Word::new(word);
-            if short.is_some_and(|word| desk.known.recall(word, out)) {
+            if short.is_some_and(|word| scratch.words.recall(word, out)) {
                 return;
             }
             let before = out.len();
-            self.word(pieces, word, &mut desk.merger, out);
+            self.word(pieces, word, &mut scratch.merger, out);
             if let Some((word, tokens)) = short.zip(out.get(before..)) {
-                desk.known.note(word, tokens);
+                scratch.words.note(word, tokens);
             }
         });
-        let mut desks = free();
-        if desks.len() < DESKS {
-            desks.push(desk);
+        let mut scratches = free();
+        if scratches.len() < MAX_SCRATCHES {
+            scratches.push(scratch);
         }
     }
 
@@ -114,7 +115,7 @@ impl Bpe {
             }
         };
         merger.word(
-            &Letters { bytes: word.len(), push, floor: |at| at },
+            &Letters { bytes: word.len(), push, boundary_at: |at| at },
             |left, right| self.merges.pair(left.id, right.id),
             out,
             |symbol, out| self.merges.spell(symbol.id, out),

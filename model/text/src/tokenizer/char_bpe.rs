@@ -117,7 +117,7 @@ impl CharBpe {
             }
         };
         merger.word(
-            &Letters { bytes: word.len(), push, floor: |at| word.floor_char_boundary(at) },
+            &Letters { bytes: word.len(), push, boundary_at: |at| word.floor_char_boundary(at) },
             |left, right| self.merges.pair(left.id, right.id),
             out,
             |symbol, out| {

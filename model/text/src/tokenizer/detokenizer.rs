@@ -48,20 +48,20 @@ impl Utf8Stream {
     pub fn push(&mut self, bytes: &[u8]) -> String {
         self.pending.extend_from_slice(bytes);
         let mut text = String::new();
-        let mut kept = 0;
+        let mut consumed = 0;
         for chunk in self.pending.utf8_chunks() {
             text.push_str(chunk.valid());
-            let rest = &self.pending[kept + chunk.valid().len()..];
+            let rest = &self.pending[consumed + chunk.valid().len()..];
             if !chunk.invalid().is_empty() && could_begin_a_character(rest) {
-                kept += chunk.valid().len();
+                consumed += chunk.valid().len();
                 break;
             }
-            kept += chunk.valid().len() + chunk.invalid().len();
+            consumed += chunk.valid().len() + chunk.invalid().len();
             if !chunk.invalid().is_empty() {
                 text.push(char::REPLACEMENT_CHARACTER);
             }
         }
-        self.pending.drain(..kept);
+        self.pending.drain(..consumed);
         text
     }
 

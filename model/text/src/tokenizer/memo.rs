@@ -16,19 +16,19 @@ use crate::recent::{Recent, RecentUse};
 use super::special::Quoted;
 
 /// Shortest piece in bytes, except the last one of a text.
-const LEAST: usize = 64;
+const MIN_PIECE: usize = 64;
 /// Longest piece in bytes, if there is a cut point.
-const MOST: usize = 4096;
+const MAX_PIECE: usize = 4096;
 /// One of this many cut points before a space is used.
-const ONE_OF: u32 = 32;
+const SPACE_INTERVAL: u32 = 32;
 /// Longest run in bytes.
 const RUN: usize = 8 << 10;
 /// Stands for "no piece". A piece with this hash is only looked up in the normal way.
-const NOTHING: u64 = 0;
+const NO_PIECE: u64 = 0;
 /// Bytes before a cut point that decide whether it is used.
 const WINDOW: usize = 8;
-/// Most memoised parts reported for the beginning of a text.
-const PARTS: usize = 16;
+/// Maximum number of memoised parts reported for the beginning of a text.
+const MAX_PARTS: usize = 16;
 
 /// Places where any text may be cut:
 ///
@@ -107,8 +107,8 @@ pub(super) struct Memo {
 /// Lengths of pieces and runs; smaller in tests.
 #[derive(Debug)]
 struct Grain {
-    least: usize,
-    one_of: u32,
+    min_piece: usize,
+    space_interval: u32,
     run: usize,
 }
 
@@ -170,14 +170,14 @@ struct Stretch {
 impl Memo {
     /// A memo of about `bytes` bytes at most; `None` if nothing can be cut.
     pub(super) fn new(cuts: Cuts, bytes: usize) -> Option<Self> {
-        let grain = Grain { least: LEAST, one_of: ONE_OF, run: RUN };
+        let grain = Grain { min_piece: MIN_PIECE, space_interval: SPACE_INTERVAL, run: RUN };
         cuts.any().then(|| Self { cuts, pieces: Recent::new(bytes), grain })
     }
 
     /// Uses every allowed cut point.
     #[cfg(test)]
     pub(super) fn finest(mut self) -> Self {
-        self.grain = Grain { least: 1, one_of: 1, run: 12 };
+        self.grain = Grain { min_piece: 1, space_interval: 1, run: 12 };
         self
     }
 
@@ -194,8 +194,8 @@ impl Memo {
         out: &mut Vec<u32>,
         encode: impl Fn(&str, How, Quoted<'_>, &mut Vec<u32>) -> bool,
     ) -> Option<Vec<KnownPart>> {
-        let (mut start, mut before, mut next) = (0, NOTHING, NOTHING);
-        let (mut parts, mut known) = (Vec::with_capacity(PARTS), true);
+        let (mut start, mut before, mut next) = (0, NO_PIECE, NO_PIECE);
+        let (mut parts, mut all_memoised) = (Vec::with_capacity(MAX_PARTS), true);
         let mut stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
         while start < text.len() {
             let how = How { special, first: start == 0 };
@@ -203,7 +203,7 @@ impl Memo {
             // A memoised piece is mostly followed by the same piece as before. If so, its end need not be
             // searched.
             if let Some((end, after, name)) = self.expected((text, quoted), start, how, next, out) {
-                if known {
+                if all_memoised {
                     parts.push(KnownPart { name, end: out.len() });
                 }
                 if end - stretch.start > self.grain.run {
@@ -219,20 +219,20 @@ impl Memo {
             let end = self.piece_end(text.as_bytes(), start);
             // Cut points are next to ASCII characters.
             let Some(piece) = text.get(start..end) else { return Some(parts) };
-            let within = quoted.part(start, end);
+            let within = quoted.within(start, end);
             if !within.is_empty() {
                 // Quoted ranges change the tokens of the piece, so it is not memoised.
                 if !encode(piece, how, within, out) {
                     return None;
                 }
-                (start, before, next, known) = (end, NOTHING, NOTHING, false);
+                (start, before, next, all_memoised) = (end, NO_PIECE, NO_PIECE, false);
                 stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
                 continue;
             }
             let encode = |text: &str, how: How, out: &mut Vec<u32>| encode(text, how, Quoted::NONE, out);
             let (hash, after, name) = self.piece(piece, how, out, &encode)?;
-            known &= name.is_some();
-            parts.extend(name.filter(|_| known).map(|name| KnownPart { name, end: out.len() }));
+            all_memoised &= name.is_some();
+            parts.extend(name.filter(|_| all_memoised).map(|name| KnownPart { name, end: out.len() }));
             self.link(before, hash);
             (start, before, next) = (end, hash, after);
             stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
@@ -251,7 +251,7 @@ impl Memo {
         expected: u64,
         out: &mut Vec<u32>,
     ) -> Option<(usize, u64, u64)> {
-        if expected == NOTHING {
+        if expected == NO_PIECE {
             return None;
         }
         let found = self.pieces.get(expected, |piece| {
@@ -259,7 +259,7 @@ impl Memo {
             let end = start + piece.text.len();
             let stands = piece.how == how && bytes.get(start..end)? == piece.text.as_bytes();
             let ends = end == bytes.len() || self.cuts.allow(bytes, end).is_some();
-            (stands && ends && quoted.part(start, end).is_empty()).then(|| {
+            (stands && ends && quoted.within(start, end).is_empty()).then(|| {
                 out.extend_from_slice(&piece.tokens);
                 (end, piece.next.load(Ordering::Relaxed), piece.name)
             })
@@ -278,14 +278,14 @@ impl Memo {
         encode: &impl Fn(&str, How, &mut Vec<u32>) -> bool,
     ) -> Option<(u64, u64, Option<u64>)> {
         let hash = self.hash(text, how);
-        let known = self.pieces.get(hash, |piece| {
+        let found = self.pieces.get(hash, |piece| {
             (piece.how == how && *piece.text == *text).then(|| {
                 out.extend_from_slice(&piece.tokens);
                 (piece.next.load(Ordering::Relaxed), piece.name)
             })
         });
-        self.pieces.count(known.is_some());
-        if let Some((next, name)) = known {
+        self.pieces.count(found.is_some());
+        if let Some((next, name)) = found {
             return Some((hash, next, Some(name)));
         }
         let begin = out.len();
@@ -293,7 +293,7 @@ impl Memo {
             return None;
         }
         self.put(hash, how, text, out.get(begin..).unwrap_or_default());
-        Some((hash, NOTHING, None))
+        Some((hash, NO_PIECE, None))
     }
 
     /// Joins a stretch of several pieces to a run that ends at `end` in the text and at `tokens` in its
@@ -319,7 +319,7 @@ impl Memo {
 
     /// Records that `next` follows `before`.
     fn link(&self, before: u64, next: u64) {
-        if before != NOTHING {
+        if before != NO_PIECE {
             self.pieces.get(before, |piece| {
                 piece.next.store(next, Ordering::Relaxed);
                 Some(())
@@ -336,20 +336,20 @@ impl Memo {
 
     fn put(&self, hash: u64, how: How, text: &str, tokens: &[u32]) {
         let bytes = size_of::<Piece>() + text.len() + size_of_val(tokens);
-        let (name, next) = (NEXT_NAME.fetch_add(1, Ordering::Relaxed), AtomicU64::new(NOTHING));
+        let (name, next) = (NEXT_NAME.fetch_add(1, Ordering::Relaxed), AtomicU64::new(NO_PIECE));
         self.pieces.put(hash, Piece { name, how, text: text.into(), tokens: tokens.into(), next }, bytes);
     }
 
     /// End of the piece that begins at `start`, which is before the end of the text.
     fn piece_end(&self, text: &[u8], start: usize) -> usize {
         // A newline may be just before the first possible cut point.
-        let from = (start + self.grain.least).saturating_sub(1).max(start);
+        let from = (start + self.grain.min_piece).saturating_sub(1).max(start);
         let near = memchr::memchr2_iter(b' ', b'\n', text.get(from..).unwrap_or_default());
-        let places = near.map(|at| from + at + usize::from(text.get(from + at) == Some(&b'\n')));
-        let mut places = places.filter(|at| *at >= start + self.grain.least && *at < text.len());
-        let taken = places.find(|&at| match self.cuts.allow(text, at) {
+        let candidates = near.map(|at| from + at + usize::from(text.get(from + at) == Some(&b'\n')));
+        let mut candidates = candidates.filter(|at| *at >= start + self.grain.min_piece && *at < text.len());
+        let taken = candidates.find(|&at| match self.cuts.allow(text, at) {
             Some(CutPoint::Newline) => true,
-            Some(CutPoint::Space) => at - start >= MOST || chosen(text, at, self.grain.one_of),
+            Some(CutPoint::Space) => at - start >= MAX_PIECE || chosen(text, at, self.grain.space_interval),
             None => false,
         });
         taken.unwrap_or(text.len())
@@ -357,10 +357,10 @@ impl Memo {
 }
 
 /// Whether the bytes before `at` select it as a cut point.
-fn chosen(text: &[u8], at: usize, one_of: u32) -> bool {
+fn chosen(text: &[u8], at: usize, space_interval: u32) -> bool {
     let window = text.get(..at).and_then(|before| before.last_chunk::<WINDOW>());
     let mixed = window.map_or(0, |window| u64::from_le_bytes(*window).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    ((mixed >> 32) * u64::from(one_of)) >> 32 == 0
+    ((mixed >> 32) * u64::from(space_interval)) >> 32 == 0
 }
 
 #[cfg(test)]

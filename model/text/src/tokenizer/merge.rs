@@ -22,12 +22,12 @@ pub(super) struct Symbol {
 
 const NONE: usize = usize::MAX;
 
-/// Most bytes merged at once. A longer word is split into windows of this size.
+/// Maximum bytes merged at once. A longer word is split into windows of this size.
 const WINDOW: usize = 8 << 10;
 /// Overlap of two neighbouring windows in bytes.
 const OVERLAP: usize = 1 << 10;
 /// Symbols for which a merger keeps memory.
-const KEPT_SYMBOLS: usize = 2 * WINDOW;
+const RETAINED_SYMBOLS: usize = 2 * WINDOW;
 
 /// A pair that may merge. Order: lower priority first, then further left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,7 +55,7 @@ pub(super) struct Letters<F, C> {
     /// Pushes the symbols of a byte range.
     pub(super) push: F,
     /// The last offset at or before a byte where a symbol may start.
-    pub(super) floor: C,
+    pub(super) boundary_at: C,
 }
 
 impl<P: Ord + Copy> Merger<P> {
@@ -91,7 +91,7 @@ impl<P: Ord + Copy> Merger<P> {
         self.start(0);
         (letters.push)(self, 0..letters.bytes);
         self.run(pair, |symbol| spell(symbol, out));
-        if self.symbols.capacity() > KEPT_SYMBOLS {
+        if self.symbols.capacity() > RETAINED_SYMBOLS {
             *self = Self::new();
         }
     }
@@ -108,7 +108,7 @@ impl<P: Ord + Copy> Merger<P> {
         C: Fn(usize) -> usize,
     {
         let mut window = |from: usize| {
-            let end = (letters.floor)(letters.bytes.min(from + WINDOW));
+            let end = (letters.boundary_at)(letters.bytes.min(from + WINDOW));
             let mut symbols = Vec::with_capacity(end - from);
             self.start(from);
             (letters.push)(self, from..end);
@@ -262,7 +262,7 @@ mod tests {
             push: |merger: &mut Merger<u32>, range: Range<usize>| {
                 word[range].iter().for_each(|&byte| merger.push(u32::from(byte), 1));
             },
-            floor: |at| at,
+            boundary_at: |at| at,
         };
         let mut out = Vec::new();
         merger.word(&letters, |a, b| pair(a.id, b.id), &mut out, |symbol, out| out.push(symbol.id));
@@ -313,7 +313,7 @@ mod tests {
         for word in [vec![2; 1 << 20], [2, 3, 3].iter().copied().cycle().take(1 << 20).collect()] {
             let (tokens, room) = merged(&word, text_pair(&ranks));
             assert!(tokens.len() < word.len() / 4, "{}", tokens.len());
-            assert!(room <= KEPT_SYMBOLS, "{room}");
+            assert!(room <= RETAINED_SYMBOLS, "{room}");
         }
     }
 
@@ -325,7 +325,7 @@ mod tests {
         let pair = |a: u32, b: u32| (a == b).then_some((a, a + 1));
         let (tokens, room) = merged(&word, pair);
         assert_eq!(tokens, [2 + (4 * WINDOW).ilog2()]);
-        assert!(room <= KEPT_SYMBOLS, "{room}");
+        assert!(room <= RETAINED_SYMBOLS, "{room}");
     }
 
     #[test]

@@ -28,8 +28,8 @@ impl Symbols {
 
     /// The symbol of `text`: its token, or a new symbol that stands for the tokens of its characters.
     pub(super) fn number(&mut self, text: &str) -> Result<u32, TokenizerError> {
-        if let Some(&known) = self.by_text.get(text) {
-            return Ok(known);
+        if let Some(&id) = self.by_text.get(text) {
+            return Ok(id);
         }
         let found = self.tokens as usize + self.spelled.len();
         let id = u32::try_from(found).map_err(|_| TokenizerError::TooManyTokens { found })?;

@@ -111,7 +111,7 @@ mod tests {
         #[test]
         fn finds_what_a_hash_map_finds(
             words in prop::collection::vec(prop::collection::vec(0u8..4, 0..12), 0..200),
-            asked in prop::collection::vec(prop::collection::vec(0u8..4, 0..12), 0..50),
+            queried in prop::collection::vec(prop::collection::vec(0u8..4, 0..12), 0..50),
         ) {
             let mut pieces = Pieces::default();
             let mut index = Index::with_capacity(words.len());
@@ -122,7 +122,7 @@ mod tests {
                 map.entry(word.clone()).or_insert(id as u32);
             }
             prop_assert_eq!(pieces.len(), words.len());
-            for word in words.iter().chain(&asked) {
+            for word in words.iter().chain(&queried) {
                 prop_assert_eq!(index.find(&pieces, word), map.get(word).copied());
             }
         }

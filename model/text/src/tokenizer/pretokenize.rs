@@ -29,7 +29,7 @@ pub(super) enum Style {
     PunctuationThenGpt2,
     /// The cl100k family: any one character may begin a word; newlines end punctuation.
     Words {
-        /// Most number characters in one word.
+        /// Maximum count of number characters in one word.
         digits: usize,
         /// Combining marks count as letters.
         marks: bool,
@@ -197,22 +197,24 @@ pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a s
         // The common case.
         Style::DigitsThenGpt2 if !may_have_numbers(text) => words(text, gpt2_word, emit),
         Style::DigitsThenGpt2 => {
-            alternate(text, |c| class(c) == Class::Number, &mut |part, digits| {
+            alternate(text, |c| class(c) == Class::Number, &mut |segment, digits| {
                 if digits {
-                    for (at, c) in part.char_indices() {
-                        emit(&part[at..at + c.len_utf8()]);
+                    for (at, c) in segment.char_indices() {
+                        emit(&segment[at..at + c.len_utf8()]);
                     }
                 } else {
-                    words(part, gpt2_word, emit);
+                    words(segment, gpt2_word, emit);
                 }
             });
         }
         Style::PunctuationThenGpt2 => {
             let mut by_number = |word: &'a str| {
-                alternate(word, |c| class(c) == Class::Number, &mut |part, _| by_three_digits(part, emit));
+                alternate(word, |c| class(c) == Class::Number, &mut |segment, _| {
+                    by_three_digits(segment, emit)
+                });
             };
             // The second expression also treats runs of punctuation as separate words, and may split them.
-            alternate(text, is_punctuation, &mut |part, _| words(part, gpt2_word, &mut by_number));
+            alternate(text, is_punctuation, &mut |segment, _| words(segment, gpt2_word, &mut by_number));
         }
         Style::Words { digits, marks } => words(text, |rest| cl100k_word(rest, digits, marks), emit),
         Style::Cased => words(text, o200k_word, emit),
@@ -402,9 +404,9 @@ fn small_word(text: &str) -> Option<usize> {
     last.map(|(at, c)| at + c.len_utf8())
 }
 
-/// `\p{N}{1,most}` of a text that begins with a number character.
-fn number(text: &str, most: usize) -> usize {
-    let numbers = text.char_indices().take(most).take_while(|&(_, c)| class(c) == Class::Number);
+/// `\p{N}{1,max}` of a text that begins with a number character.
+fn number(text: &str, max: usize) -> usize {
+    let numbers = text.char_indices().take(max).take_while(|&(_, c)| class(c) == Class::Number);
     numbers.map(|(at, c)| at + c.len_utf8()).last().unwrap_or(0)
 }
 

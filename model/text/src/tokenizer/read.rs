@@ -113,7 +113,9 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
                 true,
             )
         }
-        found => return Err(TokenizerError::UnknownModel { found: found.to_owned(), known: MODELS }.into()),
+        found => {
+            return Err(TokenizerError::UnknownModel { found: found.to_owned(), supported: MODELS }.into());
+        }
     };
     let ends = vocabulary.sequence_ends(metadata, &defaults, eos, adds_bos)?;
     hash.number(ends.bos.map_or(u64::MAX, u64::from));
@@ -150,8 +152,8 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
 fn pre_tokenizer(metadata: &Metadata) -> Result<PreTokenizer, Error> {
     let name: &str = metadata.get("tokenizer.ggml.pre")?.unwrap_or("default");
     pretokenize::find(name).ok_or_else(|| {
-        let known = pretokenize::TABLE.iter().map(|row| row.name).collect();
-        TokenizerError::UnknownPre { found: name.to_owned(), known }.into()
+        let supported = pretokenize::TABLE.iter().map(|row| row.name).collect();
+        TokenizerError::UnknownPre { found: name.to_owned(), supported }.into()
     })
 }
 

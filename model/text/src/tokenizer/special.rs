@@ -24,7 +24,7 @@ impl<'a> Quoted<'a> {
     }
 
     /// The ranges for the part of the text from `start` to `end`.
-    pub(super) fn part(self, start: usize, end: usize) -> Self {
+    pub(super) fn within(self, start: usize, end: usize) -> Self {
         let (start, end) = (self.base + start, self.base + end);
         let from = self.ranges.partition_point(|range| range.end <= start);
         let to = self.ranges.partition_point(|range| range.start < end);
@@ -71,8 +71,8 @@ impl First {
     }
 
     fn add(&mut self, byte: u8) {
-        let known = std::mem::replace(&mut self.bytes[usize::from(byte)], true);
-        if !known {
+        let seen = std::mem::replace(&mut self.bytes[usize::from(byte)], true);
+        if !seen {
             self.list.push(byte);
         }
     }
@@ -151,10 +151,10 @@ impl Specials {
             for &byte in text {
                 at = match tree.nodes[at].children.binary_search_by_key(&byte, |c| c.0) {
                     Ok(child) => tree.nodes[at].children[child].1,
-                    Err(place) => {
+                    Err(index) => {
                         let child = tree.nodes.len();
                         tree.nodes.push(Node::default());
-                        tree.nodes[at].children.insert(place, (byte, child));
+                        tree.nodes[at].children.insert(index, (byte, child));
                         child
                     }
                 };
@@ -165,7 +165,7 @@ impl Specials {
     }
 
     /// The parts of `quoted` that overlap a control token's text. The other ranges have no effect.
-    pub(super) fn that_matter(&self, text: &str, quoted: &[Range<usize>]) -> Vec<Range<usize>> {
+    pub(super) fn relevant_ranges(&self, text: &str, quoted: &[Range<usize>]) -> Vec<Range<usize>> {
         let all = Quoted::new(quoted);
         let mut matter: Vec<Range<usize>> = Vec::new();
         let mut done = 0;
@@ -230,9 +230,9 @@ impl Specials {
             return chosen;
         }
         let mut taken = vec![false; text.len()];
-        while let Some((_, mut places)) = by_len.pop_last() {
-            places.sort_unstable();
-            for found in places {
+        while let Some((_, mut ranges)) = by_len.pop_last() {
+            ranges.sort_unstable();
+            for found in ranges {
                 let bytes = &mut taken[found.start..found.start + found.len];
                 match bytes.iter().position(|t| *t) {
                     None => {
@@ -352,7 +352,7 @@ mod tests {
         let specials =
             Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
         let mut parts = Vec::new();
-        let matter = specials.that_matter(text, quoted);
+        let matter = specials.relevant_ranges(text, quoted);
         specials.split(text, true, Quoted::new(&matter), |part| parts.push(part));
         parts
     }

@@ -132,7 +132,7 @@ impl Spm {
             }
         };
         merger.word(
-            &Letters { bytes: word.len(), push, floor: |at| word.floor_char_boundary(at) },
+            &Letters { bytes: word.len(), push, boundary_at: |at| word.floor_char_boundary(at) },
             |left, right| {
                 let both = word.as_bytes().get(left.start..left.start + left.len + right.len)?;
                 let id = self.index.find(texts, both)?;

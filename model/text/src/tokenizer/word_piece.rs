@@ -43,7 +43,8 @@ impl WordPiece {
         });
     }
 
-    /// Calls `emit` with the characters of every word as the vocabulary knows them, and with none after each.
+    /// Calls `emit` with the characters of every word in the spelling of the vocabulary, and `None` after
+    /// each word.
     fn split(&self, text: &str, mut emit: impl FnMut(Option<char>)) {
         for c in text.chars() {
             if c.is_whitespace() {
@@ -75,9 +76,9 @@ impl WordPiece {
         if !self.lowercase || c.is_ascii() {
             return emit(if self.lowercase { c.to_ascii_lowercase() } else { c });
         }
-        decompose_canonical(c, |part| {
-            if get_general_category(part) != GeneralCategory::NonspacingMark {
-                part.to_lowercase().for_each(&mut emit);
+        decompose_canonical(c, |decomposed| {
+            if get_general_category(decomposed) != GeneralCategory::NonspacingMark {
+                decomposed.to_lowercase().for_each(&mut emit);
             }
         });
     }
@@ -87,8 +88,8 @@ impl WordPiece {
             return;
         }
         let before = out.len();
-        let known = word.chars().count() <= LONGEST_WORD && self.pieces(texts, word, out);
-        if !known {
+        let found = word.chars().count() <= LONGEST_WORD && self.pieces(texts, word, out);
+        if !found {
             out.truncate(before);
             out.push(self.unknown);
         }
@@ -101,10 +102,10 @@ impl WordPiece {
         while !rest.is_empty() {
             let longest = &rest[..rest.floor_char_boundary(self.longest)];
             // The mark alone is no piece.
-            let least = if rest.len() == marked.len() { SPACE.len_utf8() + 1 } else { 1 };
+            let min_end = if rest.len() == marked.len() { SPACE.len_utf8() + 1 } else { 1 };
             let ends = longest.char_indices().rev().map(|(at, c)| at + c.len_utf8());
             let found = ends
-                .take_while(|&end| end >= least)
+                .take_while(|&end| end >= min_end)
                 .find_map(|end| Some((self.index.find(texts, &rest.as_bytes()[..end])?, end)));
             let Some((token, end)) = found else { return false };
             out.push(token);

@@ -1,7 +1,7 @@
 //! Revocation: the record of certificates that an authority issued, and its certificate revocation list
 //! (CRL).
 
-use super::{Access, Authority, CA_LIFE, IssuedNode, file_error, read_text, since_epoch, write_over};
+use super::{Access, Authority, CA_LIFETIME, IssuedNode, file_error, read_text, since_epoch, write_over};
 use crate::error::{CertificateError, Error};
 use crate::revocation::MAX_REVOCATION_LIST;
 use proto::ids::{NodeId, Role};
@@ -131,7 +131,7 @@ impl Authority {
         };
         let list = CertificateRevocationListParams {
             this_update,
-            next_update: this_update + CA_LIFE,
+            next_update: this_update + CA_LIFETIME,
             crl_number: SerialNumber::from(since_epoch(now).as_secs()),
             issuing_distribution_point: None,
             revoked_certs: revoked.iter().map(entry).collect(),

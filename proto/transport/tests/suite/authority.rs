@@ -1,6 +1,6 @@
 //! `kvasir ca init|issue|rotate`: written files, refusals, and reloading, also while nodes run.
 
-use crate::cluster::{any_port, authority, config, node, pair_of, soon, until};
+use crate::cluster::{any_port, authority, config, node, pair_of, until, with_timeout};
 use crate::samples;
 use kvasir_transport::Error;
 use kvasir_transport::{CloseCode, Connection, Endpoint, EndpointConfig, Incoming};
@@ -115,15 +115,17 @@ async fn sec_rotate() {
     };
     // A stream that stays open throughout.
     let mut events = pair.to_coordinator.open_kv_events().await.unwrap();
-    let Incoming::KvEvents(mut heard) = pair.to_worker.accept().await.unwrap() else { panic!("no events") };
+    let Incoming::KvEvents(mut receiver) = pair.to_worker.accept().await.unwrap() else {
+        panic!("no events")
+    };
     let mut sent = 0;
-    let mut goes_on = async |step: &str| {
+    let mut check_stream = async |step: &str| {
         sent += 1;
         let batch = samples::batch(sent);
         events.send(batch.clone()).await.unwrap();
-        assert_eq!(soon(step, heard.next()).await.unwrap().unwrap(), batch, "{step}");
+        assert_eq!(with_timeout(step, receiver.next()).await.unwrap().unwrap(), batch, "{step}");
     };
-    goes_on("before").await;
+    check_stream("before").await;
 
     let old = Authority::load(&ca).unwrap();
     old.successor(SystemTime::now()).unwrap().replace(&ca).unwrap();
@@ -140,20 +142,20 @@ async fn sec_rotate() {
         assert!(!renew(identity, name).unwrap(), "it has that already");
     }
     joins(&pair.worker).await.unwrap();
-    goes_on("both roots").await;
+    check_stream("both roots").await;
     // One node after the other presents a certificate of the new root, as listener and as dialer.
     for ((role, name), identity) in [nodes[0], nodes[1]].into_iter().zip([&c1, &w1]) {
         new.issue(role, node(name), SystemTime::now()).unwrap().replace(&at(name)).unwrap();
         assert!(renew(identity, name).unwrap());
         joins(&pair.worker).await.unwrap();
-        goes_on(name).await;
+        check_stream(name).await;
     }
     // A node that has missed the rotation does not trust the new certificates.
-    let late = bind(&w2);
-    joins(&late).await.unwrap_err();
+    let outdated = bind(&w2);
+    joins(&outdated).await.unwrap_err();
     std::fs::copy(ca.join("ca.crt"), at("w2").join("ca.crt")).unwrap();
     renew(&w2, "w2").unwrap();
-    joins(&late).await.unwrap();
+    joins(&outdated).await.unwrap();
     // The old root is dropped.
     Authority::load(&ca).unwrap().alone().unwrap().unwrap().replace(&ca).unwrap();
     assert!(Authority::load(&ca).unwrap().alone().unwrap().is_none());
@@ -162,9 +164,9 @@ async fn sec_rotate() {
         renew(identity, name).unwrap();
     }
     joins(&pair.worker).await.unwrap();
-    let refused = joins(&late).await.unwrap_err();
+    let refused = joins(&outdated).await.unwrap_err();
     assert!(refused.contains("refuses our certificate"), "{refused}");
-    goes_on("after").await;
+    check_stream("after").await;
 }
 
 /// R1: a node with a revoked certificate loses its connections and gets no new ones, at nodes that were
@@ -191,7 +193,7 @@ async fn sec_revoked() {
     let to_w1 = Expected::any(Role::Worker);
     let stays =
         [c1.connect(c2.address(), &to_c2).await.unwrap(), w1.connect(c2.address(), &to_c2).await.unwrap()];
-    let kept = [c2.accept().await.unwrap(), c2.accept().await.unwrap()];
+    let accepted = [c2.accept().await.unwrap(), c2.accept().await.unwrap()];
     let open = [
         stolen.connect(c1.address(), &to_c1).await.unwrap(),
         stolen.connect(c2.address(), &to_c2).await.unwrap(),
@@ -214,7 +216,7 @@ async fn sec_revoked() {
     assert!(given.revoke(&first).unwrap());
     assert!(!given.revoke(&first).unwrap(), "it knows that already");
     for connection in &open {
-        soon("closing", connection.closed()).await;
+        with_timeout("closing", connection.closed()).await;
         assert!(connection.was_closed_for(CloseCode::Revoked));
     }
     for (node, to) in [(&c1, &to_c1), (&c2, &to_c2), (&w1, &to_w1)] {
@@ -226,21 +228,21 @@ async fn sec_revoked() {
         assert!(refused.to_string().contains("Revoked"), "{refused}");
     }
     assert!(held.iter().all(Connection::is_closed));
-    assert!(stays.iter().chain(&kept).all(|connection| !connection.is_closed()));
+    assert!(stays.iter().chain(&accepted).all(|connection| !connection.is_closed()));
 
     // A new certificate for the same node is valid, nodes that connect later get the list, and lists add
     // up.
     bind(&issue(Role::Worker, "w2")).connect(w1.address(), &to_w1).await.unwrap();
     std::fs::remove_file(dir.path().join("ca.crl")).unwrap();
-    let later = issue(Role::Worker, "w3");
+    let revoked_later = issue(Role::Worker, "w3");
     assert_eq!(revoke(&Authority::issued(dir.path(), Role::Worker, &node("w3")).unwrap()), 1);
     assert!(given.revoke(&list()).unwrap());
-    let told = issue(Role::Coordinator, "c3");
-    let late = bind(&told);
-    let _joined = late.connect(c2.address(), &to_c2).await.unwrap();
-    soon("being told", told.more_revoked_than(1)).await;
-    for revoked in [&stolen, &bind(&later)] {
-        let refused = revoked.connect(late.address(), &to_c1).await.unwrap_err();
+    let newcomer_identity = issue(Role::Coordinator, "c3");
+    let newcomer = bind(&newcomer_identity);
+    let _joined = newcomer.connect(c2.address(), &to_c2).await.unwrap();
+    with_timeout("being told", newcomer_identity.more_revoked_than(1)).await;
+    for revoked in [&stolen, &bind(&revoked_later)] {
+        let refused = revoked.connect(newcomer.address(), &to_c1).await.unwrap_err();
         assert!(matches!(refused, Error::Refused { .. }), "{refused:?}");
     }
 
@@ -269,14 +271,14 @@ async fn sec_revoked() {
     std::fs::write(dir.path().join("c5/ca.crl"), list()).unwrap();
     let (knows, learns) = (bind(&trusting("c5")), bind(&slow));
     let _joined = learns.connect(knows.address(), &to_c1).await.unwrap();
-    let knows_it = async || {
+    let refuses_revoked = async || {
         let dialed = learns.connect(stolen.address(), &Expected::any(Role::Worker)).await;
         dialed.is_err_and(|error| error.to_string().contains("Revoked"))
     };
-    assert!(!knows_it().await);
+    assert!(!refuses_revoked().await);
     assert!(slow.renew(&trusting("w5")).unwrap());
-    soon("being told again", slow.more_revoked_than(0)).await;
-    assert!(knows_it().await);
+    with_timeout("being told again", slow.more_revoked_than(0)).await;
+    assert!(refuses_revoked().await);
     // An unreadable list is an error.
     std::fs::write(dir.path().join("c4/ca.crl"), "nonsense").unwrap();
     load_identity(&dir.path().join("c4")).unwrap_err();
@@ -284,7 +286,7 @@ async fn sec_revoked() {
 
 /// Files are replaced one at a time: files that do not match, or belong to another node, change nothing.
 #[tokio::test]
-async fn what_cannot_be_put_to_use_renews_nothing() {
+async fn an_unusable_certificate_renews_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let ca = authority("c");
     let save = |name: &str, directory: &str| {

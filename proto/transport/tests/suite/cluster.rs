@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
 /// Time limit of every wait, long enough for slow machines.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 pub(crate) fn any_port() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
@@ -28,7 +28,7 @@ pub(crate) fn identity(ca: &Authority, role: Role, name: &str) -> Identity {
 
 /// An endpoint that accepts workers, as both roles do.
 pub(crate) fn config() -> EndpointConfig {
-    EndpointConfig { handshake_timeout: PATIENCE, ..EndpointConfig::new(Epoch(1), [Role::Worker]) }
+    EndpointConfig { handshake_timeout: TIME_LIMIT, ..EndpointConfig::new(Epoch(1), [Role::Worker]) }
 }
 
 pub(crate) fn endpoint(ca: &Authority, role: Role, name: &str, config: EndpointConfig) -> Endpoint {
@@ -36,13 +36,13 @@ pub(crate) fn endpoint(ca: &Authority, role: Role, name: &str, config: EndpointC
 }
 
 /// Awaits `future` with a time limit, so that a hanging test fails and names the step.
-pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} takes too long"))
+pub(crate) async fn with_timeout<T>(step: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(TIME_LIMIT, future).await.unwrap_or_else(|_| panic!("{step} takes too long"))
 }
 
 /// Polls until a condition holds that nothing signals.
-pub(crate) async fn until(what: &str, mut reached: impl FnMut() -> bool) {
-    soon(what, async {
+pub(crate) async fn until(step: &str, mut reached: impl FnMut() -> bool) {
+    with_timeout(step, async {
         while !reached() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -66,7 +66,7 @@ pub(crate) async fn pair() -> Pair {
 
 pub(crate) async fn pair_of(coordinator: Endpoint, worker: Endpoint) -> Pair {
     let expected = Expected::node(Role::Coordinator, node("c1"));
-    let (dialed, accepted) = soon("joining", async {
+    let (dialed, accepted) = with_timeout("joining", async {
         tokio::join!(worker.connect(coordinator.address(), &expected), coordinator.accept())
     })
     .await;

@@ -1,7 +1,7 @@
 //! Sessions of operations: frames both ways at once, typed refusals, and bounded memory when one end is
 //! slow.
 
-use crate::cluster::{Pair, pair, soon};
+use crate::cluster::{Pair, pair, with_timeout};
 use crate::samples;
 use kvasir_transport::Error;
 use kvasir_transport::{Incoming, OperationCall, OperationSession, StreamCode};
@@ -11,7 +11,7 @@ use proto::operation::{
 use std::time::Duration;
 
 async fn call(pair: &Pair) -> OperationCall {
-    match soon("a session's request", pair.to_coordinator.accept()).await.unwrap() {
+    match with_timeout("a session's request", pair.to_coordinator.accept()).await.unwrap() {
         Incoming::Operation(call) => {
             assert_eq!(call.request, samples::operation_request());
             *call
@@ -28,7 +28,8 @@ async fn opened(pair: &Pair) -> (OperationSession, OperationCall) {
         call
     };
     let (session, call) =
-        soon("opening", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
+        with_timeout("opening", async { tokio::join!(pair.to_worker.open_operation(&request), worker) })
+            .await;
     let session = session.unwrap().unwrap();
     assert_eq!(session.opened, samples::opened_operation());
     (session, call)
@@ -38,7 +39,7 @@ async fn opened(pair: &Pair) -> (OperationSession, OperationCall) {
 async fn inputs_and_results_arrive_in_order() {
     let pair = pair().await;
     let (mut session, mut call) = opened(&pair).await;
-    let heard = [
+    let inputs = [
         OperationInput::Samples(Pcm::I16(vec![-32_768, 0, 32_767])),
         OperationInput::Samples(Pcm::F32(vec![0.25; MAX_FRAME_SAMPLES])),
         OperationInput::Segment,
@@ -46,7 +47,7 @@ async fn inputs_and_results_arrive_in_order() {
         OperationInput::Finish,
     ];
     let client = async {
-        for input in &heard {
+        for input in &inputs {
             session.sender.send(input).await.unwrap();
         }
         let windows = vec![VoiceWindow { start: 0, probability: 0.5 }];
@@ -56,14 +57,14 @@ async fn inputs_and_results_arrive_in_order() {
         assert!(matches!(end, Error::StreamCut { .. }), "{end:?}");
     };
     let worker = async {
-        for input in &heard {
+        for input in &inputs {
             assert_eq!(call.inputs.next().await.unwrap().as_ref(), Some(input));
         }
         let windows = vec![VoiceWindow { start: 0, probability: 0.5 }];
         call.reply.send(&OperationOutput::Windows(windows)).await.unwrap();
         call.reply.end(&OperationOutput::Finished { samples: 3 }).await.unwrap();
     };
-    soon("the session", async { tokio::join!(client, worker) }).await;
+    with_timeout("the session", async { tokio::join!(client, worker) }).await;
 }
 
 #[tokio::test]
@@ -74,7 +75,8 @@ async fn a_refused_session_has_a_typed_error() {
     let worker =
         async { call(&pair).await.reply.end(&OperationOutput::Failed(refusal.clone())).await.unwrap() };
     let (session, ()) =
-        soon("the refusal", async { tokio::join!(pair.to_worker.open_operation(&request), worker) }).await;
+        with_timeout("the refusal", async { tokio::join!(pair.to_worker.open_operation(&request), worker) })
+            .await;
     assert_eq!(session.unwrap().unwrap_err(), refusal);
 }
 
@@ -84,14 +86,18 @@ async fn a_session_ends_when_either_side_leaves() {
     let (session, call) = opened(&pair).await;
     let cancelled = call.reply.cancelled();
     drop(session);
-    soon("the cancellation", cancelled).await;
+    with_timeout("the cancellation", cancelled).await;
 
     let (session, mut call) = opened(&pair).await;
     let OperationSession { sender, mut answers, .. } = session;
     drop(sender);
-    soon("the end of what is heard", async { while let Ok(Some(_)) = call.inputs.next().await {} }).await;
+    with_timeout("the end of what is heard", async { while let Ok(Some(_)) = call.inputs.next().await {} })
+        .await;
     call.reply.end(&OperationOutput::Finished { samples: 0 }).await.unwrap();
-    assert_eq!(soon("the end", answers.next()).await.unwrap(), OperationOutput::Finished { samples: 0 });
+    assert_eq!(
+        with_timeout("the end", answers.next()).await.unwrap(),
+        OperationOutput::Finished { samples: 0 }
+    );
 }
 
 #[tokio::test]
@@ -100,7 +106,7 @@ async fn sending_to_an_ended_session_fails_with_the_reason() {
     let (mut session, call) = opened(&pair).await;
     call.reply.end(&OperationOutput::Failed(OperationError::Idle { after_ms: 7 })).await.unwrap();
     call.inputs.stop();
-    let error = soon("the end of sending", async {
+    let error = with_timeout("the end of sending", async {
         loop {
             if let Err(error) = session.sender.send(&OperationInput::Segment).await {
                 break error;
@@ -111,7 +117,7 @@ async fn sending_to_an_ended_session_fails_with_the_reason() {
     })
     .await;
     assert!(matches!(error, Error::StreamEnded(StreamCode::Cancelled)), "{error:?}");
-    let answer = soon("why", session.answers.next()).await.unwrap();
+    let answer = with_timeout("why", session.answers.next()).await.unwrap();
     assert_eq!(answer, OperationOutput::Failed(OperationError::Idle { after_ms: 7 }));
 }
 
@@ -127,6 +133,6 @@ async fn a_worker_that_does_not_read_slows_the_client_down() {
     }
     // One frame was cut off. All frames before it arrive.
     for _ in 0..sent {
-        assert_eq!(soon("a frame", call.inputs.next()).await.unwrap().as_ref(), Some(&frame));
+        assert_eq!(with_timeout("a frame", call.inputs.next()).await.unwrap().as_ref(), Some(&frame));
     }
 }

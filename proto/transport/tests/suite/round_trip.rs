@@ -191,7 +191,7 @@ prop_compose! {
     ) -> Register {
         let cost = |(model, bytes_per_token, bytes_per_point)| PullCost { model, bytes_per_token, bytes_per_point };
         let drafter = drafter.map(|model_digest| OfferedDrafter {
-            model_digest, drafter: Drafter::Appended, from_layer: 3, weight_bytes: 70_000,
+            model_digest, drafter: Drafter::MtpHead, from_layer: 3, weight_bytes: 70_000,
             reads_embedding: false, kv_elements: 300, state_elements: 5,
         });
         Register {

@@ -255,7 +255,7 @@ fn place_order() -> PlaceOrder {
         layers,
     };
     let lead = Lead {
-        life: 70_000,
+        plan_index: 70_000,
         model: ModelId::new("m").unwrap(),
         model_digest: [1; 32],
         cache_bytes: 70_000,
@@ -270,13 +270,17 @@ fn place_order() -> PlaceOrder {
 }
 
 fn place_report() -> PlaceReport {
-    let leads =
-        LeadReport { life: 70_000, state: LeadState::Waiting, attempts: 3, reason: "stage 1 is lost".into() };
+    let leads = LeadReport {
+        plan_index: 70_000,
+        state: LeadState::Waiting,
+        attempts: 3,
+        reason: "stage 1 is lost".into(),
+    };
     PlaceReport { leads: Some(leads), holds: Some(300) }
 }
 
 pub(crate) fn stage_claim() -> StageClaim {
-    StageClaim { replica: ReplicaId([6; 16]), life: 70_000, epoch: Epoch(300) }
+    StageClaim { replica: ReplicaId([6; 16]), plan_index: 70_000, epoch: Epoch(300) }
 }
 
 pub(crate) fn encode_request() -> EncodeRequest {
@@ -490,11 +494,7 @@ pub(crate) fn all() -> Vec<Samples> {
         ),
         samples_of_struct("Register", Control, [register("w1")]),
         samples_of_struct("PlaceOrder", Control, [place_order()]),
-        samples(
-            "Drafter",
-            Control,
-            [Drafter::Appended, Drafter::Assistant([2; 32]), Drafter::Model([3; 32])],
-        ),
+        samples("Drafter", Control, [Drafter::MtpHead, Drafter::Assistant([2; 32]), Drafter::Model([3; 32])]),
         samples_of_struct("PlaceReport", Control, [place_report()]),
         samples(
             "LeadState",
@@ -508,14 +508,14 @@ pub(crate) fn all() -> Vec<Samples> {
             Stream,
             [
                 LeaseAnswer::Granted,
-                LeaseAnswer::Refused(ClaimRefusal::Stale { life: 70_000, epoch: Epoch(300) }),
+                LeaseAnswer::Refused(ClaimRefusal::Stale { plan_index: 70_000, epoch: Epoch(300) }),
                 LeaseAnswer::Beat(70_000),
             ],
         ),
         samples(
             "ClaimRefusal",
             Stream,
-            [ClaimRefusal::Stale { life: 70_000, epoch: Epoch(300) }, ClaimRefusal::Leads],
+            [ClaimRefusal::Stale { plan_index: 70_000, epoch: Epoch(300) }, ClaimRefusal::Leads],
         ),
         samples_of_struct("Registered", Control, [registered()]),
         samples("Refusal", Control, refusals()),
@@ -528,7 +528,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples(
             "StageDrafter",
             Stream,
-            [StageDrafter::Assistant { digest: [2; 32] }, StageDrafter::Appended { sequences: 4 }],
+            [StageDrafter::Assistant { digest: [2; 32] }, StageDrafter::MtpHead { sequences: 4 }],
         ),
         samples("StageReport", Stream, stage_reports()),
         samples("StageFailure", Stream, stage_failures()),

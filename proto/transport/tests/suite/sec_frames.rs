@@ -2,7 +2,7 @@
 //! variants of a newer peer are skipped and not fatal.
 
 use crate::bare::{self, Root, frame, leaf};
-use crate::cluster::{any_port, soon, until};
+use crate::cluster::{any_port, until, with_timeout};
 use crate::samples;
 use kvasir_transport::Error;
 use kvasir_transport::{Connection, Endpoint, EndpointConfig, Incoming};
@@ -25,7 +25,7 @@ async fn half(listener: &str, dialer: &str, accepts: Role) -> Half {
     let shown = root.sign(&leaf(&format!("spiffe://c/{dialer}/n2")));
     let ours = bare::dial(endpoint.address(), Some(&shown)).await;
     let (_, theirs) =
-        soon("hello", async { tokio::join!(bare::hello(&ours, "n2"), endpoint.accept()) }).await;
+        with_timeout("hello", async { tokio::join!(bare::hello(&ours, "n2"), endpoint.accept()) }).await;
     Half { ours, theirs: theirs.unwrap(), endpoint }
 }
 
@@ -48,8 +48,8 @@ async fn write(connection: &quinn::Connection, bytes: &[u8]) -> (quinn::SendStre
 /// Returns the codes with which the other side stopped and reset the two directions.
 async fn refusal(stream: (quinn::SendStream, quinn::RecvStream)) -> (u64, u64) {
     let (send, mut receive) = stream;
-    let stopped = soon("stop", send.stopped()).await.unwrap().unwrap();
-    match soon("reset", receive.read(&mut [0])).await.unwrap_err() {
+    let stopped = with_timeout("stop", send.stopped()).await.unwrap().unwrap();
+    match with_timeout("reset", receive.read(&mut [0])).await.unwrap_err() {
         quinn::ReadError::Reset(reset) => (stopped.into_inner(), reset.into_inner()),
         other => panic!("{other}"),
     }
@@ -63,7 +63,7 @@ async fn worker_of_worker() -> Half {
 async fn generation_still_works(half: &Half) {
     let body = codec::encode(&samples::request(), Cap::GenerateRequest).unwrap();
     let _stream = write(&half.ours, &[&[2], &frame(body.len(), &body)[..]].concat()).await;
-    match soon("a generation", half.theirs.accept()).await.unwrap() {
+    match with_timeout("a generation", half.theirs.accept()).await.unwrap() {
         Incoming::Generate(call) => assert_eq!(call.request, samples::request()),
         other => panic!("{other:?}"),
     }
@@ -116,7 +116,7 @@ async fn a_worker_may_pull_from_another_and_nothing_else() {
         assert_eq!(refusal(stream).await, (3, 3), "{what}");
     }
     let _stream = write(&half.ours, &[&[9], &frame(body.len(), &body)[..]].concat()).await;
-    match soon("a pull", half.theirs.accept()).await.unwrap() {
+    match with_timeout("a pull", half.theirs.accept()).await.unwrap() {
         Incoming::Pull(call) => assert_eq!(call.request, samples::pull_request()),
         other => panic!("{other:?}"),
     }
@@ -158,7 +158,7 @@ async fn an_event_stream_survives_unknown_events_and_reports_a_cut() {
         [frame(good.len(), &good), frame(newer.len(), &newer), frame(2, &[7, 7]), frame(good.len(), &good)];
     send.write_all(&[&[3], &frames.concat()[..], &frame(good.len(), &good[..10])].concat()).await.unwrap();
     send.finish().unwrap();
-    let Incoming::KvEvents(mut events) = soon("events", half.theirs.accept()).await.unwrap() else {
+    let Incoming::KvEvents(mut events) = with_timeout("events", half.theirs.accept()).await.unwrap() else {
         panic!("not an event stream");
     };
     assert_eq!(events.next().await.unwrap().unwrap(), samples::batch(1));
@@ -179,10 +179,10 @@ async fn an_event_frame_longer_than_its_cap_is_refused_by_its_length() {
     let half = coordinator().await;
     let mut send = half.ours.open_uni().await.unwrap();
     send.write_all(&[&[3], &frame(Cap::Events.bytes() + 1, &[])[..]].concat()).await.unwrap();
-    let Incoming::KvEvents(mut events) = soon("events", half.theirs.accept()).await.unwrap() else {
+    let Incoming::KvEvents(mut events) = with_timeout("events", half.theirs.accept()).await.unwrap() else {
         panic!("not an event stream");
     };
-    let error = soon("refusal", events.next()).await.unwrap().unwrap_err();
+    let error = with_timeout("refusal", events.next()).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::Codec(CodecError::TooLong { .. })), "{error:?}");
 }
 
@@ -192,11 +192,11 @@ async fn a_reset_inside_a_frame_is_an_error_with_its_code() {
     let half = coordinator().await;
     let mut send = half.ours.open_uni().await.unwrap();
     send.write_all(&[3, 0, 0, 1]).await.unwrap();
-    let Incoming::KvEvents(mut events) = soon("events", half.theirs.accept()).await.unwrap() else {
+    let Incoming::KvEvents(mut events) = with_timeout("events", half.theirs.accept()).await.unwrap() else {
         panic!("not an event stream");
     };
     send.reset(quinn::VarInt::from_u32(77)).unwrap();
-    let error = soon("the reset", events.next()).await.unwrap().unwrap_err();
+    let error = with_timeout("the reset", events.next()).await.unwrap().unwrap_err();
     assert!(error.to_string().contains("77"), "{error}");
 }
 
@@ -205,11 +205,11 @@ async fn a_malformed_rpc_ends_only_its_channel() {
     let half = worker().await;
     for bytes in [frame(Cap::Control.bytes() + 1, &[]), frame(2, &[9, 9]), frame(0, &[])] {
         let (_send, mut receive) = write(&half.ours, &[&[1], &bytes[..]].concat()).await;
-        let Incoming::WorkerRpc(rpc) = soon("a channel", half.theirs.accept()).await.unwrap() else {
+        let Incoming::WorkerRpc(rpc) = with_timeout("a channel", half.theirs.accept()).await.unwrap() else {
             panic!("not a channel");
         };
-        soon("the channel's end", rpc.serve(Unreachable)).await;
-        let end = soon("the end", receive.read(&mut [0])).await;
+        with_timeout("the channel's end", rpc.serve(Unreachable)).await;
+        let end = with_timeout("the end", receive.read(&mut [0])).await;
         assert!(matches!(end, Ok(None) | Err(quinn::ReadError::Reset(_))), "{end:?}");
     }
     generation_still_works(&half).await;
@@ -256,7 +256,7 @@ async fn a_first_stream_that_is_no_hello_ends_the_connection() {
         let shown = root.sign(&leaf("spiffe://c/worker/n2"));
         let ours = bare::dial(endpoint.address(), Some(&shown)).await;
         let _stream = write(&ours, bytes).await;
-        let reason = soon("closing", ours.closed()).await;
+        let reason = with_timeout("closing", ours.closed()).await;
         assert!(matches!(reason, quinn::ConnectionError::ApplicationClosed(_)), "{bytes:?}: {reason}");
         until("counting", || endpoint.stats().failed == tried as u64 + 1).await;
     }
@@ -277,18 +277,18 @@ async fn a_prompt_after_an_unknown_prefix_is_refused_with_a_code() {
     };
     let numbered = |number, tokens| Some(NumberedPrefix { number, tokens });
     let keeping = PrefixNote { after: None, keep: numbered(7, 2) };
-    let _kept = write(&half.ours, &message(keeping, &samples::request())).await;
-    assert!(matches!(soon("it", half.theirs.accept()).await.unwrap(), Incoming::Generate(_)));
+    let _numbered = write(&half.ours, &message(keeping, &samples::request())).await;
+    assert!(matches!(with_timeout("it", half.theirs.accept()).await.unwrap(), Incoming::Generate(_)));
     // An unknown number, a wrong length, and a length beyond the prompt.
     for after in [numbered(8, 2), numbered(7, 1), numbered(7, u32::MAX)] {
         let (_send, mut receive) =
             write(&half.ours, &message(PrefixNote { after, keep: None }, &samples::request())).await;
-        let refused = soon("the refusal", receive.read(&mut [0])).await.unwrap_err();
+        let refused = with_timeout("the refusal", receive.read(&mut [0])).await.unwrap_err();
         assert_eq!(refused, quinn::ReadError::Reset(UNKNOWN_PREFIX.into()), "{after:?}");
     }
-    let known = PrefixNote { after: numbered(7, 2), keep: numbered(9, u32::MAX) };
-    let _known = write(&half.ours, &message(known, &samples::request())).await;
-    let Incoming::Generate(call) = soon("it", half.theirs.accept()).await.unwrap() else { panic!() };
+    let follow_up = PrefixNote { after: numbered(7, 2), keep: numbered(9, u32::MAX) };
+    let _follow_up = write(&half.ours, &message(follow_up, &samples::request())).await;
+    let Incoming::Generate(call) = with_timeout("it", half.theirs.accept()).await.unwrap() else { panic!() };
     let prompt = samples::request().prompt;
     assert_eq!(*call.request.prompt, *[&prompt[..2], &prompt].concat());
     generation_still_works(&half).await;
@@ -302,8 +302,8 @@ async fn a_worker_without_the_prefix_gets_the_whole_prompt() {
     let answer = codec::encode(&samples::frames()[2], Cap::Stream).unwrap();
     let whole = codec::encode(&request, Cap::GenerateRequest).unwrap();
     let next = async || {
-        let (send, mut receive) = soon("a stream", half.ours.accept_bi()).await.unwrap();
-        (send, soon("the request", receive.read_to_end(1 << 20)).await.unwrap())
+        let (send, mut receive) = with_timeout("a stream", half.ours.accept_bi()).await.unwrap();
+        (send, with_timeout("the request", receive.read_to_end(1 << 20)).await.unwrap())
     };
     for turn in 0..3 {
         let mut stream = half.theirs.open_generate(&request).await.unwrap();
@@ -324,7 +324,10 @@ async fn a_worker_without_the_prefix_gets_the_whole_prompt() {
         } else {
             send.write_all(&frame(answer.len(), &answer)).await.unwrap();
             send.finish().unwrap();
-            assert_eq!(soon("the answer", stream.next()).await.unwrap().unwrap(), samples::frames()[2]);
+            assert_eq!(
+                with_timeout("the answer", stream.next()).await.unwrap().unwrap(),
+                samples::frames()[2]
+            );
         }
     }
     // A prefix that the worker does not have gets a new number.

@@ -2,7 +2,7 @@
 //! present each certificate of the table; neither checks its peer.
 
 use crate::bare::{self, Gullible, Root, Shown, leaf, provider};
-use crate::cluster::{any_port, authority, config, endpoint, node, pair, soon, until};
+use crate::cluster::{any_port, authority, config, endpoint, node, pair, until, with_timeout};
 use crate::samples;
 use kvasir_transport::Error;
 use kvasir_transport::service::{CoordinatorApi, deadline};
@@ -105,7 +105,7 @@ async fn sec_join_as_dialer() {
     rows.extend(bad_certificates(&root, "worker").into_iter().map(|(wrong, shown)| (wrong, Some(shown))));
     for (tried, (wrong, shown)) in rows.iter().enumerate() {
         let connection = bare::dial(coordinator.address(), shown.as_ref()).await;
-        let reason = soon(wrong, connection.closed()).await;
+        let reason = with_timeout(wrong, connection.closed()).await;
         let quinn::ConnectionError::ConnectionClosed(close) = reason else {
             panic!("{wrong}: {reason}");
         };
@@ -140,7 +140,7 @@ async fn sec_join_right_certificates() {
         let worker = Endpoint::bind(any_port(), &identity, config()).unwrap();
         let expected = Expected::node(Role::Coordinator, node("c1"));
         let dialed = worker.connect(coordinator.address(), &expected).await.unwrap();
-        let accepted = soon("joining", coordinator.accept()).await.unwrap();
+        let accepted = with_timeout("joining", coordinator.accept()).await.unwrap();
         assert_eq!(accepted.peer().to_string(), "spiffe://c/worker/w1");
         assert_eq!(dialed.peer().to_string(), "spiffe://c/coordinator/c1");
         let newest = VersionRange::CURRENT.max;
@@ -163,7 +163,7 @@ async fn two_roots_while_one_replaces_the_other() {
     for (root, uri) in [(&old, "spiffe://c/worker/w1"), (&new, "spiffe://c/worker/w2")] {
         let worker = Endpoint::bind(any_port(), &both(root, uri), config()).unwrap();
         let joined = worker.connect(coordinator.address(), &Expected::any(Role::Coordinator)).await.unwrap();
-        assert_eq!(soon("joining", coordinator.accept()).await.unwrap().peer().to_string(), uri);
+        assert_eq!(with_timeout("joining", coordinator.accept()).await.unwrap().peer().to_string(), uri);
         drop(joined);
     }
 }
@@ -232,7 +232,7 @@ async fn sec_spoof_hello() {
     let shown = root.sign(&leaf("spiffe://c/worker/w2"));
     let connection = bare::dial(coordinator.address(), Some(&shown)).await;
     bare::hello(&connection, "w1").await;
-    let reason = soon("closing", connection.closed()).await;
+    let reason = with_timeout("closing", connection.closed()).await;
     assert!(matches!(reason, quinn::ConnectionError::ApplicationClosed(_)), "{reason}");
     until("counting", || coordinator.stats().spoofed == 1).await;
     assert_eq!(coordinator.stats().accepted, 0);
@@ -277,7 +277,7 @@ async fn sec_spoof_from() {
     assert_eq!(nodes.coordinator.stats().spoofed, 0);
     let spoofed = api.register(deadline(limit), samples::register("w2")).await;
     assert!(!matches!(spoofed, Ok(Ok(_))), "{spoofed:?}");
-    soon("closing", nodes.to_coordinator.closed()).await;
+    with_timeout("closing", nodes.to_coordinator.closed()).await;
     assert_eq!(nodes.coordinator.stats().spoofed, 1);
     assert!(nodes.to_worker.is_closed());
 }
@@ -289,13 +289,13 @@ async fn a_role_opens_only_its_own_streams() {
     let nodes = pair().await;
     let api = nodes.to_coordinator.worker_api().await.unwrap();
     let limit = Duration::from_secs(10);
-    soon("refusing RPC", api.drain(deadline(limit))).await.unwrap_err();
-    let error = soon("refusing a snapshot", nodes.to_coordinator.kv_snapshot()).await.unwrap_err();
+    with_timeout("refusing RPC", api.drain(deadline(limit))).await.unwrap_err();
+    let error = with_timeout("refusing a snapshot", nodes.to_coordinator.kv_snapshot()).await.unwrap_err();
     assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
     let stream = nodes.to_coordinator.open_generate(&samples::request()).await;
     // The refusal may arrive before or after the request is written.
     if let Ok(mut stream) = stream {
-        let error = soon("refusing a generation", stream.next()).await.unwrap().unwrap_err();
+        let error = with_timeout("refusing a generation", stream.next()).await.unwrap().unwrap_err();
         assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
     }
     let group = nodes.to_coordinator.open_group::<u64>().await;
@@ -303,15 +303,15 @@ async fn a_role_opens_only_its_own_streams() {
         // Refused, whether the frame is written first or not.
         let _ = group.send(&1).await;
     }
-    let ask = PeerIndexAsk { node: nodes.to_worker.peer().node.clone(), epoch: Epoch(1), after: 0 };
-    if let Ok(mut index) = nodes.to_coordinator.open_peer_index(&ask).await {
-        let error = soon("refusing an index", index.next()).await.unwrap_err();
+    let request = PeerIndexAsk { node: nodes.to_worker.peer().node.clone(), epoch: Epoch(1), after: 0 };
+    if let Ok(mut index) = nodes.to_coordinator.open_peer_index(&request).await {
+        let error = with_timeout("refusing an index", index.next()).await.unwrap_err();
         assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
     }
     until("counting", || nodes.coordinator.stats().streams_refused == 5).await;
     // The connection stays usable.
     nodes.to_coordinator.open_kv_events().await.unwrap().send(samples::batch(1)).await.unwrap();
-    let incoming = soon("accepting", nodes.to_worker.accept()).await.unwrap();
+    let incoming = with_timeout("accepting", nodes.to_worker.accept()).await.unwrap();
     assert!(matches!(incoming, Incoming::KvEvents(_)), "{incoming:?}");
 }
 
@@ -341,7 +341,7 @@ async fn sec_0rtt_off() {
         };
         let connection = connecting.await.unwrap();
         // The listener would send a ticket with its first data.
-        soon("hello", bare::hello(&connection, "w1")).await;
+        with_timeout("hello", bare::hello(&connection, "w1")).await;
     }
     assert_eq!(coordinator.stats().failed, 0);
 }
@@ -360,7 +360,7 @@ async fn another_alpn_is_refused() {
     let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(config).unwrap()));
     let bare = quinn::Endpoint::client(any_port()).unwrap();
     let connecting = bare.connect_with(config, coordinator.address(), "any").unwrap();
-    soon("refusing", connecting).await.unwrap_err();
+    with_timeout("refusing", connecting).await.unwrap_err();
 }
 
 /// R6: limits on open connections hold, and a closed connection frees its slot.
@@ -375,7 +375,7 @@ async fn connections_are_limited() {
         let worker = endpoint(&ca, Role::Worker, "w1", config());
         let expected = Expected::any(Role::Coordinator);
         let first = worker.connect(coordinator.address(), &expected).await.unwrap();
-        let accepted = soon("joining", coordinator.accept()).await.unwrap();
+        let accepted = with_timeout("joining", coordinator.accept()).await.unwrap();
         worker.connect(coordinator.address(), &expected).await.unwrap_err();
         assert_eq!(coordinator.stats().over_limit, 1);
         drop((first, accepted));
@@ -421,7 +421,7 @@ async fn sec_quic_flood() {
     let mut joined = 0;
     while !flood.is_finished() || joined == 0 {
         let worker = endpoint(&ca, Role::Worker, "w1", config());
-        let connection = soon("joining under a flood", async {
+        let connection = with_timeout("joining under a flood", async {
             loop {
                 if let Ok(connection) = worker.connect(target, &expected).await {
                     return connection;
@@ -429,7 +429,7 @@ async fn sec_quic_flood() {
             }
         })
         .await;
-        let accepted = soon("accepting", coordinator.accept()).await.unwrap();
+        let accepted = with_timeout("accepting", coordinator.accept()).await.unwrap();
         assert_eq!(accepted.peer().node, node("w1"));
         joined += 1;
         drop(connection);
@@ -449,18 +449,19 @@ async fn another_socket_dials_as_the_node_and_accepts_no_connections() {
     // Both sockets authenticate as the same node.
     for dials in [&w2, &another] {
         let expected = Expected::node(Role::Worker, node("w1"));
-        let (ours, theirs) =
-            soon("joining", async { tokio::join!(dials.connect(w1.address(), &expected), w1.accept()) })
-                .await;
+        let (ours, theirs) = with_timeout("joining", async {
+            tokio::join!(dials.connect(w1.address(), &expected), w1.accept())
+        })
+        .await;
         let (_ours, theirs) = (ours.unwrap(), theirs.unwrap());
         assert_eq!((theirs.peer(), theirs.remote_address()), (w2.name(), dials.address()));
     }
     let brief = EndpointConfig { handshake_timeout: Duration::from_millis(300), ..config() };
     let w3 = endpoint(&ca, Role::Worker, "w3", brief);
     w3.connect(another.address(), &Expected::any(Role::Worker)).await.unwrap_err();
-    assert!(soon("saying so", another.accept()).await.is_none());
+    assert!(with_timeout("saying so", another.accept()).await.is_none());
     // The further socket outlives the endpoint that created it.
     drop(w2);
     let expected = Expected::node(Role::Worker, node("w1"));
-    soon("dialling", another.connect(w1.address(), &expected)).await.unwrap();
+    with_timeout("dialling", another.connect(w1.address(), &expected)).await.unwrap();
 }

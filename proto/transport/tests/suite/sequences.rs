@@ -1,13 +1,13 @@
 //! Streams of operations on sequences.
 
-use crate::cluster::{pair, soon};
+use crate::cluster::{pair, with_timeout};
 use crate::samples::{sequence_name, sequence_request};
 use kvasir_transport::Error;
 use kvasir_transport::{Connection, Incoming, SequenceCall};
 use proto::sequence::{SequenceError, SequenceOperation, SequenceReply};
 
 async fn next_call(worker_end: &Connection) -> SequenceCall {
-    match soon("an operation", worker_end.accept()).await.unwrap() {
+    match with_timeout("an operation", worker_end.accept()).await.unwrap() {
         Incoming::Sequence(call) => call,
         other => panic!("{other:?}"),
     }
@@ -38,7 +38,7 @@ async fn snapshots_arrive_unchanged_in_both_directions() {
         }
         assert!(back == file);
     };
-    soon("there and back", async { tokio::join!(worker, coordinator) }).await;
+    with_timeout("there and back", async { tokio::join!(worker, coordinator) }).await;
 }
 
 #[tokio::test]
@@ -49,7 +49,7 @@ async fn a_long_body_is_refused_unread_and_a_short_one_is_cut_off() {
     let call = next_call(&nodes.to_coordinator).await;
     assert!(matches!(call.body.read(1 << 20).await, Err(Error::Codec(_))));
     call.reply.fail(SequenceError::NoRoom { tokens: 7 }).await.unwrap();
-    let (reply, mut bytes) = soon("the refusal", exchange.answer()).await.unwrap();
+    let (reply, mut bytes) = with_timeout("the refusal", exchange.answer()).await.unwrap();
     assert_eq!(reply, SequenceReply::Failed(SequenceError::NoRoom { tokens: 7 }));
     assert_eq!(bytes.next().await.unwrap(), None);
 
@@ -60,7 +60,7 @@ async fn a_long_body_is_refused_unread_and_a_short_one_is_cut_off() {
         let call = next_call(&nodes.to_coordinator).await;
         assert!(matches!(call.body.read(1 << 20).await, Err(Error::StreamCut { .. })));
     };
-    let (answer, ()) = soon("the cut", async { tokio::join!(exchange.answer(), worker) }).await;
+    let (answer, ()) = with_timeout("the cut", async { tokio::join!(exchange.answer(), worker) }).await;
     assert!(matches!(answer, Err(Error::StreamCut { .. })), "{answer:?}");
 }
 
@@ -74,5 +74,5 @@ async fn announced_bytes_must_be_sent_and_a_drop_cancels() {
     let exchange = nodes.to_worker.open_sequence(&sequence_request(SequenceOperation::List)).await.unwrap();
     let call = next_call(&nodes.to_coordinator).await;
     drop(exchange);
-    soon("the worker's notice", call.reply.cancelled()).await;
+    with_timeout("the worker's notice", call.reply.cancelled()).await;
 }

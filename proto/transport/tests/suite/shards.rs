@@ -1,7 +1,7 @@
 //! Weight distribution between workers: manifests and chunks arrive complete and in the order of the
 //! request, and longer replies are refused.
 
-use crate::cluster::{authority, config, endpoint, node, soon};
+use crate::cluster::{authority, config, endpoint, node, with_timeout};
 use crate::samples;
 use kvasir_transport::Error;
 use kvasir_transport::{Connection, Endpoint, Incoming, ShardCall, ShardStream};
@@ -10,8 +10,8 @@ use proto::ids::Role;
 use proto::shard::ShardRefusal;
 
 struct Workers {
-    asks: Connection,
-    holds: Connection,
+    requester: Connection,
+    holder: Connection,
     _endpoints: [Endpoint; 2],
 }
 
@@ -19,15 +19,15 @@ async fn workers() -> Workers {
     let ca = authority("c");
     let [a, b] = ["w1", "w2"].map(|name| endpoint(&ca, Role::Worker, name, config()));
     let expected = Expected::node(Role::Worker, node("w2"));
-    let (asks, holds) =
-        soon("joining", async { tokio::join!(a.connect(b.address(), &expected), b.accept()) }).await;
-    Workers { asks: asks.unwrap(), holds: holds.unwrap(), _endpoints: [a, b] }
+    let (requester, holder) =
+        with_timeout("joining", async { tokio::join!(a.connect(b.address(), &expected), b.accept()) }).await;
+    Workers { requester: requester.unwrap(), holder: holder.unwrap(), _endpoints: [a, b] }
 }
 
-async fn begun(workers: &Workers) -> (ShardStream, ShardCall) {
+async fn started(workers: &Workers) -> (ShardStream, ShardCall) {
     let [_, request] = <[_; 2]>::try_from(samples::shard_requests()).unwrap();
-    let stream = workers.asks.open_shard(&request).await.unwrap();
-    match soon("a request", workers.holds.accept()).await.unwrap() {
+    let stream = workers.requester.open_shard(&request).await.unwrap();
+    match with_timeout("a request", workers.holder.accept()).await.unwrap() {
         Incoming::Shard(call) => {
             assert_eq!(call.request, request);
             (stream, call)
@@ -39,7 +39,7 @@ async fn begun(workers: &Workers) -> (ShardStream, ShardCall) {
 #[tokio::test]
 async fn requested_items_arrive_whole_and_in_order() {
     let workers = workers().await;
-    let (mut stream, mut call) = begun(&workers).await;
+    let (mut stream, mut call) = started(&workers).await;
     let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
     let cancelled = call.reply.cancelled();
     let holder = async {
@@ -54,28 +54,28 @@ async fn requested_items_arrive_whole_and_in_order() {
         assert_eq!(stream.next(5).await.unwrap(), Some(Vec::new()));
         assert!(matches!(stream.next(5).await, Err(Error::StreamCut { .. })));
     };
-    soon("all bytes", async { tokio::join!(holder, asker) }).await;
-    soon("arrival of all", cancelled).await;
+    with_timeout("all bytes", async { tokio::join!(holder, asker) }).await;
+    with_timeout("arrival of all", cancelled).await;
 }
 
 #[tokio::test]
 async fn a_reply_longer_than_requested_is_not_read() {
     let workers = workers().await;
-    let (mut stream, mut call) = begun(&workers).await;
+    let (mut stream, mut call) = started(&workers).await;
     call.reply.bytes(vec![1; 6]).await.unwrap();
-    let error = soon("an answer", stream.next(5)).await.unwrap_err();
+    let error = with_timeout("an answer", stream.next(5)).await.unwrap_err();
     assert!(matches!(error, Error::Protocol(_)), "{error:?}");
 }
 
 #[tokio::test]
 async fn a_refusal_is_typed_and_dropping_the_stream_cancels() {
     let workers = workers().await;
-    let (mut stream, call) = begun(&workers).await;
+    let (mut stream, call) = started(&workers).await;
     call.reply.fail(ShardRefusal::Busy).await.unwrap();
-    let error = soon("the refusal", stream.next(5)).await.unwrap_err();
+    let error = with_timeout("the refusal", stream.next(5)).await.unwrap_err();
     assert!(matches!(error, Error::ShardRefused(ShardRefusal::Busy)), "{error:?}");
 
-    let (stream, call) = begun(&workers).await;
+    let (stream, call) = started(&workers).await;
     drop(stream);
-    soon("the cancellation", call.reply.cancelled()).await;
+    with_timeout("the cancellation", call.reply.cancelled()).await;
 }

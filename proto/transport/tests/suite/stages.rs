@@ -1,7 +1,7 @@
 //! Streams between the stages of a replica: orders, reports and activations arrive unchanged, and data
 //! beyond the agreed length is not read.
 
-use crate::cluster::{authority, config, endpoint, node, soon};
+use crate::cluster::{authority, config, endpoint, node, with_timeout};
 use crate::samples;
 use kvasir_transport::Error;
 use kvasir_transport::{ActivationReceiver, ActivationSender, Connection, Endpoint, Incoming};
@@ -25,7 +25,7 @@ async fn workers() -> Workers {
     let [a, b] = ["w1", "w2"].map(|name| endpoint(&ca, Role::Worker, name, config()));
     let expected = Expected::node(Role::Worker, node("w2"));
     let (first, second) =
-        soon("joining", async { tokio::join!(a.connect(b.address(), &expected), b.accept()) }).await;
+        with_timeout("joining", async { tokio::join!(a.connect(b.address(), &expected), b.accept()) }).await;
     Workers { first: first.unwrap(), second: second.unwrap(), _endpoints: [a, b] }
 }
 
@@ -36,7 +36,7 @@ async fn orders_reports_and_rows_of_logits_arrive() {
     for order in samples::stage_orders() {
         control.orders.send(&order).await.unwrap();
     }
-    let Incoming::Stage(mut call) = soon("control", workers.second.accept()).await.unwrap() else {
+    let Incoming::Stage(mut call) = with_timeout("control", workers.second.accept()).await.unwrap() else {
         panic!("a control stream");
     };
     for order in samples::stage_orders() {
@@ -49,7 +49,7 @@ async fn orders_reports_and_rows_of_logits_arrive() {
     call.reporter.send(&drawn, bytes).await.unwrap();
     call.reporter.send(&StageReport::Failed(StageFailure::Stops), Vec::new()).await.unwrap();
     let mut reporter = call.reporter;
-    let told = tokio::spawn(async move { reporter.finish().await });
+    let finished = tokio::spawn(async move { reporter.finish().await });
     assert_eq!(control.reports.next().await.unwrap(), StageReport::Ready);
     assert_eq!(control.reports.next().await.unwrap(), drawn);
     for row in &rows {
@@ -58,7 +58,7 @@ async fn orders_reports_and_rows_of_logits_arrive() {
     }
     let failed = control.reports.next().await.unwrap_err();
     assert!(matches!(failed, Error::StageFailed(StageFailure::Stops)), "{failed}");
-    soon("the end", told).await.unwrap();
+    with_timeout("the end", finished).await.unwrap();
     drop(control);
     assert!(call.orders.next().await.is_err(), "the first stage is gone");
 }
@@ -87,8 +87,8 @@ async fn activations_follow_their_step_and_further_rows_are_refused() {
         assert_eq!(got, bytes);
         assert!(matches!(refused, Error::Protocol(_)), "{refused}");
     };
-    soon("both", async { tokio::join!(sent, received) }).await;
-    soon("the refusal", sender.cancelled()).await;
+    with_timeout("both", async { tokio::join!(sent, received) }).await;
+    with_timeout("the refusal", sender.cancelled()).await;
 }
 
 /// A runtime with one thread, which a test can keep busy.
@@ -107,14 +107,15 @@ fn stream_between(
     let a = first.block_on(async { endpoint(&ca, Role::Worker, "w1", config()) });
     let address = b.address();
     let accepting = second.spawn(async move {
-        let accepted = soon("accepting", b.accept()).await.unwrap();
+        let accepted = with_timeout("accepting", b.accept()).await.unwrap();
         (b, accepted)
     });
-    let dialed = first.block_on(soon("dialing", a.connect(address, &expected))).unwrap();
+    let dialed = first.block_on(with_timeout("dialing", a.connect(address, &expected))).unwrap();
     let feed = StageFeed { replica: ReplicaId([6; 16]) };
     let sender = first.block_on(dialed.open_activations(&feed)).unwrap();
     let (b, accepted) = second.block_on(accepting).unwrap();
-    let Incoming::Activations(receiver) = second.block_on(soon("the stream", accepted.accept())).unwrap()
+    let Incoming::Activations(receiver) =
+        second.block_on(with_timeout("the stream", accepted.accept())).unwrap()
     else {
         panic!("a stream of activations");
     };
@@ -125,17 +126,17 @@ fn stream_between(
 fn handed_over_writes_are_sent_while_the_runtime_is_busy() {
     let (first, second) = (runtime(), runtime());
     let (_endpoints, _connections, mut sender, mut receiver) = stream_between(&first, &second);
-    let (begun, begins) = std::sync::mpsc::channel();
+    let (started_tx, started_rx) = std::sync::mpsc::channel();
     let (free, held) = std::sync::mpsc::channel::<()>();
     first.spawn(async move {
-        begun.send(()).unwrap();
+        started_tx.send(()).unwrap();
         held.recv().unwrap();
     });
-    begins.recv().unwrap();
+    started_rx.recv().unwrap();
     let handover = sender.handover();
     let step = StageFrame::Step(samples::stage_step());
     let mut read = |times: u8| {
-        second.block_on(soon("the step", async {
+        second.block_on(with_timeout("the step", async {
             for time in 0..times {
                 let mut got = Vec::new();
                 let mut sink = |part: &[u8]| got.extend_from_slice(part);
@@ -157,7 +158,7 @@ fn handed_over_writes_are_sent_while_the_runtime_is_busy() {
     }
     read(200);
     drop(receiver);
-    first.block_on(soon("the end", sender.cancelled()));
+    first.block_on(with_timeout("the end", sender.cancelled()));
 }
 
 #[test]
@@ -189,7 +190,7 @@ async fn block_contents_follow_orders_and_reports() {
         let cut = blocks.report().await.unwrap_err();
         assert!(matches!(cut, Error::StreamCut { .. } | Error::StreamEnded(_)), "{cut}");
     };
-    let obeys = async {
+    let second_stage = async {
         let Incoming::StageBlocks(mut call) = workers.second.accept().await.unwrap() else {
             panic!("a stream of blocks");
         };
@@ -200,18 +201,18 @@ async fn block_contents_follow_orders_and_reports() {
         assert_eq!(call.next().await.unwrap(), Some(read.clone()));
         call.report(&StageBlocksReport::Read(3_000_000), filled).await.unwrap();
     };
-    soon("both", async { tokio::join!(orders, obeys) }).await;
+    with_timeout("both", async { tokio::join!(orders, second_stage) }).await;
 }
 
 #[tokio::test]
 async fn a_claim_is_granted_or_refused_and_renewed_by_heartbeats() {
     let workers = workers().await;
-    let incoming = async || match soon("a claim", workers.second.accept()).await.unwrap() {
+    let incoming = async || match with_timeout("a claim", workers.second.accept()).await.unwrap() {
         Incoming::StageLease(call) => call,
         other => panic!("{other:?}"),
     };
     let claim = samples::stage_claim();
-    let (lease, held) = soon("a lease", async {
+    let (lease, held) = with_timeout("a lease", async {
         tokio::join!(workers.first.claim_stage(&claim), async {
             let call = incoming().await;
             assert_eq!(call.claim, claim);
@@ -221,15 +222,16 @@ async fn a_claim_is_granted_or_refused_and_renewed_by_heartbeats() {
     .await;
     let (mut lease, mut held) = (lease.unwrap(), held);
     for _ in 0..3 {
-        let (beaten, answered) = soon("a beat", async { tokio::join!(lease.beat(), held.beat()) }).await;
+        let (beaten, answered) =
+            with_timeout("a beat", async { tokio::join!(lease.beat(), held.beat()) }).await;
         beaten.unwrap();
         answered.unwrap();
     }
     drop(lease);
-    assert!(soon("the end", held.beat()).await.is_err(), "the first stage wants it no more");
+    assert!(with_timeout("the end", held.beat()).await.is_err(), "the first stage wants it no more");
 
-    let refusal = ClaimRefusal::Stale { life: 9, epoch: Epoch(3) };
-    let (refused, ()) = soon("a refusal", async {
+    let refusal = ClaimRefusal::Stale { plan_index: 9, epoch: Epoch(3) };
+    let (refused, ()) = with_timeout("a refusal", async {
         tokio::join!(workers.first.claim_stage(&claim), async {
             incoming().await.refuse(refusal.clone()).await.unwrap();
         })

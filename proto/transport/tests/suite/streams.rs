@@ -1,6 +1,6 @@
 //! Streams of a connection, and how each side detects that the other has left.
 
-use crate::cluster::{Pair, authority, config, endpoint, node, pair, pair_of, soon, until};
+use crate::cluster::{Pair, authority, config, endpoint, node, pair, pair_of, until, with_timeout};
 use crate::samples;
 use kvasir_transport::Error;
 use kvasir_transport::service::{WorkerApi, deadline};
@@ -21,7 +21,7 @@ use std::time::Duration;
 use tarpc::context::Context;
 
 async fn next_call(worker_end: &Connection) -> GenerateCall {
-    match soon("a generation", worker_end.accept()).await.unwrap() {
+    match with_timeout("a generation", worker_end.accept()).await.unwrap() {
         Incoming::Generate(call) => *call,
         other => panic!("{other:?}"),
     }
@@ -38,10 +38,10 @@ async fn a_generation_arrives_whole_and_in_order() {
         call.reply.send(frame).await.unwrap();
     }
     for frame in frames {
-        assert_eq!(&soon("a frame", stream.next()).await.unwrap().unwrap(), frame);
+        assert_eq!(&with_timeout("a frame", stream.next()).await.unwrap().unwrap(), frame);
     }
     assert!(stream.next().await.is_none(), "nothing follows the last frame");
-    soon("arrival of all", call.reply.cancelled()).await;
+    with_timeout("arrival of all", call.reply.cancelled()).await;
 }
 
 /// The kernel drops a burst as a whole if it does not accept it in one call. After a few such bursts, the
@@ -76,7 +76,7 @@ async fn next_frame_can_be_awaited_in_pieces() {
         call.reply.send(&frames[2]).await.unwrap();
     });
     let mut tokens = 0;
-    let finished = soon("all frames", async {
+    let finished = with_timeout("all frames", async {
         loop {
             tokio::select! {
                 biased;
@@ -101,7 +101,7 @@ async fn dropping_the_stream_cancels_at_the_worker() {
     call.reply.send(&samples::frames()[0]).await.unwrap();
     let cancelled = call.reply.cancelled();
     drop(stream);
-    soon("the worker's notice", cancelled).await;
+    with_timeout("the worker's notice", cancelled).await;
     let error = call.reply.send(&samples::frames()[1]).await.unwrap_err();
     assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
 }
@@ -113,15 +113,15 @@ async fn a_worker_that_leaves_cuts_the_stream() {
     let mut call = next_call(&nodes.to_coordinator).await;
     call.reply.send(&samples::frames()[1]).await.unwrap();
     drop(call);
-    assert!(matches!(soon("tokens", stream.next()).await, Some(Ok(GenerateFrame::Tokens(_)))));
-    let error = soon("the cut", stream.next()).await.unwrap().unwrap_err();
+    assert!(matches!(with_timeout("tokens", stream.next()).await, Some(Ok(GenerateFrame::Tokens(_)))));
+    let error = with_timeout("the cut", stream.next()).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::StreamCut { .. }), "{error:?}");
     assert!(error.retryable());
     assert!(stream.next().await.is_none());
 }
 
 async fn next_encode(worker_end: &Connection) -> EncodeCall {
-    match soon("an encode call", worker_end.accept()).await.unwrap() {
+    match with_timeout("an encode call", worker_end.accept()).await.unwrap() {
         Incoming::Encode(call) => call,
         other => panic!("{other:?}"),
     }
@@ -139,13 +139,13 @@ async fn texts_become_values_or_a_typed_refusal() {
         let call = next_encode(&nodes.to_coordinator).await;
         call.reply.fail(GenerateError::QueueFull).await.unwrap();
     };
-    let asks = async {
+    let requests = async {
         let got = nodes.to_worker.encode(&request).await.unwrap().unwrap();
         let bits = |rows: &[Vec<f32>]| rows.concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&encoded));
         assert_eq!(nodes.to_worker.encode(&request).await.unwrap(), Err(GenerateError::QueueFull));
     };
-    soon("both answers", async { tokio::join!(answers, asks) }).await;
+    with_timeout("both answers", async { tokio::join!(answers, requests) }).await;
 }
 
 #[tokio::test]
@@ -159,14 +159,15 @@ async fn a_reply_of_another_shape_than_requested_is_refused() {
             call.reply.send(&texts).await.unwrap();
         };
         let (got, ()) =
-            soon("refusal", async { tokio::join!(nodes.to_worker.encode(&request), answer) }).await;
+            with_timeout("refusal", async { tokio::join!(nodes.to_worker.encode(&request), answer) }).await;
         assert!(matches!(got, Err(Error::Protocol(_))), "{texts:?}: {got:?}");
     }
     let ragged = async {
         let call = next_encode(&nodes.to_coordinator).await;
         call.reply.send(&[vec![1.0, 2.0], vec![3.0]]).await
     };
-    let (got, sent) = soon("the cut", async { tokio::join!(nodes.to_worker.encode(&request), ragged) }).await;
+    let (got, sent) =
+        with_timeout("the cut", async { tokio::join!(nodes.to_worker.encode(&request), ragged) }).await;
     assert!(matches!(sent, Err(Error::Protocol(_))), "{sent:?}");
     assert!(matches!(got, Err(Error::StreamCut { .. })), "{got:?}");
 }
@@ -178,7 +179,7 @@ async fn dropping_an_encode_call_cancels_it_at_the_worker() {
     let asking = tokio::spawn(async move { to_worker.encode(&samples::encode_request()).await });
     let call = next_encode(&nodes.to_coordinator).await;
     asking.abort();
-    soon("the worker's notice", call.reply.cancelled()).await;
+    with_timeout("the worker's notice", call.reply.cancelled()).await;
 }
 
 #[tokio::test]
@@ -197,11 +198,11 @@ async fn a_lost_connection_ends_everything_at_once() {
     let mut stream = to_worker.open_generate(&samples::request()).await.unwrap();
     let api = to_worker.worker_api().await.unwrap();
     worker.close().await;
-    let error = soon("the stream's end", stream.next()).await.unwrap().unwrap_err();
+    let error = with_timeout("the stream's end", stream.next()).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::ConnectionLost { .. }), "{error:?}");
-    soon("the call's end", api.drain(deadline(Duration::from_secs(60)))).await.unwrap_err();
+    with_timeout("the call's end", api.drain(deadline(Duration::from_secs(60)))).await.unwrap_err();
     assert!(to_worker.is_closed() && to_coordinator.is_closed());
-    let error = soon("the end of accepting", to_worker.accept()).await.unwrap_err();
+    let error = with_timeout("the end of accepting", to_worker.accept()).await.unwrap_err();
     assert!(error.to_string().contains("spiffe://c/worker/w1"), "{error}");
     assert!(to_worker.open_generate(&samples::request()).await.is_err());
 }
@@ -221,7 +222,7 @@ async fn silence_is_noticed_by_the_idle_timeout() {
         endpoint(&ca, Role::Worker, "w1", silent),
     )
     .await;
-    let error = soon("the timeout", nodes.to_worker.closed()).await;
+    let error = with_timeout("the timeout", nodes.to_worker.closed()).await;
     assert!(error.to_string().contains("timed out"), "{error}");
 }
 
@@ -249,14 +250,18 @@ async fn kv_events_and_snapshots() {
     for sequence in [1, 5, 9] {
         sender.send(samples::batch(sequence)).await.unwrap();
     }
-    let Incoming::KvEvents(mut receiver) = soon("events", nodes.to_worker.accept()).await.unwrap() else {
+    let Incoming::KvEvents(mut receiver) = with_timeout("events", nodes.to_worker.accept()).await.unwrap()
+    else {
         panic!("not an event stream");
     };
     for sequence in [1, 5, 9] {
-        assert_eq!(soon("a batch", receiver.next()).await.unwrap().unwrap(), samples::batch(sequence));
+        assert_eq!(
+            with_timeout("a batch", receiver.next()).await.unwrap().unwrap(),
+            samples::batch(sequence)
+        );
     }
     drop(sender);
-    assert!(soon("the end", receiver.next()).await.is_none());
+    assert!(with_timeout("the end", receiver.next()).await.is_none());
 
     // More units than one frame holds.
     let units = (0..150_000u32).map(|n| proto::block::BlockId(u128::from(n).to_le_bytes()));
@@ -270,7 +275,8 @@ async fn kv_events_and_snapshots() {
             other => panic!("{other:?}"),
         }
     };
-    let (got, ()) = soon("the snapshot", async { tokio::join!(nodes.to_worker.kv_snapshot(), answer) }).await;
+    let (got, ()) =
+        with_timeout("the snapshot", async { tokio::join!(nodes.to_worker.kv_snapshot(), answer) }).await;
     let got = got.unwrap();
     assert_eq!((got.epoch, got.sequence), (Epoch(3), 77));
     let chain = |snapshot: &KvSnapshot| -> Vec<_> {
@@ -289,7 +295,8 @@ async fn kv_events_and_snapshots() {
 async fn a_snapshot_that_nobody_answers_is_cut() {
     let nodes = pair().await;
     let drop_it = async { drop(nodes.to_coordinator.accept().await) };
-    let (got, ()) = soon("the cut", async { tokio::join!(nodes.to_worker.kv_snapshot(), drop_it) }).await;
+    let (got, ()) =
+        with_timeout("the cut", async { tokio::join!(nodes.to_worker.kv_snapshot(), drop_it) }).await;
     assert!(matches!(got, Err(Error::StreamCut { .. })), "{got:?}");
 }
 
@@ -319,7 +326,7 @@ async fn tensors() {
         }
         assert_eq!(bulk.next(3_000_000).await.unwrap(), None);
     };
-    soon("all tensors", async { tokio::join!(sending, receiving) }).await;
+    with_timeout("all tensors", async { tokio::join!(sending, receiving) }).await;
 }
 
 #[tokio::test]
@@ -328,10 +335,10 @@ async fn a_tensor_larger_than_wanted_is_refused_by_its_header() {
     let mut bulk = nodes.to_worker.open_bulk().await.unwrap();
     let header = TensorHeader { name: "k".into(), element: TensorType::F32, shape: vec![3] };
     bulk.send(&header, &[0; 12]).await.unwrap();
-    let Incoming::Bulk(mut bulk) = soon("bulk", nodes.to_coordinator.accept()).await.unwrap() else {
+    let Incoming::Bulk(mut bulk) = with_timeout("bulk", nodes.to_coordinator.accept()).await.unwrap() else {
         panic!("not a bulk stream");
     };
-    let error = soon("the header", bulk.next(11)).await.unwrap_err();
+    let error = with_timeout("the header", bulk.next(11)).await.unwrap_err();
     assert!(matches!(error, Error::Codec(_)), "{error:?}");
 }
 
@@ -427,22 +434,22 @@ async fn a_dialer_reconnects() {
     let worker = Arc::new(endpoint(&ca, Role::Worker, "w1", config()));
     let expected = Expected::node(Role::Coordinator, node("c1"));
     let mut dialer = Dialer::new(worker, format!("localhost:{}", address.port()), expected);
-    let connection = soon("connecting", dialer.connect()).await;
-    drop(soon("accepting", first.accept()).await.unwrap());
+    let connection = with_timeout("connecting", dialer.connect()).await;
+    drop(with_timeout("accepting", first.accept()).await.unwrap());
     first.close().await;
     drop(first);
-    soon("the loss", connection.closed()).await;
+    with_timeout("the loss", connection.closed()).await;
 
     let reconnecting = tokio::spawn(async move { dialer.connect().await });
     let identity = crate::cluster::identity(&ca, Role::Coordinator, "c1");
-    let second_life = || EndpointConfig { epoch: Epoch(2), ..config() };
+    let second_epoch = || EndpointConfig { epoch: Epoch(2), ..config() };
     let mut second = None;
     until("the port to be free", || {
-        second = kvasir_transport::Endpoint::bind(address, &identity, second_life()).ok();
+        second = kvasir_transport::Endpoint::bind(address, &identity, second_epoch()).ok();
         second.is_some()
     })
     .await;
-    let again = soon("reconnecting", reconnecting).await.unwrap();
+    let again = with_timeout("reconnecting", reconnecting).await.unwrap();
     assert_eq!(again.peer_epoch(), Epoch(2));
 }
 
@@ -450,7 +457,7 @@ async fn a_dialer_reconnects() {
 async fn a_fenced_worker_receives_the_close_code() {
     let nodes = pair().await;
     nodes.to_worker.close(CloseCode::Fenced);
-    let error = soon("the close", nodes.to_coordinator.closed()).await;
+    let error = with_timeout("the close", nodes.to_coordinator.closed()).await;
     assert!(error.to_string().contains("fenced"), "{error}");
 }
 
@@ -469,13 +476,13 @@ async fn coordinators_exchange_frames_in_both_directions() {
         let too_long = sender.send(&vec![0; 2 << 20]).await;
         assert!(matches!(too_long, Err(Error::Codec(_))), "{too_long:?}");
         sender.send(&vec![7; 1000]).await.unwrap();
-        let Incoming::Group(stream) = soon("a stream", to.accept()).await.unwrap() else {
+        let Incoming::Group(stream) = with_timeout("a stream", to.accept()).await.unwrap() else {
             panic!("another kind");
         };
         let mut frames = stream.frames::<Vec<u8>>();
-        assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), vec![7; 1000]);
+        assert_eq!(with_timeout("a frame", frames.next()).await.unwrap().unwrap(), vec![7; 1000]);
         drop(sender);
-        assert!(soon("the end", frames.next()).await.is_none());
+        assert!(with_timeout("the end", frames.next()).await.is_none());
     }
 }
 
@@ -487,12 +494,12 @@ async fn a_coordinator_requests_another_ones_index_of_a_worker() {
     let expected = Expected::node(Role::Coordinator, node("c2"));
     let (ours, theirs) = tokio::join!(c1.connect(c2.address(), &expected), c2.accept());
     let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
-    let ask = PeerIndexAsk { node: node("w1"), epoch: Epoch(7), after: 12 };
-    let mut answer = ours.open_peer_index(&ask).await.unwrap();
-    let Incoming::PeerIndex(mut call) = soon("a question", theirs.accept()).await.unwrap() else {
+    let request = PeerIndexAsk { node: node("w1"), epoch: Epoch(7), after: 12 };
+    let mut answer = ours.open_peer_index(&request).await.unwrap();
+    let Incoming::PeerIndex(mut call) = with_timeout("a question", theirs.accept()).await.unwrap() else {
         panic!("another kind");
     };
-    assert_eq!(call.ask, ask);
+    assert_eq!(call.request, request);
     // The bytes arrive unchanged, whatever they contain.
     for frame in [&[9u8; 1_000_000][..], &[]] {
         let (sent, got) = tokio::join!(call.send(frame), answer.next());
@@ -502,7 +509,7 @@ async fn a_coordinator_requests_another_ones_index_of_a_worker() {
     let too_long = call.send(&vec![0; 5 << 20]).await;
     assert!(matches!(too_long, Err(Error::Codec(_))), "{too_long:?}");
     call.finish();
-    assert_eq!(soon("the end", answer.next()).await.unwrap(), None);
+    assert_eq!(with_timeout("the end", answer.next()).await.unwrap(), None);
 }
 
 /// Frames between coordinators of two versions: the earlier build skips unknown frames and continues.
@@ -530,17 +537,17 @@ async fn coordinators_of_two_versions_skip_unknown_frames() {
     let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
     assert_eq!((ours.version(), theirs.version()), (earlier.max, earlier.max));
     let mut sender = ours.open_group::<Now>().await.unwrap();
-    for said in [Now::Known(1), Now::Later("x".into()), Now::Known(2)] {
-        sender.send(&said).await.unwrap();
+    for message in [Now::Known(1), Now::Later("x".into()), Now::Known(2)] {
+        sender.send(&message).await.unwrap();
     }
-    let Incoming::Group(stream) = soon("a stream", theirs.accept()).await.unwrap() else {
+    let Incoming::Group(stream) = with_timeout("a stream", theirs.accept()).await.unwrap() else {
         panic!("another kind");
     };
     let mut frames = stream.frames::<Before>();
-    assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(1));
-    let unknown = soon("a frame", frames.next()).await.unwrap().unwrap_err();
+    assert_eq!(with_timeout("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(1));
+    let unknown = with_timeout("a frame", frames.next()).await.unwrap().unwrap_err();
     assert!(matches!(unknown, Error::Codec(CodecError::UnknownVariant { index: 1, .. })), "{unknown:?}");
-    assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(2));
+    assert_eq!(with_timeout("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(2));
 }
 
 /// The common prefix of several prompts is sent once.
@@ -565,7 +572,10 @@ async fn prompts_with_numbered_prefixes_arrive_whole() {
             let mut call = next_call(&nodes.to_coordinator).await;
             assert_eq!(call.request, request);
             call.reply.send(&samples::frames()[2]).await.unwrap();
-            assert_eq!(soon("the answer", stream.next()).await.unwrap().unwrap(), samples::frames()[2]);
+            assert_eq!(
+                with_timeout("the answer", stream.next()).await.unwrap().unwrap(),
+                samples::frames()[2]
+            );
         }
     }
 }

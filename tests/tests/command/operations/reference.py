@@ -1,17 +1,19 @@
-"""What the published networks answer, run by onnxruntime: the reference of `kvasir operation` and of the ONNX `embed`.
+"""Results of the published networks with onnxruntime: the reference of `kvasir operation` and of the ONNX
+`embed`.
 
     python reference.py OUT_DIR MODELS_DIR IDS.json
 
-MODELS_DIR is where `kvasir models pull` puts models. Written into OUT_DIR: sound as WAV files, networks that are made here,
-and reference.json:
+MODELS_DIR is the directory of `kvasir models pull`. Writes to OUT_DIR: sound as WAV files, networks that are
+made here, and reference.json:
 
     {"vad":  [{"file", "rate", "windows": [p..], "events": [["speech_started"|"speech_ended", at]..]}],
      "turn": [{"file", "published": p, "published_least": p, "published_most": p, "smooth": p, "features": ..}],
      "embed": [[v..]..]}
 
-turn: `published` is the network as it is, without onnxruntime's fusions; least and most are over what must not matter
-(fusions, the last bit of the features). `smooth` is the same network with its activations cut at the bounds of 8 bits, but
-not rounded to them; it is also written, as bundle `smooth`.
+turn: `published` is the unchanged network without onnxruntime's fusions. `published_least` and
+`published_most` are the range over changes that must not matter: fusions, and the last bit of the features.
+`smooth` is the same network with its activations clamped to the range of 8 bits, but not rounded. It is also
+written as bundle `smooth`.
 """
 
 import importlib.util
@@ -50,7 +52,7 @@ def spoken(text, voice, rate=RATE):
 
 
 def synthetic(seed, seconds, rate=RATE):
-    """Harmonics under formants, in syllables, over noise: near what a detector takes for speech, and near what not."""
+    """Harmonics under formants, in syllables, over noise. The sound is near a detector's threshold."""
     rng = np.random.default_rng(seed)
     t = np.arange(int(seconds * rate)) / rate
     pitch = 2 * np.pi * np.cumsum(110 + 40 * np.sin(2 * np.pi * 0.6 * t + rng.uniform(0, 6))) / rate
@@ -83,7 +85,7 @@ def vad_reference(sound, rate):
 
 
 def vad_events(probabilities, samples, size, rate, threshold=0.5, silence_ms=100, pad_ms=30):
-    """The rule of silero_vad.utils_vad.VADIterator; what is not over at the end of the sound ends there."""
+    """The rule of silero_vad.utils_vad.VADIterator. Speech at the end of the sound ends there."""
     events, speaks, quiet, now = [], False, 0, 0
     for p in probabilities:
         now += size
@@ -103,7 +105,7 @@ def vad_events(probabilities, samples, size, rate, threshold=0.5, silence_ms=100
 
 
 def near_the_boundary(make, rate):
-    """The loudness at which the most windows are near the threshold."""
+    """Returns the factor of loudness with the most windows near the threshold."""
     def near(scale):
         probabilities = np.array(vad_reference((make * scale).astype(np.float32), rate)[0])
         return int((np.abs(probabilities - 0.5) < 0.25).sum())
@@ -137,7 +139,7 @@ def vad():
 
 
 def feature_code():
-    """Of the wheel, without the rest of it."""
+    """Loads the feature extraction of the wheel without its other modules."""
     spec = importlib.util.find_spec("pipecat")
     path = Path(spec.submodule_search_locations[0]) / "audio/turn/smart_turn/_whisper_features.py"
     spec = importlib.util.spec_from_file_location("whisper_features", path)
@@ -147,7 +149,9 @@ def feature_code():
 
 
 def smooth(path):
-    """The network without the rounding of activations to 8 bits: they are cut at the same bounds, and go on as they are."""
+    """Writes the network without the rounding of activations to 8 bits. They are only clamped to the same
+    range.
+    """
     model = onnx.load(path)
     graph = model.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -193,7 +197,8 @@ def turn():
         "The meeting is on Tuesday, and then on Wednesday we will",
     ]
     sounds = [(f"espeak-{at}", spoken(text, "en")) for at, text in enumerate(texts)]
-    # Cut in the midst of what is said, behind it, and longer than the eight seconds that count.
+    # Sounds that end in the middle of the speech, that end after a pause, and that exceed the eight seconds
+    # of input.
     sounds += [(f"{name}-cut", sound[: len(sound) * 2 // 3]) for name, sound in sounds[:3]]
     sounds += [("pause", np.pad(sounds[0][1], (0, RATE))), ("long", np.concatenate([s for _, s in sounds] * 2))]
     sounds += [("synthetic", synthetic(3, 5)), ("silence", np.zeros(RATE))]
@@ -221,7 +226,7 @@ def turn():
 
 
 def bert(checkpoint):
-    """MiniLM as an ONNX graph, written from the weights of its checkpoint."""
+    """MiniLM as an ONNX graph with the weights of its checkpoint."""
     raw = checkpoint.read_bytes()
     head = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     data = raw[8 + int.from_bytes(raw[:8], "little") :]
@@ -289,7 +294,9 @@ def bert(checkpoint):
 
 
 def embed():
-    """The model's own files, and beside them the graph: a bundle that two backends can serve."""
+    """Makes a bundle with the model's own files and the graph, which two backends can load. Returns the
+    reference vectors.
+    """
     checkpoint = MODELS / "minilm-l6/model.safetensors"
     bundle = OUT / "minilm"
     (bundle / "embed").mkdir(parents=True)

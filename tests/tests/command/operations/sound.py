@@ -9,7 +9,7 @@ RATE = 16_000
 
 
 def write_wav(out, name, samples, rate):
-    """As 16-bit numbers, and what they are as floats."""
+    """Writes samples as 16-bit integers. Returns these as floats."""
     whole = np.clip(np.round(samples * 32768), -32768, 32767).astype("<i2")
     with wave.open(str(out / name), "wb") as file:
         file.setnchannels(1)
@@ -20,7 +20,7 @@ def write_wav(out, name, samples, rate):
 
 
 def spoken(out, text, voice, rate=RATE):
-    """By espeak-ng, resampled by a windowed sinc."""
+    """Speech of espeak-ng, resampled by a windowed sinc."""
     path = out / "spoken.wav"
     subprocess.run(["espeak-ng", "-v", voice, "-w", str(path), text], check=True)
     with wave.open(str(path)) as file:

@@ -1,12 +1,14 @@
-"""What the published Whisper model says, run by ctranslate2 as `faster-whisper` does it: the reference of `kvasir operation asr`.
+"""Results of the published Whisper model with ctranslate2 through `faster-whisper`: the reference of `kvasir
+operation asr`.
 
     python transcripts.py OUT_DIR MODEL_DIR
 
-Written into OUT_DIR: sound as WAV files, what the encoder makes of the first (`encoded.f32`), and transcripts.json:
+Writes to OUT_DIR: sound as WAV files, the encoder's output for the first one (`encoded.f32`), and
+transcripts.json:
 
     [{"file", "flags": [..], "language": CODE, "segments": [{"start", "end", "text", "tokens", "avg_logprob", "no_speech_prob"}..]}..]
 
-Greedy, at temperature 0 alone, and without the text of the window before.
+Decoding is greedy, at temperature 0 alone, without the text of the previous window.
 """
 
 import json
@@ -16,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-# What reads other formats than WAV and asks a hub: neither is wanted, and they are large.
+# Empty stand-ins for large packages that are not needed: the reader of other formats than WAV, and the hub's
+# client.
 for name in ("av", "huggingface_hub"):
     sys.modules[name] = types.ModuleType(name)
 
@@ -34,7 +37,7 @@ call = sound.spoken(OUT, "Please call me back tomorrow at five o'clock, and brin
 town = sound.spoken(OUT, "Guten Morgen. Heute ist ein schöner Tag, und wir gehen in die Stadt.", "de")
 CASES = [
     ("one", np.concatenate([fox, call]), [], {}),
-    # More than one window, with something said before.
+    # More than one window, with a prompt.
     ("two", np.concatenate([call, pause, fox] * 4), ["--prompt", "A dog."], {"initial_prompt": "A dog."}),
     ("german", town, [], {}),
     ("english", town, ["--translate", "--language", "de"], {"task": "translate", "language": "de"}),

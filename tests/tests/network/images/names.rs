@@ -15,11 +15,11 @@ pub(super) fn serve(name: &str, resolv_conf: &Path) {
     let text = format!("search {DOMAIN} svc.test test\nnameserver {SERVER}\noptions ndots:5\n");
     std::fs::write(resolv_conf, text).unwrap();
     let socket = UdpSocket::bind((SERVER, 53)).unwrap();
-    let known = format!("{name}.{DOMAIN}");
+    let full_name = format!("{name}.{DOMAIN}");
     std::thread::spawn(move || {
         let mut packet = [0; 512];
         while let Ok((len, from)) = socket.recv_from(&mut packet) {
-            if let Some(answer) = answer(&packet[..len], &known) {
+            if let Some(answer) = answer(&packet[..len], &full_name) {
                 // The client retries.
                 let _ = socket.send_to(&answer, from);
             }
@@ -28,7 +28,7 @@ pub(super) fn serve(name: &str, resolv_conf: &Path) {
 }
 
 /// The response to a question; `None` if it is malformed.
-fn answer(question: &[u8], known: &str) -> Option<Vec<u8>> {
+fn answer(question: &[u8], full_name: &str) -> Option<Vec<u8>> {
     let mut at = 12;
     let mut labels = Vec::new();
     loop {
@@ -42,7 +42,7 @@ fn answer(question: &[u8], known: &str) -> Option<Vec<u8>> {
     }
     let kind = u16::from_be_bytes(question.get(at..at + 2)?.try_into().ok()?);
     at += 4;
-    let named = labels.join(".") == known;
+    let named = labels.join(".") == full_name;
     let found = named && kind == ADDRESS;
     // The name exists for questions of any type.
     let code = if named { 0 } else { 3 };

@@ -61,15 +61,19 @@ fn the_table_of_every_audio_operation() {
         let own = format!("KVASIR_{}_BACKEND", operation.name().to_ascii_uppercase());
         let (_empty, empty) = bundle(&[]);
         let (_full, full) = bundle(files);
-        let said = |choice: Option<&str>, bundle: &Bundle| match (choice, chosen(operation, bundle, &[])) {
-            (Some(name), chosen) => assert_eq!(chosen.as_deref(), Ok(name), "{operation}"),
-            (None, Err(error)) => {
-                assert!(error.starts_with(&format!("no backend serves {operation}")), "by its name: {error}");
-            }
-            (None, Ok(name)) => panic!("{operation} is served by {name}"),
-        };
-        said(without, &empty);
-        said(with, &full);
+        let assert_selected =
+            |choice: Option<&str>, bundle: &Bundle| match (choice, chosen(operation, bundle, &[])) {
+                (Some(name), chosen) => assert_eq!(chosen.as_deref(), Ok(name), "{operation}"),
+                (None, Err(error)) => {
+                    assert!(
+                        error.starts_with(&format!("no backend serves {operation}")),
+                        "by its name: {error}"
+                    );
+                }
+                (None, Ok(name)) => panic!("{operation} is served by {name}"),
+            };
+        assert_selected(without, &empty);
+        assert_selected(with, &full);
         // A requested backend is used if it can serve, by either variable, else selection fails.
         for variable in [own.as_str(), "KVASIR_BACKEND"] {
             for name in [KERNELS, onnx::NAME, "npu"] {
@@ -78,9 +82,9 @@ fn the_table_of_every_audio_operation() {
                 match (exists, answer) {
                     (true, answer) => assert_eq!(answer.as_deref(), Ok(name), "{operation} by {variable}"),
                     (false, Err(error)) => {
-                        let what =
+                        let expected =
                             format!("{variable} selects backend {name:?} for {operation}, which is unknown");
-                        assert!(error.starts_with(&what), "{error}");
+                        assert!(error.starts_with(&expected), "{error}");
                     }
                     (false, Ok(chosen)) => panic!("{operation}: {chosen} instead of {name}"),
                 }
@@ -124,11 +128,14 @@ fn a_folder_with_two_files_or_a_foreign_one_is_refused() {
 fn folders_define_the_operations_and_unserved_ones_are_named() {
     let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
     assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
-    let error = load_hearing(Operation::Tts, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
+    let error =
+        load_audio_model(Operation::Tts, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
     assert_eq!(error, "no backend serves tts");
-    let error = load_hearing(Operation::Asr, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
+    let error =
+        load_audio_model(Operation::Asr, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
     assert!(error.starts_with("no backend serves asr; kernels: there is no model.bin in"), "{error}");
-    let error = load_hearing(Operation::Embed, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
+    let error =
+        load_audio_model(Operation::Embed, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
     assert!(error.contains("embed is for texts"), "{error}");
 }
 
@@ -137,7 +144,7 @@ fn a_file_that_is_no_model_is_refused_with_its_path() {
     let files = [&["vad/silero_vad.onnx", "turn_detection/smart-turn-v3.onnx"], &WHISPER[..2], &WHISPER[2..]];
     let (_dir, bundle) = bundle(&files.concat());
     for operation in [Operation::Vad, Operation::TurnDetection, Operation::Asr] {
-        let error = load_hearing(operation, &bundle, |_| None, NonZeroUsize::MIN).err().unwrap();
+        let error = load_audio_model(operation, &bundle, |_| None, NonZeroUsize::MIN).err().unwrap();
         assert!(matches!(&error, Error::Artefact { path, .. } if path.starts_with(&bundle.dir)), "{error}");
     }
 }

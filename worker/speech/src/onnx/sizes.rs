@@ -157,26 +157,27 @@ impl Walk<'_> {
     fn outside(&self, entries: &[&[u8]]) -> Result<u64, String> {
         let (mut location, mut offset, mut length) = (None, 0, 0);
         for entry in entries {
-            let (mut key, mut said) = (None, None);
+            let (mut key, mut content) = (None, None);
             let mut fields = Fields(entry);
             while let Some((field, value)) = fields.next()? {
                 let Value::Bytes(text) = value else { continue };
                 let text = std::str::from_utf8(text).map_err(|_| "a text is not UTF-8")?;
                 match field {
                     1 => key = Some(text),
-                    2 => said = Some(text),
+                    2 => content = Some(text),
                     _ => {}
                 }
             }
-            let number = || {
-                let said = said.unwrap_or_default();
-                said.parse::<u64>()
-                    .map_err(|_| format!("the place of data outside is {said:?}, it must be a number"))
+            let number = |key| {
+                let content = content.unwrap_or_default();
+                content
+                    .parse::<u64>()
+                    .map_err(|_| format!("external_data.{key}: {content:?}, must be a number"))
             };
             match key {
-                Some("location") => location = said,
-                Some("offset") => offset = number()?,
-                Some("length") => length = number()?,
+                Some("location") => location = content,
+                Some(key @ "offset") => offset = number(key)?,
+                Some(key @ "length") => length = number(key)?,
                 _ => {}
             }
         }
@@ -185,7 +186,9 @@ impl Walk<'_> {
         let there = std::fs::metadata(self.folder.join(location)).map_or(0, |file| file.len());
         match offset.checked_add(length).filter(|end| *end <= there) {
             Some(_) => Ok(length),
-            None => Err(format!("{location} is to have {length} bytes from {offset} on, and has {there}")),
+            None => Err(format!(
+                "external_data: {location} has {there} bytes, and {length} from byte {offset} are needed"
+            )),
         }
     }
 }
@@ -244,7 +247,7 @@ mod tests {
     #[test]
     fn lengths_beyond_the_message_are_refused_in_every_field() {
         let huge = 8_400_000_000_000_000_000;
-        for (bytes, said) in [
+        for (bytes, expected) in [
             (sized(7, huge, &[]), "field 7"),
             (field(7, &sized(5, huge, &[])), "field 5"),
             // Raw data, and the name of a dimension of an input.
@@ -259,7 +262,7 @@ mod tests {
             // Among a node's strings, only those longer than the file are harmful; all that exceed their
             // message are refused.
             let why = refused(&bytes);
-            assert!(why.contains(said) && why.contains("bytes"), "{why}");
+            assert!(why.contains(expected) && why.contains("bytes"), "{why}");
         }
     }
 

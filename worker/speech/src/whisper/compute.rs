@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 /// Rows that a thread takes at a time.
 const ROWS: usize = 64;
 /// A part of a matrix has at least this many rows.
-const PART: usize = 512;
+const MIN_PART_ROWS: usize = 512;
 
 pub(super) struct Compute {
     pub(super) pool: Pool,
@@ -57,13 +57,13 @@ impl Matrix {
         bytes: &[u8],
         parts: usize,
     ) -> Result<Self, Error> {
-        let of_part = match parts {
+        let part_rows = match parts {
             0 | 1 => rows,
-            parts => rows.div_ceil(parts).max(PART).next_multiple_of(kernels::matmul::PANEL_ROWS),
+            parts => rows.div_ceil(parts).max(MIN_PART_ROWS).next_multiple_of(kernels::matmul::PANEL_ROWS),
         };
         let row_bytes = ty.row_bytes(cols)?;
         let packed = bytes
-            .chunks(of_part.max(1) * row_bytes)
+            .chunks(part_rows.max(1) * row_bytes)
             .map(|bytes| PackedMatrix::pack(ty, bytes.len() / row_bytes, cols, 1, bytes));
         Ok(Self { parts: packed.collect::<Result<_, _>>()?, rows, cols })
     }
@@ -136,7 +136,7 @@ impl Compute {
     ) -> Result<Vec<T>, Error> {
         let made: Vec<OnceLock<T>> = (0..items).map(|_| OnceLock::new()).collect();
         self.each(items, |item| {
-            let _only_one = made[item].set(make(item)?);
+            let _set_once = made[item].set(make(item)?);
             Ok(())
         })?;
         Ok(made.into_iter().filter_map(OnceLock::into_inner).collect())

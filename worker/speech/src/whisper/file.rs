@@ -104,54 +104,54 @@ impl<R: Read + Seek> Reader<'_, R> {
     }
 
     /// Checks that this many bytes are left.
-    fn has(&self, bytes: u64, what: &str) -> Result<(), Error> {
+    fn has(&self, bytes: u64, item: &str) -> Result<(), Error> {
         let left = self.len - self.at;
         if bytes <= left {
             return Ok(());
         }
         Err(self
-            .wrong(format!("it ends within {what}: {bytes} bytes at {}, of which {left} are there", self.at)))
+            .wrong(format!("it ends within {item}: {bytes} bytes at {}, of which {left} are there", self.at)))
     }
 
-    fn bytes<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Error> {
-        self.has(N as u64, what)?;
+    fn bytes<const N: usize>(&mut self, item: &str) -> Result<[u8; N], Error> {
+        self.has(N as u64, item)?;
         let mut bytes = [0; N];
         self.source.read_exact(&mut bytes).map_err(|source| failed(self.path, source))?;
         self.at += N as u64;
         Ok(bytes)
     }
 
-    fn byte(&mut self, what: &str) -> Result<u8, Error> {
-        self.bytes(what).map(|[byte]| byte)
+    fn byte(&mut self, item: &str) -> Result<u8, Error> {
+        self.bytes(item).map(|[byte]| byte)
     }
 
-    fn word(&mut self, what: &str) -> Result<u32, Error> {
-        self.bytes(what).map(u32::from_le_bytes)
+    fn word(&mut self, item: &str) -> Result<u32, Error> {
+        self.bytes(item).map(u32::from_le_bytes)
     }
 
-    fn count(&mut self, what: &str) -> Result<u32, Error> {
-        let count = self.word(what)?;
+    fn count(&mut self, item: &str) -> Result<u32, Error> {
+        let count = self.word(item)?;
         if count > MAX_VARIABLES {
-            return Err(self.wrong(format!("it has {count} {what}, the limit is {MAX_VARIABLES}")));
+            return Err(self.wrong(format!("it has {count} {item}, the limit is {MAX_VARIABLES}")));
         }
         Ok(count)
     }
 
-    fn text(&mut self, what: &str) -> Result<String, Error> {
-        let len = u16::from_le_bytes(self.bytes(what)?);
-        self.has(len.into(), what)?;
+    fn text(&mut self, item: &str) -> Result<String, Error> {
+        let len = u16::from_le_bytes(self.bytes(item)?);
+        self.has(len.into(), item)?;
         let mut text = vec![0; len.into()];
         self.source.read_exact(&mut text).map_err(|source| failed(self.path, source))?;
         self.at += u64::from(len);
         if text.last() == Some(&0) {
             text.pop();
         }
-        String::from_utf8(text).map_err(|_| self.wrong(format!("{what} is not UTF-8")))
+        String::from_utf8(text).map_err(|_| self.wrong(format!("{item} is not UTF-8")))
     }
 
-    fn skip(&mut self, bytes: u64, what: &str) -> Result<(), Error> {
-        self.has(bytes, what)?;
-        let by = i64::try_from(bytes).map_err(|_| self.wrong(format!("{what} is too long")))?;
+    fn skip(&mut self, bytes: u64, item: &str) -> Result<(), Error> {
+        self.has(bytes, item)?;
+        let by = i64::try_from(bytes).map_err(|_| self.wrong(format!("{item} is too long")))?;
         self.source.seek_relative(by).map_err(|source| failed(self.path, source))?;
         self.at += bytes;
         Ok(())
@@ -357,20 +357,20 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
-        let told = |bytes: &[u8]| read(bytes).err().map(|error| error.to_string()).unwrap();
+    fn the_error_names_the_field() {
+        let error_of = |bytes: &[u8]| read(bytes).err().map(|error| error.to_string()).unwrap();
         let good = small();
         let with = |at: usize, byte: u8| {
             let mut bytes = good.clone();
             bytes[at] = byte;
             bytes
         };
-        assert!(told(&with(0, 5)).contains("version 5"));
-        assert!(told(&with(6, b'X')).contains("\"XhisperSpec\""));
-        assert!(told(&with(18, 9)).contains("revision 9"));
-        assert!(told(&with(24, 0xff)).contains("variables, the limit is 65536"));
-        assert!(told(&[&good[..], &[1]].concat()).contains("1 bytes follow"));
-        let bad = |variable: Vec<u8>| told(&file(&[variable], &[]));
+        assert!(error_of(&with(0, 5)).contains("version 5"));
+        assert!(error_of(&with(6, b'X')).contains("\"XhisperSpec\""));
+        assert!(error_of(&with(18, 9)).contains("revision 9"));
+        assert!(error_of(&with(24, 0xff)).contains("variables, the limit is 65536"));
+        assert!(error_of(&[&good[..], &[1]].concat()).contains("1 bytes follow"));
+        let bad = |variable: Vec<u8>| error_of(&file(&[variable], &[]));
         assert!(bad(variable("w", &[2], 9, &[0; 2])).contains("w is of type 9"));
         assert!(bad(variable("w", &[2; 5], 1, &[0; 32])).contains("5 dimensions"));
         assert!(bad(variable("w", &[3], 4, &[0; 4])).contains("and has 4 bytes"));
@@ -379,14 +379,14 @@ pub(super) mod tests {
             bad(variable("w", &[u32::MAX as usize, 0], 4, &[]))
                 .contains("w is [4294967295, 0], no dimension")
         );
-        assert!(told(&file(&[], &[("a", "b")])).contains("a stands for b"));
+        assert!(error_of(&file(&[], &[("a", "b")])).contains("a stands for b"));
         let twice = variable("w", &[], 1, &[0]);
-        assert!(told(&file(&[twice.clone(), twice], &[])).contains("twice"));
+        assert!(error_of(&file(&[twice.clone(), twice], &[])).contains("twice"));
         let mut weights = read(&good).unwrap();
-        let mut told = |name: &str, dims: &[usize]| weights.vector(name, dims).unwrap_err().to_string();
-        assert!(told("x", &[1]).contains("it has no x"));
-        assert!(told("b", &[4]).contains("b is [3], it must be [4]"));
-        assert!(told("heads", &[]).contains("heads is of I16"));
+        let mut error_of = |name: &str, dims: &[usize]| weights.vector(name, dims).unwrap_err().to_string();
+        assert!(error_of("x", &[1]).contains("it has no x"));
+        assert!(error_of("b", &[4]).contains("b is [3], it must be [4]"));
+        assert!(error_of("heads", &[]).contains("heads is of I16"));
         assert!(weights.number("b").unwrap_err().to_string().contains("one number"));
     }
 

@@ -257,7 +257,7 @@ impl Network {
         Cache { layers: self.decoder.iter().map(|_| [Vec::new(), Vec::new()]).collect(), tokens: 0 }
     }
 
-    /// Decodes these tokens. Returns the logits of the next token for each of the rows `wanted`.
+    /// Decodes these tokens. Returns the logits of the next token for each of the `output_rows`.
     ///
     /// # Errors
     /// [`Error::Kernel`] for a token outside the vocabulary, or more tokens than positions.
@@ -267,7 +267,7 @@ impl Network {
         memory: &Memory,
         cache: &mut Cache,
         tokens: &[u32],
-        wanted: &[usize],
+        output_rows: &[usize],
     ) -> Result<Vec<Vec<f32>>, Error> {
         let Shape { width, context, heads: [_, heads], .. } = self.shape;
         let before = cache.tokens;
@@ -281,15 +281,15 @@ impl Network {
         }
         x.iter_mut().zip(&self.decoder_positions[before * width..]).for_each(|(x, position)| *x += position);
         let (mut h, mut wide) = (Vec::new(), Vec::new());
-        for ((layer, memory), kept) in self.decoder.iter().zip(&memory.0).zip(&mut cache.layers) {
+        for ((layer, memory), cached) in self.decoder.iter().zip(&memory.0).zip(&mut cache.layers) {
             let attention = &layer.attention;
             compute.norm(&x, &attention.norm, &mut h)?;
             compute.linear(&h, &attention.qkv, false, &mut wide)?;
             for row in wide.chunks(3 * width) {
-                kept[0].extend_from_slice(&row[width..2 * width]);
-                kept[1].extend_from_slice(&row[2 * width..]);
+                cached[0].extend_from_slice(&row[width..2 * width]);
+                cached[1].extend_from_slice(&row[2 * width..]);
             }
-            let attended = attend_to_past(compute, &wide, kept, before, width, heads)?;
+            let attended = attend_to_past(compute, &wide, cached, before, width, heads)?;
             compute.linear(&attended, &attention.out, true, &mut x)?;
             compute.norm(&x, &layer.cross_norm, &mut h)?;
             compute.linear(&h, &layer.cross_query, false, &mut wide)?;
@@ -299,7 +299,7 @@ impl Network {
         }
         cache.tokens = end;
         let rows: Vec<f32> =
-            wanted.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect();
+            output_rows.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect();
         compute.norm(&rows, &self.decoder_norm, &mut h)?;
         compute.linear(&h, &self.embeddings, false, &mut wide)?;
         finite("logits are", &wide)?;
@@ -327,11 +327,11 @@ impl Shape {
         let [width, bands, taps] = weights.dims("encoder/conv1/weight")?;
         let [tokens, _] = weights.dims("decoder/embeddings/weight")?;
         let [context, _] = weights.dims("decoder/position_encodings/encodings")?;
-        let within = |what: &str, found: usize, limits: std::ops::RangeInclusive<usize>| {
-            let (least, most) = (*limits.start(), *limits.end());
+        let within = |dimension: &str, found: usize, limits: std::ops::RangeInclusive<usize>| {
+            let (min, max) = (*limits.start(), *limits.end());
             match limits.contains(&found) {
                 true => Ok(()),
-                false => Err(format!("it has {found} {what}, {least} to {most} are served")),
+                false => Err(format!("it has {found} {dimension}, {min} to {max} are served")),
             }
         };
         within("dimensions", width, 16..=MAX_WIDTH)
@@ -353,7 +353,7 @@ impl Shape {
                 })?;
         }
         // Values of the published networks. Another value is another network.
-        let known = [
+        let supported = [
             ("encoder/pre_norm", 1),
             ("decoder/pre_norm", 1),
             ("encoder/activation", GELU),
@@ -362,7 +362,7 @@ impl Shape {
             ("decoder/start_from_zero_embedding", 0),
             ("decoder/alibi", 0),
         ];
-        for (name, expected) in known {
+        for (name, expected) in supported {
             if let Some(found) = weights.number(name)?.filter(|found| *found != expected) {
                 return Err(weights.wrong(format!("{name} is {found}, {expected} is served")));
             }

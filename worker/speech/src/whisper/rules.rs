@@ -35,14 +35,14 @@ impl Rules {
         token >= self.first_time()
     }
 
-    /// Selects the token that follows the tokens `said` in this window. Overwrites `logits`.
-    pub(super) fn say(&self, isa: Isa, logits: &mut [f32], said: &[u32]) -> ChosenToken {
+    /// Selects the token that follows the tokens `previous` in this window. Overwrites `logits`.
+    pub(super) fn next_token(&self, isa: Isa, logits: &mut [f32], previous: &[u32]) -> ChosenToken {
         let first_time = (self.first_time() as usize).min(logits.len());
         let end = (self.end as usize).min(logits.len());
         for token in self.suppressed.iter().chain([&self.no_times]) {
             forbid(logits, *token as usize..*token as usize + 1);
         }
-        match said {
+        match previous {
             [] => {
                 for token in &self.suppressed_first {
                     forbid(logits, *token as usize..*token as usize + 1);
@@ -54,7 +54,7 @@ impl Rules {
             [.., last] => {
                 let after_time = self.is_time(*last);
                 let after_two =
-                    after_time && said.iter().rev().nth(1).is_none_or(|token| self.is_time(*token));
+                    after_time && previous.iter().rev().nth(1).is_none_or(|token| self.is_time(*token));
                 if after_two {
                     forbid(logits, first_time..logits.len());
                 } else if after_time {
@@ -62,7 +62,7 @@ impl Rules {
                     forbid(logits, 0..end);
                 }
                 // Timestamps do not decrease.
-                if let Some(latest) = said.iter().rev().find(|token| self.is_time(**token)) {
+                if let Some(latest) = previous.iter().rev().find(|token| self.is_time(**token)) {
                     forbid(logits, first_time..*latest as usize);
                 }
                 if !after_two && times_win(isa, logits, first_time) {
@@ -108,46 +108,46 @@ mod tests {
         logits
     }
 
-    fn said(high: &[(usize, f32)], before: &[u32]) -> u32 {
-        rules().say(Isa::detect(), &mut logits(high), before).token
+    fn token_after(high: &[(usize, f32)], before: &[u32]) -> u32 {
+        rules().next_token(Isa::detect(), &mut logits(high), before).token
     }
 
     #[test]
     fn a_window_begins_with_an_early_timestamp() {
-        assert_eq!(said(&[(5, 9.0), (20, 1.0)], &[]), 20);
-        assert_eq!(said(&[(70, 9.0), (64, 1.0)], &[]), 64, "the last that may be first");
-        assert_eq!(said(&[(10, 9.0)], &[]), 14, "of equals the first");
+        assert_eq!(token_after(&[(5, 9.0), (20, 1.0)], &[]), 20);
+        assert_eq!(token_after(&[(70, 9.0), (64, 1.0)], &[]), 64, "the last that may be first");
+        assert_eq!(token_after(&[(10, 9.0)], &[]), 14, "of equals the first");
     }
 
     #[test]
     fn suppressed_tokens_are_never_selected() {
-        assert_eq!(said(&[(3, 90.0), (11, 80.0), (13, 70.0), (5, 60.0)], &[14, 6]), 5);
-        assert_eq!(said(&[(4, 60.0)], &[14]), 4, "only not first");
+        assert_eq!(token_after(&[(3, 90.0), (11, 80.0), (13, 70.0), (5, 60.0)], &[14, 6]), 5);
+        assert_eq!(token_after(&[(4, 60.0)], &[14]), 4, "only not first");
     }
 
     #[test]
     fn timestamps_come_in_pairs_and_do_not_decrease() {
         // One timestamp, the first: text follows, or the end.
-        assert_eq!(said(&[(20, 90.0), (5, 9.0)], &[14]), 5);
+        assert_eq!(token_after(&[(20, 90.0), (5, 9.0)], &[14]), 5);
         // After a timestamp that ends a text: a timestamp that is not lower, or the end.
-        assert_eq!(said(&[(5, 90.0), (19, 80.0), (20, 9.0)], &[14, 5, 20]), 20);
-        assert_eq!(said(&[(5, 90.0), (10, 89.0)], &[14, 5, 20]), 10);
+        assert_eq!(token_after(&[(5, 90.0), (19, 80.0), (20, 9.0)], &[14, 5, 20]), 20);
+        assert_eq!(token_after(&[(5, 90.0), (10, 89.0)], &[14, 5, 20]), 10);
         // Two timestamps: text follows.
-        assert_eq!(said(&[(30, 90.0), (6, 9.0)], &[14, 5, 20, 20]), 6);
+        assert_eq!(token_after(&[(30, 90.0), (6, 9.0)], &[14, 5, 20, 20]), 6);
     }
 
     #[test]
     fn timestamps_win_by_their_total_probability() {
         // None of the 86 timestamps is as likely as the text, but their sum is.
         let together: Vec<(usize, f32)> = (14..100).map(|token| (token, 5.0)).chain([(6, 9.0)]).collect();
-        assert_eq!(said(&together, &[14, 5]), 14);
+        assert_eq!(token_after(&together, &[14, 5]), 14);
         let less: Vec<(usize, f32)> = (14..100).map(|token| (token, 4.0)).chain([(6, 9.0)]).collect();
-        assert_eq!(said(&less, &[14, 5]), 6);
+        assert_eq!(token_after(&less, &[14, 5]), 6);
     }
 
     #[test]
     fn the_probability_is_relative_to_allowed_tokens() {
-        let ChosenToken { token, log } = rules().say(Isa::detect(), &mut logits(&[(3, 50.0)]), &[]);
+        let ChosenToken { token, log } = rules().next_token(Isa::detect(), &mut logits(&[(3, 50.0)]), &[]);
         // 51 timestamps are equally likely.
         assert!(token == 14 && (log + 51f32.ln()).abs() < 1e-5, "{token} {log}");
     }

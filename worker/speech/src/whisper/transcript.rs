@@ -46,13 +46,13 @@ pub(super) struct Transcript {
 struct Window {
     memory: Memory,
     cache: Cache,
-    said: Vec<u32>,
+    tokens: Vec<u32>,
     /// The last token, which the decoder has not processed yet.
     next: Option<u32>,
     /// Sum of the log-probabilities of all tokens and the end.
     logs: f32,
     silence: f32,
-    most: usize,
+    max_tokens: usize,
 }
 
 /// A segment of a window: its tokens, and its position in the window in timestamp steps.
@@ -89,9 +89,9 @@ impl Transcript {
         let encoded = network.encode(compute, &self.features.window(self.seek, size, FRAMES))?;
         let memory = network.memory(compute, &encoded)?;
         if self.task.language.is_none() {
-            let (language, told) = likeliest(whisper, &memory)?;
+            let (language, detected) = likeliest(whisper, &memory)?;
             self.task.language = Some(language);
-            out.push(OperationOutput::Language(told));
+            out.push(OperationOutput::Language(detected));
         }
         let prompt = self.prompt(whisper);
         self.window = Some(Window::open(whisper, memory, &prompt)?);
@@ -107,9 +107,9 @@ impl Transcript {
         let words = &whisper.words;
         let mut prompt = Vec::new();
         if self.seek == 0 && !self.task.prompt.is_empty() {
-            let most = whisper.network.shape.context / 2 - 1;
+            let max_prompt = whisper.network.shape.context / 2 - 1;
             prompt.push(words.before);
-            prompt.extend(&self.task.prompt[self.task.prompt.len().saturating_sub(most)..]);
+            prompt.extend(&self.task.prompt[self.task.prompt.len().saturating_sub(max_prompt)..]);
         }
         prompt.push(words.start);
         prompt.extend(self.task.language);
@@ -122,18 +122,18 @@ impl Transcript {
         let (from, size) = (self.seek, self.size());
         self.seek += size;
         let Some(window) = window else { return };
-        let mean = window.logs / (window.said.len() + 1) as f32;
+        let mean = window.logs / (window.tokens.len() + 1) as f32;
         if window.silence > SILENCE && mean <= UNLIKELY {
             return;
         }
-        let (parts, consumed) = parts(&window.said, whisper.words.rules.first_time(), size);
+        let (segments, consumed) = split_segments(&window.tokens, whisper.words.rules.first_time(), size);
         // Skip a window that makes no progress.
         self.seek = from + if consumed == 0 { size } else { consumed };
         let at = |frame: usize| {
             let samples = frame as u64 * FRAME as u64 * u64::from(self.task.rate);
             (samples + u64::from(super::RATE) / 2) / u64::from(super::RATE)
         };
-        for WindowPart { tokens, start, end } in parts {
+        for WindowPart { tokens, start, end } in segments {
             let text = whisper.words.decode(tokens);
             if start == end || text.trim().is_empty() {
                 continue;
@@ -161,30 +161,30 @@ impl Window {
         let [mut at_start, mut at_last] = <[Vec<f32>; 2]>::try_from(rows).unwrap_or_default();
         softmax(compute.isa, &mut at_start);
         let silence = at_start.get(words.silence as usize).copied().unwrap_or(0.0);
-        let said = words.rules.say(compute.isa, &mut at_last, &[]);
+        let chosen = words.rules.next_token(compute.isa, &mut at_last, &[]);
         let context = network.shape.context;
         // The last token of the prompt counts as the first of the generated positions.
-        let most = (context / 2).min(context - last);
-        let next = Some(said.token);
-        Ok(Self { memory, cache, said: vec![said.token], next, logs: said.log, silence, most })
+        let max_tokens = (context / 2).min(context - last);
+        let next = Some(chosen.token);
+        Ok(Self { memory, cache, tokens: vec![chosen.token], next, logs: chosen.log, silence, max_tokens })
     }
 
     /// Generates some tokens. Returns whether more may follow.
     fn step(&mut self, whisper: &Whisper) -> Result<bool, Error> {
         let Whisper { network, compute, words, .. } = whisper;
         for _ in 0..STEP {
-            let full = self.said.len() >= self.most || self.cache.tokens() >= network.shape.context;
+            let full = self.tokens.len() >= self.max_tokens || self.cache.tokens() >= network.shape.context;
             let Some(next) = self.next.filter(|_| !full) else { return Ok(false) };
             let rows = network.decode(compute, &self.memory, &mut self.cache, &[next], &[0])?;
             let mut logits = rows.into_iter().next().unwrap_or_default();
-            let said = words.rules.say(compute.isa, &mut logits, &self.said);
-            self.logs += said.log;
-            if said.token == words.rules.end {
+            let chosen = words.rules.next_token(compute.isa, &mut logits, &self.tokens);
+            self.logs += chosen.log;
+            if chosen.token == words.rules.end {
                 self.next = None;
                 return Ok(false);
             }
-            self.said.push(said.token);
-            self.next = Some(said.token);
+            self.tokens.push(chosen.token);
+            self.next = Some(chosen.token);
         }
         Ok(true)
     }
@@ -208,35 +208,37 @@ fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, Language), Erro
 
 /// Splits the tokens at pairs of timestamps. Also returns how many of the window's `size` frames are done;
 /// audio after the last pair is transcribed again.
-fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<WindowPart<'_>>, usize) {
+fn split_segments(window_tokens: &[u32], first_time: u32, size: usize) -> (Vec<WindowPart<'_>>, usize) {
     let is_time = |token: &u32| *token >= first_time;
     let step = |token: u32| token.saturating_sub(first_time) as usize;
-    let ends_alone = matches!(said, [.., text, time] if !is_time(text) && is_time(time));
-    let mut cuts: Vec<usize> =
-        (1..said.len()).filter(|at| is_time(&said[*at]) && is_time(&said[*at - 1])).collect();
+    let ends_alone = matches!(window_tokens, [.., text, time] if !is_time(text) && is_time(time));
+    let mut cuts: Vec<usize> = (1..window_tokens.len())
+        .filter(|at| is_time(&window_tokens[*at]) && is_time(&window_tokens[*at - 1]))
+        .collect();
     if cuts.is_empty() {
-        let last = said.iter().rev().find(|token| is_time(token)).filter(|last| **last != first_time);
+        let last =
+            window_tokens.iter().rev().find(|token| is_time(token)).filter(|last| **last != first_time);
         let end = last.map_or(size, |last| step(*last) * TIME);
-        return (vec![WindowPart { tokens: said, start: 0, end }], size);
+        return (vec![WindowPart { tokens: window_tokens, start: 0, end }], size);
     }
     if ends_alone {
-        cuts.push(said.len());
+        cuts.push(window_tokens.len());
     }
-    let mut parts = Vec::with_capacity(cuts.len());
+    let mut segments = Vec::with_capacity(cuts.len());
     let mut from = 0;
     for cut in cuts {
-        let tokens = &said[from..cut];
+        let tokens = &window_tokens[from..cut];
         if let [first, .., last] | [first @ last] = tokens {
-            parts.push(WindowPart { tokens, start: step(*first) * TIME, end: step(*last) * TIME });
+            segments.push(WindowPart { tokens, start: step(*first) * TIME, end: step(*last) * TIME });
         }
         from = cut;
     }
     let consumed = match ends_alone {
         // No text follows the last timestamp.
         true => size,
-        false => step(said[from - 1]) * TIME,
+        false => step(window_tokens[from - 1]) * TIME,
     };
-    (parts, consumed)
+    (segments, consumed)
 }
 
 #[cfg(test)]
@@ -244,9 +246,15 @@ mod tests {
     use super::*;
 
     /// Timestamps are the tokens from 100 on.
-    fn cut(said: &[u32]) -> (Vec<(Vec<u32>, usize, usize)>, usize) {
-        let (parts, consumed) = parts(said, 100, 2500);
-        (parts.into_iter().map(|part| (part.tokens.to_vec(), part.start, part.end)).collect(), consumed)
+    fn cut(tokens: &[u32]) -> (Vec<(Vec<u32>, usize, usize)>, usize) {
+        let (segments, consumed) = split_segments(tokens, 100, 2500);
+        (
+            segments
+                .into_iter()
+                .map(|segment| (segment.tokens.to_vec(), segment.start, segment.end))
+                .collect(),
+            consumed,
+        )
     }
 
     #[test]
@@ -258,15 +266,15 @@ mod tests {
 
     #[test]
     fn pairs_split_a_window_and_its_unfinished_rest_is_repeated() {
-        let said = [100, 1, 150, 150, 2, 200, 210, 3];
-        let parts = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
-        assert_eq!(cut(&said), (parts, 200));
+        let tokens = [100, 1, 150, 150, 2, 200, 210, 3];
+        let segments = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
+        assert_eq!(cut(&tokens), (segments, 200));
     }
 
     #[test]
     fn a_single_timestamp_at_the_end_completes_the_window() {
-        let said = [100, 1, 150, 150, 2, 200];
-        let parts = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
-        assert_eq!(cut(&said), (parts, 2500));
+        let tokens = [100, 1, 150, 150, 2, 200];
+        let segments = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
+        assert_eq!(cut(&tokens), (segments, 2500));
     }
 }

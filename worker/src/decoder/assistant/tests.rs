@@ -67,9 +67,9 @@ fn doubles(file: &SafeTensors<'_>, name: &str) -> Vec<f64> {
     data.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }
 
-fn apart(got: &[f32], want: &[f64]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    got.iter().zip(want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max)
+fn max_difference(got: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(got.len(), expected.len());
+    got.iter().zip(expected).map(|(got, expected)| (f64::from(*got) - expected).abs()).fold(0.0, f64::max)
 }
 
 #[test]
@@ -77,51 +77,54 @@ fn every_round_equals_the_reference() {
     let bytes = std::fs::read(file("gemma4-assistant/ref.safetensors")).unwrap();
     let reference = SafeTensors::deserialize(&bytes).unwrap();
     let text = std::fs::read_to_string(file("gemma4-assistant/ref.json")).unwrap();
-    let told: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let recorded: serde_json::Value = serde_json::from_str(&text).unwrap();
     let (mut rounds, mut accepted) = (0, 0);
-    for (prompt, told) in told["rounds"].as_array().unwrap().iter().enumerate() {
+    for (prompt, recorded) in recorded["rounds"].as_array().unwrap().iter().enumerate() {
         let ids = reference.tensor(&format!("p{prompt}.ids")).unwrap().data().to_vec();
         let ids: Vec<u32> = ids.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
         let mut pair = Pair::new(256);
         let mut newest = pair.step(&ids, 0).pop().unwrap();
         let (mut context, mut row) = (ids.len(), ids.len() as u32 - 1);
         let mut output = vec![newest];
-        for (round, told) in told.as_array().unwrap().iter().enumerate() {
-            let what = format!("p{prompt}.r{round}");
-            let number = |key: &str| told[key].as_u64().unwrap() as usize;
-            assert_eq!((context, newest as usize), (number("pos"), number("last_token")), "{what}");
+        for (round, recorded) in recorded.as_array().unwrap().iter().enumerate() {
+            let case = format!("p{prompt}.r{round}");
+            let number = |key: &str| recorded[key].as_u64().unwrap() as usize;
+            assert_eq!((context, newest as usize), (number("pos"), number("last_token")), "{case}");
             let hidden = pair.decoder.hidden(&[row]).unwrap().remove(0);
             let tables = Pair::tables(&pair.blocks, context);
             let from =
                 DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: DRAFT_TOKENS };
-            let known = reference.tensor(&format!("{what}.h_in")).is_ok();
-            if known {
-                assert!(apart(&hidden, &doubles(&reference, &format!("{what}.h_in"))) < 1e-3, "{what}");
-                let logits = doubles(&reference, &format!("{what}.draft_logits"));
-                let out = doubles(&reference, &format!("{what}.h_out"));
+            let in_reference = reference.tensor(&format!("{case}.h_in")).is_ok();
+            if in_reference {
+                assert!(
+                    max_difference(&hidden, &doubles(&reference, &format!("{case}.h_in"))) < 1e-3,
+                    "{case}"
+                );
+                let logits = doubles(&reference, &format!("{case}.draft_logits"));
+                let out = doubles(&reference, &format!("{case}.h_out"));
                 for count in 1..=DRAFT_TOKENS {
                     let drafted = pair.decoder.draft(std::slice::from_ref(&from), count).unwrap().remove(0);
                     let width = drafted.hidden.len();
-                    let want = &out[(count - 1) * width..count * width];
-                    assert!(apart(&drafted.hidden, want) < 1e-3, "{what}, draft token {count}");
+                    let expected = &out[(count - 1) * width..count * width];
+                    assert!(max_difference(&drafted.hidden, expected) < 1e-3, "{case}, draft token {count}");
                     let got = pair.decoder.draft_logits(0).unwrap();
-                    let want = &logits[(count - 1) * got.len()..count * got.len()];
-                    assert!(apart(&got, want) < 3e-3, "{what}, draft token {count}");
+                    let expected = &logits[(count - 1) * got.len()..count * got.len()];
+                    assert!(max_difference(&got, expected) < 3e-3, "{case}, draft token {count}");
                 }
             }
             // Next to another sequence, the draft tokens are the same.
             let drafted = pair.decoder.draft(&[from.clone(), from], DRAFT_TOKENS).unwrap();
-            assert_eq!(drafted[0], drafted[1], "{what}");
+            assert_eq!(drafted[0], drafted[1], "{case}");
             let draft_tokens = drafted[0].tokens.clone();
-            let want: Vec<u32> = serde_json::from_value(told["drafts"].clone()).unwrap();
-            assert_eq!(draft_tokens, want, "{what}");
+            let expected: Vec<u32> = serde_json::from_value(recorded["drafts"].clone()).unwrap();
+            assert_eq!(draft_tokens, expected, "{case}");
             let drawn = pair.step(&[&[newest][..], &draft_tokens].concat(), context);
             let right = draft_tokens
                 .iter()
                 .zip(&drawn)
                 .take_while(|(draft_token, drawn)| draft_token == drawn)
                 .count();
-            assert_eq!((right, drawn[right] as usize), (number("accepted"), number("bonus")), "{what}");
+            assert_eq!((right, drawn[right] as usize), (number("accepted"), number("bonus")), "{case}");
             output.extend(&drawn[..=right]);
             (newest, context, row) = (drawn[right], context + right + 1, right as u32);
             (rounds, accepted) = (rounds + 1, accepted + right);
@@ -131,7 +134,7 @@ fn every_round_equals_the_reference() {
         let same = output.len().min(greedy.len());
         assert_eq!(output[..same], greedy[..same], "p{prompt}");
     }
-    let count = |key: &str| told[key].as_u64().unwrap() as usize;
+    let count = |key: &str| recorded[key].as_u64().unwrap() as usize;
     assert_eq!((rounds, accepted), (count("n_rounds"), count("n_accepted")));
 }
 

@@ -2,14 +2,14 @@
 
 use super::*;
 use crate::load::{self, EngineOptions};
-use appended_file::Block;
 use kernels::backend::{ActivationMode, KvType, StateExport};
 use model::ModelFile;
+use mtp_head_file::Block;
 use reference::Reference;
 use std::path::Path;
 
-#[path = "../../../tests/engine/appended_file.rs"]
-mod appended_file;
+#[path = "../../../tests/engine/mtp_head_file.rs"]
+mod mtp_head_file;
 mod reference;
 
 const DRAFT_TOKENS: usize = 4;
@@ -17,14 +17,14 @@ const DRAFT_TOKENS: usize = 4;
 const TOLERANCE: f64 = 2e-3;
 
 /// A model with its MTP head, and one sequence with two state slots.
-struct Alone {
+struct SingleSequence {
     decoder: Decoder,
     blocks: Vec<u32>,
     slots: [u32; 2],
     vocab: usize,
 }
 
-impl Alone {
+impl SingleSequence {
     fn new(path: &Path, positions: usize) -> Self {
         let options = EngineOptions {
             threads: Some(1),
@@ -35,8 +35,8 @@ impl Alone {
         let mut decoder = load::decoder(path, &options, &mut |_, _| {}).unwrap();
         let file = ModelFile::open(path).unwrap();
         let before: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
-        let spec = AppendedSpec::from_file(&file).unwrap().unwrap();
-        decoder.load_appended(&spec, &file, 3).unwrap();
+        let spec = MtpHeadSpec::from_file(&file).unwrap().unwrap();
+        decoder.load_mtp_head(&spec, &file, 3).unwrap();
         let bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
         assert!(before.iter().zip(&bytes).all(|(before, now)| before < now), "{before:?} {bytes:?}");
         let stride = (bytes[0] / UNIT) as u32;
@@ -69,13 +69,13 @@ fn prompt(seed: u32, len: u32, vocab: usize) -> Vec<u32> {
     (0..len).map(|at| (seed * 7919 + at * at * 31 + at * 977) % vocab as u32).collect()
 }
 
-fn apart(got: &[f32], want: &[f64]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    got.iter().zip(want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max)
+fn max_difference(got: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(got.len(), expected.len());
+    got.iter().zip(expected).map(|(got, expected)| (f64::from(*got) - expected).abs()).fold(0.0, f64::max)
 }
 
 fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
-    let mut alone = Alone::new(path, 160);
+    let mut alone = SingleSequence::new(path, 160);
     let mut reference = Reference::new(path);
     let tokens = prompt(seed, chunks.iter().sum::<usize>() as u32, alone.vocab);
     let (mut context, mut newest, mut hidden) = (0, 0, Vec::new());
@@ -90,17 +90,17 @@ fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
         let blocks = alone.blocks[..context.div_ceil(16)].to_vec();
         let tables = vec![BlockTable::Paged(&blocks)];
         let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: DRAFT_TOKENS };
-        let want = reference.draft(newest, DRAFT_TOKENS);
-        for (count, want) in (1..).zip(&want) {
+        let expected = reference.draft(newest, DRAFT_TOKENS);
+        for (count, expected) in (1..).zip(&expected) {
             let drafted = alone.decoder.draft(std::slice::from_ref(&from), count).unwrap().remove(0);
-            let what = format!("{}, round {round}, draft token {count}", path.display());
-            assert!(apart(&drafted.hidden, &want.hidden) < TOLERANCE, "{what}");
+            let case = format!("{}, round {round}, draft token {count}", path.display());
+            assert!(max_difference(&drafted.hidden, &expected.hidden) < TOLERANCE, "{case}");
             let logits = alone.decoder.draft_logits(0).unwrap();
-            assert!(apart(&logits, &want.logits) < TOLERANCE, "{what}");
+            assert!(max_difference(&logits, &expected.logits) < TOLERANCE, "{case}");
             let tokens: Vec<u32> = drafted.tokens;
-            assert_eq!(tokens.last(), Some(&want.token), "{what}, ahead by {}", want.margin);
+            assert_eq!(tokens.last(), Some(&expected.token), "{case}, ahead by {}", expected.margin);
         }
-        let draft_tokens: Vec<u32> = want.iter().map(|draft_token| draft_token.token).collect();
+        let draft_tokens: Vec<u32> = expected.iter().map(|draft_token| draft_token.token).collect();
         // Another sequence in the same block gets no draft tokens; in another block it gets the same ones.
         let elsewhere = DraftFrom { tables: vec![BlockTable::Paged(&blocks)], most: 2, ..from.clone() };
         let drafted = alone.decoder.draft(&[from.clone(), elsewhere], DRAFT_TOKENS).unwrap();
@@ -108,17 +108,17 @@ fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
         let shares = !context.is_multiple_of(16);
         assert_eq!(drafted[1].tokens, draft_tokens[..if shares { 0 } else { 2 }]);
         let (best, rows) = alone.step(&[&[newest][..], &draft_tokens].concat(), context, true);
-        let counted =
+        let accepted =
             draft_tokens.iter().zip(&best).take_while(|(draft_token, drawn)| draft_token == drawn).count();
-        alone.decoder.accept(&[counted + 1]).unwrap();
+        alone.decoder.accept(&[accepted + 1]).unwrap();
         reference.feed(newest, &rows[0]);
         draft_tokens
             .iter()
             .zip(&rows[1..])
-            .take(counted)
+            .take(accepted)
             .for_each(|(token, row)| reference.feed(*token, row));
-        (newest, hidden, context) = (best[counted], rows[counted].clone(), context + counted + 1);
-        (right, all) = (right + counted, all + DRAFT_TOKENS);
+        (newest, hidden, context) = (best[accepted], rows[accepted].clone(), context + accepted + 1);
+        (right, all) = (right + accepted, all + DRAFT_TOKENS);
     }
     (right, all)
 }
@@ -133,7 +133,7 @@ fn every_round_equals_the_equations() {
         ("qwen35", Block::Telling),
     ];
     for (arch, block) in blocks {
-        let path = appended_file::write(arch, block, folder.path());
+        let path = mtp_head_file::write(arch, block, folder.path());
         let (mut right, mut all) = (0, 0);
         for (seed, chunks) in [&[5][..], &[1, 30, 9], &[48], &[16, 1, 1, 13]].into_iter().enumerate() {
             let counts = rounds(&path, chunks, seed as u32);
@@ -148,27 +148,27 @@ fn every_round_equals_the_equations() {
 #[test]
 fn the_saved_hidden_state_is_that_of_the_last_accepted_row() {
     let folder = tempfile::tempdir().unwrap();
-    let path = appended_file::write("qwen35", Block::Random, folder.path());
-    let past = |alone: &mut Alone, slot: u32| {
+    let path = mtp_head_file::write("qwen35", Block::Random, folder.path());
+    let past = |alone: &mut SingleSequence, slot: u32| {
         let width = alone.decoder.spec().hidden;
-        let at = alone.decoder.appended.as_ref().unwrap().past_at;
+        let at = alone.decoder.mtp_head.as_ref().unwrap().past_at;
         let mut bytes = vec![0; width * 4];
         alone.decoder.backend.read_arena(slot + at, &mut bytes).unwrap();
         bytes
     };
-    let mut alone = Alone::new(&path, 64);
+    let mut alone = SingleSequence::new(&path, 64);
     let tokens = prompt(3, 20, alone.vocab);
     // One token at a time.
-    let mut want = Vec::new();
+    let mut expected = Vec::new();
     for (context, token) in tokens.iter().enumerate() {
         alone.step(&[*token], context, false);
         let slot = alone.slots[0];
-        want.push(past(&mut alone, slot));
+        expected.push(past(&mut alone, slot));
     }
-    assert!(want.windows(2).all(|pair| pair[0] != pair[1]));
+    assert!(expected.windows(2).all(|pair| pair[0] != pair[1]));
     // With an export in the middle, then as draft tokens of which some are accepted.
-    for counted in 0..=6 {
-        let mut alone = Alone::new(&path, 64);
+    for accepted in 0..=6 {
+        let mut alone = SingleSequence::new(&path, 64);
         let export = alone.slots[0];
         let sequence = StepSequence { rows: 0..14, context: 0, segment_start: None };
         let tables = [vec![BlockTable::Paged(&alone.blocks)]];
@@ -177,14 +177,14 @@ fn the_saved_hidden_state_is_that_of_the_last_accepted_row() {
         let input =
             StepInput { tokens: &tokens[..14], sequences: &[sequence], tables: &tables, states: &states };
         alone.decoder.forward(&[], &input).unwrap();
-        assert_eq!(past(&mut alone, export), want[8]);
+        assert_eq!(past(&mut alone, export), expected[8]);
         alone.slots.reverse();
         let slot = alone.slots[0];
-        assert_eq!(past(&mut alone, slot), want[13]);
+        assert_eq!(past(&mut alone, slot), expected[13]);
         alone.step(&tokens[14..], 14, true);
-        alone.decoder.accept(&[counted]).unwrap();
+        alone.decoder.accept(&[accepted]).unwrap();
         let slot = alone.slots[0];
-        assert_eq!(past(&mut alone, slot), want[13 + counted]);
+        assert_eq!(past(&mut alone, slot), expected[13 + accepted]);
     }
 }
 
@@ -192,17 +192,17 @@ fn the_saved_hidden_state_is_that_of_the_last_accepted_row() {
 fn unusable_mtp_heads_are_refused() {
     let options = EngineOptions { threads: Some(1), ..EngineOptions::default() };
     let folder = tempfile::tempdir().unwrap();
-    let path = appended_file::write("qwen35", Block::Random, folder.path());
+    let path = mtp_head_file::write("qwen35", Block::Random, folder.path());
     let file = ModelFile::open(&path).unwrap();
-    let spec = AppendedSpec::from_file(&file).unwrap().unwrap();
+    let spec = MtpHeadSpec::from_file(&file).unwrap().unwrap();
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
     let fixtures = std::env::var_os("KVASIR_FIXTURES").map_or(fixtures, |root| Path::new(&root).join("tiny"));
     let mut decoder =
         load::decoder(&fixtures.join("llama/llama-f32.gguf"), &options, &mut |_, _| {}).unwrap();
-    let refused = decoder.load_appended(&spec, &file, 4);
+    let refused = decoder.load_mtp_head(&spec, &file, 4);
     assert!(matches!(refused, Err(Error::Config { option: "spec", .. })), "{refused:?}");
     for other in ["qwen35/qwen35-f32.gguf", "llama/llama-f32.gguf"] {
         let file = ModelFile::open(fixtures.join(other)).unwrap();
-        assert_eq!(AppendedSpec::from_file(&file).unwrap(), None, "{other}");
+        assert_eq!(MtpHeadSpec::from_file(&file).unwrap(), None, "{other}");
     }
 }

@@ -10,7 +10,7 @@ const MAX_SEQUENCES: usize = 4096;
 const MAX_TOKENS: usize = 16 << 20;
 
 #[derive(Debug, Default)]
-pub(super) struct Remembered {
+pub(super) struct EndedSequences {
     sequences: HashMap<SequenceKey, (u64, Arc<[u32]>)>,
     /// By time of last use, the earliest first.
     order: BTreeMap<u64, SequenceKey>,
@@ -18,7 +18,7 @@ pub(super) struct Remembered {
     tokens: usize,
 }
 
-impl Remembered {
+impl EndedSequences {
     /// Adds a sequence, replacing one of the same name.
     pub(super) fn insert(&mut self, key: SequenceKey, tokens: &[u32]) {
         self.remove(&key);
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn the_least_recently_used_sequence_is_forgotten_first() {
-        let mut remembered = Remembered::default();
+        let mut remembered = EndedSequences::default();
         for n in 0..MAX_SEQUENCES as u32 {
             remembered.insert(key(n), &[n]);
         }

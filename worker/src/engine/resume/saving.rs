@@ -28,7 +28,7 @@ impl Engine {
         self.copy_saved();
     }
 
-    /// Copies part of what is being saved. Returns whether there was anything to copy.
+    /// Copies further blocks of the sequences that are being saved. Returns whether a sequence was being saved when it was called.
     pub(in crate::engine) fn copy_saved(&mut self) -> bool {
         let (mut left, any) = (self.copy_bytes, !self.resume.saving.is_empty());
         while left > 0
@@ -72,8 +72,8 @@ impl Engine {
                 begins
             })
             .collect();
-        let places: Vec<(usize, u32)> = further.iter().map(|block| (block.group, block.offset)).collect();
-        let read = executor.read_blocks(&places).map_err(|error| {
+        let addresses: Vec<(usize, u32)> = further.iter().map(|block| (block.group, block.offset)).collect();
+        let read = executor.read_blocks(&addresses).map_err(|error| {
             tracing::error!(%error, "cannot read blocks from the arena");
             SequenceError::Internal
         })?;

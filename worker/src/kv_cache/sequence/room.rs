@@ -25,7 +25,7 @@ impl KvCache {
         }
         let blocks = len.div_ceil(self.spec.block_tokens) as usize;
         let lacks_slot = self.lacks_slot(sequence);
-        if !lacks_slot && self.kv_blocks(sequence).all(|had| had >= blocks) {
+        if !lacks_slot && self.kv_blocks(sequence).all(|count| count >= blocks) {
             return true;
         }
         for group in 0..self.spec.groups.len() {
@@ -84,13 +84,13 @@ impl KvCache {
     /// Appends `needs[group]` new blocks to the tables, or none at all. Groups with enough free blocks go
     /// first: slabs that they leave idle can move to other groups.
     fn take_blocks(&mut self, sequence: &mut SequenceCache, needs: &[u32]) -> bool {
-        let had: Vec<usize> = sequence.tables.iter().map(|table| table.blocks.len()).collect();
+        let old_lens: Vec<usize> = sequence.tables.iter().map(|table| table.blocks.len()).collect();
         let mut order: Vec<usize> = (0..needs.len()).collect();
         order.sort_by_key(|&group| self.pool.is_short(group, needs[group]));
         for group in order {
             for _ in 0..needs[group] {
                 let Some(block) = self.alloc(group) else {
-                    self.give_blocks(sequence, &had, needs);
+                    self.give_blocks(sequence, &old_lens, needs);
                     return false;
                 };
                 if self.state_group() == Some(group) {
@@ -104,7 +104,7 @@ impl KvCache {
         true
     }
 
-    fn give_blocks(&mut self, sequence: &mut SequenceCache, had: &[usize], needs: &[u32]) {
+    fn give_blocks(&mut self, sequence: &mut SequenceCache, old_lens: &[usize], needs: &[u32]) {
         if let Some(group) = self.state_group()
             && needs[group] > 0
             && let Some(slot) = sequence.state.next.take()
@@ -112,9 +112,9 @@ impl KvCache {
             self.pool.release(group, slot);
             self.entries -= 1;
         }
-        for (group, (table, &had)) in sequence.tables.iter_mut().zip(had).enumerate() {
-            table.offsets.truncate(had);
-            for block in table.blocks.split_off(had) {
+        for (group, (table, &old_len)) in sequence.tables.iter_mut().zip(old_lens).enumerate() {
+            table.offsets.truncate(old_len);
+            for block in table.blocks.split_off(old_len) {
                 self.pool.release(group, block);
                 self.entries -= 1;
             }

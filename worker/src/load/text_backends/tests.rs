@@ -54,8 +54,8 @@ fn the_table_of_every_text_operation() {
                 assert_eq!(full(&[(variable, name)]).as_deref(), Ok(name), "{operation} by {variable}");
             }
             let error = full(&[(variable, "npu")]).unwrap_err();
-            let what = format!("{variable} selects backend \"npu\" for {operation}, which is unknown");
-            assert!(error.starts_with(&what), "{error}");
+            let expected = format!("{variable} selects backend \"npu\" for {operation}, which is unknown");
+            assert!(error.starts_with(&expected), "{error}");
             assert_eq!(empty(variable, KERNELS).as_deref(), Ok(KERNELS), "{operation}");
             let error = empty(variable, onnx::NAME).unwrap_err();
             assert!(error.contains("cannot serve this request: there is no"), "{error}");

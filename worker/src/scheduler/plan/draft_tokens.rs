@@ -38,11 +38,11 @@ impl Scheduler {
         let end = planned.context_before + planned.rows.end - planned.rows.start - planned.draft_tokens + 1;
         // The range of ends, depending on how many draft tokens are accepted.
         let ends = end..=end + planned.draft_tokens;
-        let most = |sequence: &Sequence| {
-            let behind = ends.clone().map(|end| self.max_draft_tokens(sequence, end)).max().unwrap_or(0);
-            behind.min(left_behind(sequence, 1))
+        let max_after = |sequence: &Sequence| {
+            let max = ends.clone().map(|end| self.max_draft_tokens(sequence, end)).max().unwrap_or(0);
+            max.min(drafts_left(sequence, 1))
         };
-        self.get(planned.slot.0).map_or(0, most)
+        self.get(planned.slot.0).map_or(0, max_after)
     }
 
     /// Sets the draft tokens of a sequence of [`Scheduler::decoding`]. The next step verifies as many as fit
@@ -58,10 +58,10 @@ impl Scheduler {
     /// Maximum number of draft tokens after a row that ends at `end`: limited by the tokens that may still be
     /// drawn, by the step, and by the next position at which a state would be kept.
     fn max_draft_tokens(&self, sequence: &Sequence, end: u32) -> u32 {
-        let most = left_behind(sequence, 0).min(self.step_tokens() - 1);
+        let max = drafts_left(sequence, 0).min(self.step_tokens() - 1);
         match self.cache.has_states() {
-            true => most.min(MAX_DEFERRED_ROWS as u32 - 1).min(end.next_multiple_of(UNIT) - end),
-            false => most,
+            true => max.min(MAX_DEFERRED_ROWS as u32 - 1).min(end.next_multiple_of(UNIT) - end),
+            false => max,
         }
     }
 
@@ -72,8 +72,8 @@ impl Scheduler {
             let Some(mut sequence) = self.sequences[entry.slot as usize].take() else { continue };
             let end = entry.from + entry.rows;
             let decodes = entry.rows == 1 && end == sequence.len() && end > sequence.prompt_len;
-            let most = if decodes { self.max_draft_tokens(&sequence, end).min(budget) } else { 0 };
-            sequence.draft_tokens.truncate(most as usize);
+            let max = if decodes { self.max_draft_tokens(&sequence, end).min(budget) } else { 0 };
+            sequence.draft_tokens.truncate(max as usize);
             let mut draft_tokens = sequence.draft_tokens.len() as u32;
             if draft_tokens > 0 && !self.cache.extend_by(&mut sequence.cache, draft_tokens) {
                 draft_tokens = 0;
@@ -95,7 +95,7 @@ impl Scheduler {
     /// had been computed one by one. Returns the sequences whose draws these were.
     pub(in crate::scheduler) fn confirm(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> HashSet<SeqId> {
         let mut drafted = HashSet::new();
-        for run in drawn.chunk_by(|(before, _), (behind, _)| before == behind) {
+        for run in drawn.chunk_by(|(previous, _), (next, _)| previous == next) {
             let Some((&slot, id)) = run.first().and_then(|(id, _)| Some((self.by_id.get(id)?, *id))) else {
                 continue;
             };
@@ -124,27 +124,27 @@ impl Scheduler {
             .zip(&draft_tokens)
             .take_while(|((_, token), draft_token)| token == *draft_token)
             .count();
-        let counted = right.min(drawn.len() - 1);
-        for &(_, token) in drawn.iter().take(counted + 1) {
+        let accepted = right.min(drawn.len() - 1);
+        for &(_, token) in drawn.iter().take(accepted + 1) {
             sequence.push(token, key);
             self.counters.generated_tokens += 1;
         }
-        if counted == 0 {
+        if accepted == 0 {
             return;
         }
-        let to = from + counted as u32;
+        let to = from + accepted as u32;
         self.cache.commit(&mut sequence.cache, &sequence.units, &sequence.tokens, to, step);
         let (new, again) = sequence.count_computed(from, to);
         self.counters.prefill_tokens_computed += u64::from(new);
         self.counters.recomputed_tokens += u64::from(again);
-        sequence.info.accepted_tokens += counted as u32;
-        self.counters.accepted_tokens += counted as u64;
+        sequence.info.accepted_tokens += accepted as u32;
+        self.counters.accepted_tokens += accepted as u64;
         self.keep_last_state(sequence, from, step);
     }
 }
 
 /// Draft tokens that may be drawn after the next token, once `more` further tokens have been drawn.
-fn left_behind(sequence: &Sequence, more: u32) -> u32 {
+fn drafts_left(sequence: &Sequence, more: u32) -> u32 {
     let drawn = sequence.len() - sequence.prompt_len + more;
     sequence.max_new_tokens.saturating_sub(drawn).saturating_sub(1)
 }

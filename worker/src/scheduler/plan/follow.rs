@@ -11,7 +11,7 @@ impl Scheduler {
         &mut self,
         sequence: &mut Sequence,
         slot: u32,
-        most_rows: u32,
+        max_rows: u32,
         builder: &mut StepBuilder,
     ) -> bool {
         let (step, cap) = (builder.step, sequence.unit_cap());
@@ -23,7 +23,7 @@ impl Scheduler {
             return false;
         }
         if let Some(unit) = sequence.awaited.take()
-            && builder.patient
+            && builder.may_wait
             && self.joins(sequence, unit, slot, step)
         {
             sequence.awaited = Some(unit);
@@ -31,17 +31,17 @@ impl Scheduler {
             return self.wait(builder);
         }
         let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
-        let (end, known) = (hit.end(), hit.known);
+        let (end, kv_units) = (hit.end(), hit.kv_units);
         if sequence.info.computed_tokens == 0 {
             sequence.info.hit_stop = hit.stop;
         }
         // A state is kept only on request, so request it before anything is taken over.
-        let awaited = self.cache.has_states() && self.ask_for_state(sequence, slot, end, known, builder);
+        let awaited = self.cache.has_states() && self.request_state(sequence, slot, end, kv_units, builder);
         if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
         {
             // Nothing is copied here: only a state can be one that this very step writes.
             match self.cache.advance(&mut sequence.cache, &whole, step, &mut builder.copies) {
-                Ok(()) => self.took_over(sequence, slot, whole.from(), step),
+                Ok(()) => self.record_takeover(sequence, slot, whole.from(), step),
                 Err(_) => return self.wait(builder),
             }
         }
@@ -50,24 +50,24 @@ impl Scheduler {
             return self.wait(builder);
         }
         if let Some(&unit) = sequence.units[..cap].get(end) {
-            if !self.cache.has_states() && builder.patient && self.joins(sequence, unit, slot, step) {
+            if !self.cache.has_states() && builder.may_wait && self.joins(sequence, unit, slot, step) {
                 return self.wait(builder);
             }
             let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
-            self.counters.takeovers += u64::from(stalled && most_rows > 0);
+            self.counters.takeovers += u64::from(stalled && max_rows > 0);
         }
-        if self.cache.has_states() && known > end {
+        if self.cache.has_states() && kv_units > end {
             // Others diverge here too: the next one finds a state.
-            sequence.wish(known as u32, CheckpointKind::Junction);
+            sequence.request_checkpoint(kv_units as u32, CheckpointKind::Junction);
         }
-        if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
+        if max_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
             return false;
         }
         // The rest of the hit is in part of a block.
         let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end);
         match self.cache.advance(&mut sequence.cache, &rest, step, &mut builder.copies) {
             Ok(()) => {
-                self.took_over(sequence, slot, rest.from(), step);
+                self.record_takeover(sequence, slot, rest.from(), step);
                 // Its copies belong to this step, so it must take part in it.
                 sequence.committed_in = step;
                 false
@@ -88,7 +88,7 @@ impl Scheduler {
         true
     }
 
-    fn took_over(&mut self, sequence: &mut Sequence, slot: u32, from_unit: usize, step: u64) {
+    fn record_takeover(&mut self, sequence: &mut Sequence, slot: u32, from_unit: usize, step: u64) {
         let to = sequence.cache.len();
         let cached = sequence.count_cached((from_unit * HASH_UNIT_TOKENS) as u32, to);
         self.counters.prefix_hit_tokens += u64::from(cached);
@@ -116,13 +116,13 @@ impl Scheduler {
         producer.is_some_and(|producer| self.is_worth_waiting_for(producer, sequence, step))
     }
 
-    /// Whether a producer has progressed within `follower_patience` steps. With recurrent layers a producer
+    /// Whether a producer has progressed within `max_stalled_steps` steps. With recurrent layers a producer
     /// that is more than one step behind the sequence is not worth waiting for, because the sequence would
     /// wait for everything up to a state.
     pub(super) fn is_worth_waiting_for(&self, producer: u32, sequence: &Sequence, step: u64) -> bool {
         self.get(producer).is_some_and(|producer| {
             producer.state == State::Running
-                && step - producer.progressed_in <= u64::from(self.config.follower_patience)
+                && step - producer.progressed_in <= u64::from(self.config.max_stalled_steps)
                 && (!self.cache.has_states()
                     || producer.cache.len().saturating_add(self.step_tokens()) >= sequence.cache.len())
         })

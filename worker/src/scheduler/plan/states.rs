@@ -1,13 +1,13 @@
-//! Keeps recurrent states as checkpoints, where the policy or other sequences want them.
+//! Keeps recurrent states as checkpoints, where the policy or other sequences request them.
 
 use super::{Entry, Export, Scheduler, Sequence, StepBuilder};
-use crate::kv_cache::{CheckpointKind, Kept};
+use crate::kv_cache::{CheckpointKind, CheckpointSlot};
 use proto::block::HASH_UNIT_TOKENS;
 
 const UNIT: u32 = HASH_UNIT_TOKENS as u32;
 
 impl Scheduler {
-    /// Keeps the wanted states among those that the sequence's rows of this step pass, from `from` to its
+    /// Keeps the requested states among those that the sequence's rows of this step pass, from `from` to its
     /// present end. A state after the last row costs only its slot.
     pub(super) fn keep_states(
         &mut self,
@@ -21,15 +21,15 @@ impl Scheduler {
         if first > end || !self.cache.has_states() || !sequence.cache.shares() {
             return;
         }
-        let wishes = &sequence.wishes;
-        let wished = wishes.partition_point(|&(unit, _)| unit < first);
-        let mut wanted: Vec<(u32, CheckpointKind)> =
-            wishes[wished..].iter().take_while(|&&(unit, _)| unit <= end).copied().collect();
-        let at_end = to.is_multiple_of(UNIT) && wanted.last().is_none_or(|&(unit, _)| unit < end);
+        let requested_checkpoints = &sequence.requested_checkpoints;
+        let start = requested_checkpoints.partition_point(|&(unit, _)| unit < first);
+        let mut positions: Vec<(u32, CheckpointKind)> =
+            requested_checkpoints[start..].iter().take_while(|&&(unit, _)| unit <= end).copied().collect();
+        let at_end = to.is_multiple_of(UNIT) && positions.last().is_none_or(|&(unit, _)| unit < end);
         if at_end && to >= sequence.prompt_len {
-            wanted.push((end, self.config.checkpoints.of_output(end)));
+            positions.push((end, self.config.checkpoints.of_output(end)));
         }
-        for (unit, kind) in wanted {
+        for (unit, kind) in positions {
             self.keep_state(sequence, slot, unit, kind, builder);
         }
     }
@@ -42,7 +42,7 @@ impl Scheduler {
         kind: CheckpointKind,
         builder: &mut StepBuilder,
     ) {
-        if let Some(Kept::Copied { offset, held }) = self.keep(sequence, unit, kind, builder.step) {
+        if let Some(CheckpointSlot::Copied { offset, held }) = self.keep(sequence, unit, kind, builder.step) {
             builder.exports.push(Export { slot, unit, offset, held });
         }
     }
@@ -55,20 +55,34 @@ impl Scheduler {
             return;
         }
         let unit = to / UNIT;
-        let wished = sequence.wishes.iter().find(|(wished, _)| *wished == unit).map(|(_, kind)| *kind);
-        let kind = wished.unwrap_or_else(|| self.config.checkpoints.of_output(unit));
-        let kept = self.keep(sequence, unit, kind, step);
-        debug_assert!(!matches!(kept, Some(Kept::Copied { .. })), "it stands at its last row");
+        let requested = sequence
+            .requested_checkpoints
+            .iter()
+            .find(|(requested, _)| *requested == unit)
+            .map(|(_, kind)| *kind);
+        let kind = requested.unwrap_or_else(|| self.config.checkpoints.of_output(unit));
+        let checkpoint = self.keep(sequence, unit, kind, step);
+        debug_assert!(
+            !matches!(checkpoint, Some(CheckpointSlot::Copied { .. })),
+            "it stands at its last row"
+        );
     }
 
-    fn keep(&mut self, sequence: &mut Sequence, unit: u32, kind: CheckpointKind, step: u64) -> Option<Kept> {
+    fn keep(
+        &mut self,
+        sequence: &mut Sequence,
+        unit: u32,
+        kind: CheckpointKind,
+        step: u64,
+    ) -> Option<CheckpointSlot> {
         if !self.cache.has_state_at(&sequence.cache, unit) && !self.can_spare_slot(sequence, kind) {
             self.counters.checkpoints_skipped += 1;
             return None;
         }
-        let kept = self.cache.keep_state(&mut sequence.cache, unit, kind, step, self.config.checkpoints)?;
+        let checkpoint =
+            self.cache.keep_state(&mut sequence.cache, unit, kind, step, self.config.checkpoints)?;
         self.counters.checkpoints += 1;
-        Some(kept)
+        Some(checkpoint)
     }
 
     /// Whether a slot is available beyond those reserved for live sequences. At a junction it is enough that
@@ -87,13 +101,13 @@ impl Scheduler {
 
     /// Requests the state at the end of the prefix that the sequence shares with others, from the sequence
     /// that will compute the last unit of it or computes it in this step. `end` units can be taken over now;
-    /// the KV of `known` units is cached. Returns `true` if a state is coming and worth waiting for.
-    pub(super) fn ask_for_state(
+    /// the KV of `kv_units` units is cached. Returns `true` if a state is coming and worth waiting for.
+    pub(super) fn request_state(
         &mut self,
         sequence: &mut Sequence,
         slot: u32,
         end: usize,
-        known: usize,
+        kv_units: usize,
         builder: &mut StepBuilder,
     ) -> bool {
         let mut last = None;
@@ -104,18 +118,18 @@ impl Scheduler {
                 Some(producer) if self.is_worth_waiting_for(producer, sequence, builder.step) => {
                     last = Some((at + 1, producer));
                 }
-                _ if at < known => {}
+                _ if at < kv_units => {}
                 _ => break,
             }
         }
         if let Some((unit, producer)) = last {
             if let Some(producer) = self.sequences[producer as usize].as_mut() {
-                producer.wish(unit as u32, CheckpointKind::Junction);
+                producer.request_checkpoint(unit as u32, CheckpointKind::Junction);
             }
             sequence.awaited = Some(sequence.units[unit - 1]);
-            return builder.patient;
+            return builder.may_wait;
         }
-        known > end && self.keep_in_this_step(sequence, known as u32, builder)
+        kv_units > end && self.keep_in_this_step(sequence, kv_units as u32, builder)
     }
 
     /// Lets a sequence that computes the unit before `unit` of the same prefix in this step keep the state
@@ -131,8 +145,8 @@ impl Scheduler {
         };
         let Some(mut producer) = self.sequences[slot as usize].take() else { return false };
         self.keep_state(&mut producer, slot, unit, CheckpointKind::Junction, builder);
-        let kept = self.cache.has_state_at(&producer.cache, unit);
+        let has_state = self.cache.has_state_at(&producer.cache, unit);
         self.sequences[slot as usize] = Some(producer);
-        kept
+        has_state
     }
 }

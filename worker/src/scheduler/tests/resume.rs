@@ -156,16 +156,16 @@ fn named_turns_are_kept_and_found() {
 fn a_finished_sequence_keeps_its_last_boundary_and_no_more() {
     let mut sim = Sim::new(chunked(64), ample());
     let id = sim.submit(ROOT, tokens(0..40), 100).unwrap();
-    let mut most = 0;
+    let mut max_held = 0;
     while sim.step() {
-        most = most.max(sim.scheduler.stats().held_units);
+        max_held = max_held.max(sim.scheduler.stats().held_units);
     }
     let client = sim.done[&id].clone();
     let whole = [client.prompt, client.output].concat();
     // The next turn continues after everything that was computed: 139 tokens, 8 whole units.
     assert_eq!(sim.predict(ROOT, &[&whole[..], &[7; 20]].concat()), 128);
     // 16 and 32 in the prompt, 48, 64, 96 and 128 by spacing, and the tail checkpoint.
-    assert!(most <= 7, "{most} resume points");
+    assert!(max_held <= 7, "{max_held} resume points");
     let again = sim.submit(ROOT, [&whole[..], &[7; 20]].concat(), 5).unwrap();
     sim.run();
     assert_eq!(served(&sim, again), (128, 160 - 128));
@@ -197,12 +197,12 @@ fn returning_users_find_their_last_turn_still_cached() {
     let mut chats: Vec<Vec<u32>> = vec![tokens(0..300); 8];
     for turn in 0..5u32 {
         for (user, chat) in (0u32..).zip(&mut chats) {
-            let known = (chat.len() - 1) as u32 / 16 * 16;
+            let expected_cached = (chat.len() - 1) as u32 / 16 * 16;
             chat.extend(10_000 * (user + 1) + 100 * turn..10_000 * (user + 1) + 100 * turn + 50);
             let id = sim.submit(ROOT, chat.clone(), 80).unwrap();
             sim.run();
             if turn > 0 {
-                assert_eq!(served(&sim, id).0, known, "user {user}, turn {turn}");
+                assert_eq!(served(&sim, id).0, expected_cached, "user {user}, turn {turn}");
             }
             chat.extend(&sim.done[&id].output);
         }
@@ -267,8 +267,8 @@ fn the_pool_is_pristine_after_a_burst() {
         let steps = after.steps - before.steps;
         (steps, after.preemptions - before.preemptions, sim.scheduler.allocation_work() - looked)
     };
-    let mut fresh = Sim::new(config(), spec());
-    let expected = workload(&mut fresh);
+    let mut first = Sim::new(config(), spec());
+    let expected = workload(&mut first);
     let mut sim = Sim::new(config(), spec());
     for request in 0..200 {
         sim.submit(ROOT, prompt(300, request, 1 + request % 90), 30).unwrap();
@@ -335,7 +335,7 @@ fn a_fork_computes_nothing_and_shares_all_but_the_last_block() {
     let specs = [ample(), full(16, 400), full(64, 100), mixed(40, 384 * 400), hybrid(64, 30, 300)];
     for spec in specs {
         for (prompt_len, steps) in [(5, 1), (33, 1), (64, 1), (100, 20), (128, 1), (90, 7)] {
-            let what = format!("{spec:?}: {prompt_len} {steps}");
+            let case = format!("{spec:?}: {prompt_len} {steps}");
             let mut sim = Sim::new(chunked(512), spec.clone());
             let parent = sim.submit(ROOT, tokens(0..prompt_len), 50).unwrap();
             for _ in 0..steps {
@@ -352,17 +352,17 @@ fn a_fork_computes_nothing_and_shares_all_but_the_last_block() {
                 .sum();
             let partial = !(prompt_len + steps - 1).is_multiple_of(spec.block_tokens);
             let own = if partial { 3 * last } else { 0 };
-            assert_eq!(sim.scheduler.stats().kv_used_bytes, before + own, "{what}");
+            assert_eq!(sim.scheduler.stats().kv_used_bytes, before + own, "{case}");
             sim.check();
             // One fork is removed before it has computed anything.
             sim.remove(forks[1]);
             sim.run();
             for fork in [forks[0], forks[2]] {
-                assert_eq!(served(&sim, fork), (prompt_len + steps - 1, 0), "{what}");
-                assert_eq!(sim.done[&fork].info.unwrap().hit_stop, HitStop::Forked, "{what}");
+                assert_eq!(served(&sim, fork), (prompt_len + steps - 1, 0), "{case}");
+                assert_eq!(sim.done[&fork].info.unwrap().hit_stop, HitStop::Forked, "{case}");
             }
-            assert_eq!(sim.scheduler.stats().counters.prefill_tokens_computed, computed, "{what}");
-            assert_eq!(sim.scheduler.stats().kv_used_bytes, 0, "{what}");
+            assert_eq!(sim.scheduler.stats().counters.prefill_tokens_computed, computed, "{case}");
+            assert_eq!(sim.scheduler.stats().kv_used_bytes, 0, "{case}");
             sim.check();
         }
     }

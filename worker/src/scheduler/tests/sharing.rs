@@ -76,7 +76,7 @@ fn a_follower_takes_over_when_its_producer_is_removed() {
 #[test]
 fn followers_of_a_stalled_producer_do_not_wait() {
     // The producer goes last, and the rows of a step are used up before its turn.
-    let config = SchedulerConfig { follower_patience: 3, max_batch_tokens: 24, ..chunked(16) };
+    let config = SchedulerConfig { max_stalled_steps: 3, max_batch_tokens: 24, ..chunked(16) };
     let mut scheduler = bare(config, full(16, 100));
     scheduler.submit(request(1, tokens(0..200), 1)).unwrap();
     let plan = scheduler.plan().unwrap().unwrap();

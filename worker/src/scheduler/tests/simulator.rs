@@ -112,7 +112,7 @@ impl Sim {
     }
 
     /// The histories after a sequence's tokens and after its draft tokens in a step.
-    fn supposed(&self, plan: &StepPlan, planned: &PlannedSequence) -> Vec<u64> {
+    fn histories_in_step(&self, plan: &StepPlan, planned: &PlannedSequence) -> Vec<u64> {
         let mut truth = self.live[&planned.id].truth.clone();
         for row in planned.rows.end - planned.draft_tokens..planned.rows.end {
             truth.push(extend(truth[truth.len() - 1], plan.tokens[row as usize]));
@@ -252,8 +252,8 @@ impl Sim {
             assert_eq!(planned.rows.start, rows_seen);
             rows_seen = planned.rows.end;
             let (first, rows) = (planned.context_before as usize, planned.rows.len());
-            let known = client.truth.len();
-            let truth = self.supposed(plan, planned);
+            let truth_len = client.truth.len();
+            let truth = self.histories_in_step(plan, planned);
             assert_eq!(planned.last_chunk, first + rows == truth.len());
             assert_eq!(planned.samples, planned.last_chunk && client.max_new > 0);
             assert!(
@@ -261,7 +261,7 @@ impl Sim {
                     || rows == 1 + planned.draft_tokens as usize && first >= client.prompt.len()
             );
             for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
-                assert!(position >= known || plan.tokens[row] == client.token(position));
+                assert!(position >= truth_len || plan.tokens[row] == client.token(position));
                 assert_eq!(plan.positions[row] as usize, position);
                 for (group, table) in tables.iter().enumerate() {
                     if self.is_state(group) {
@@ -282,7 +282,7 @@ impl Sim {
         assert_eq!(blocks.len(), writers.len(), "two sequences write into one block");
         // All rows are written before any is read.
         for (planned, tables) in plan.sequences.iter().zip(tables) {
-            let truth = self.supposed(plan, planned);
+            let truth = self.histories_in_step(plan, planned);
             let last = (planned.context_before as usize) + planned.rows.len() - 1;
             for (group, table) in tables.iter().enumerate() {
                 let first = match self.spec.groups[group].kind {
@@ -317,7 +317,7 @@ impl Sim {
         for planned in &plan.sequences {
             assert_eq!(planned.state.is_some(), group.is_some());
             let (Some(group), Some(state)) = (group, &planned.state) else { continue };
-            let truth = self.supposed(plan, planned);
+            let truth = self.histories_in_step(plan, planned);
             let first = planned.context_before as usize;
             assert_eq!(state.deferred, planned.draft_tokens > 0);
             if state.deferred {
@@ -417,11 +417,11 @@ impl Sim {
             .collect();
         for id in ended {
             let client = self.remove(id);
-            let mut told = client.prompt.clone();
-            told.extend(client.given);
-            let (given, drawn) = client.output.split_at(told.len() - client.prompt.len());
-            assert_eq!(given, &told[client.prompt.len()..], "{id:?}");
-            assert_eq!(drawn, expected_output(client.root, &told, drawn.len() as u32), "{id:?}");
+            let mut input = client.prompt.clone();
+            input.extend(client.given);
+            let (given, drawn) = client.output.split_at(input.len() - client.prompt.len());
+            assert_eq!(given, &input[client.prompt.len()..], "{id:?}");
+            assert_eq!(drawn, expected_output(client.root, &input, drawn.len() as u32), "{id:?}");
             assert_eq!(client.output.len() as u32, client.max_new, "{id:?}");
             let info = client.info.unwrap();
             assert_eq!(info.cached_tokens + info.computed_tokens, client.prompt.len() as u32, "{id:?}");
@@ -502,7 +502,7 @@ impl Sim {
         assert_eq!(self.mirror.len(), self.scheduler.stats().held_units);
     }
 
-    /// Prediction of a coordinator that only knows the events: the deepest held unit.
+    /// Prediction of a coordinator that receives only the events: the deepest held unit.
     pub(super) fn predict(&self, root: BlockId, prompt: &[u32]) -> u32 {
         let units = KEY.chain(root, &prompt[..prompt.len() - 1]);
         let deepest = units.iter().rposition(|unit| self.mirror.contains(unit));

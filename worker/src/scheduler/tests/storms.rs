@@ -45,7 +45,7 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
         chunk: rng.pick(&[0, 1, 7, 16, 33, 64]),
         prefix_cache: !rng.chance(10),
         placement,
-        follower_patience: rng.pick(&[0, 1, 4]),
+        max_stalled_steps: rng.pick(&[0, 1, 4]),
         max_waiting: 40,
         checkpoints: CheckpointPolicy { max_per_path: rng.pick(&[0, 1, 2, 8, 8, 8]) },
         pin_bytes: rng.pick(&[None, Some(0), Some(u64::MAX)]),
@@ -135,9 +135,9 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
             let first = rng.below(ids.len() as u64) as usize;
             ids.rotate_left(first);
             // One token more than the fork starts with: otherwise it would have nothing to do.
-            let (token, most) = (rng.below(3) as u32, 2 + rng.below(longest_output) as u32);
+            let (token, max_new) = (rng.below(3) as u32, 2 + rng.below(longest_output) as u32);
             // Few sequences are at a position where they can be forked.
-            seen.forks += u64::from(ids.into_iter().any(|of| sim.fork(of, token, most).is_ok()));
+            seen.forks += u64::from(ids.into_iter().any(|of| sim.fork(of, token, max_new).is_ok()));
         }
         if rng.chance(pins) {
             let (root, prompt) = prompts.next(&mut rng);
@@ -231,16 +231,16 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
 }
 
 /// A number from the environment.
-fn said(name: &str) -> Option<u64> {
+fn env_number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|number| number.parse().ok())
 }
 
-/// Runs `cases` storms over caches of this shape, or those that the environment selects, and returns what
-/// happened in them. Each `family` has different storms.
+/// Runs `cases` storms over caches of this shape, or those that the environment selects. Returns the counts
+/// of their events. Each `family` has different storms.
 fn storms(family: u64, cases: u64, spec: &dyn Fn(&mut Rng) -> CacheSpec) -> Seen {
     let mut seen = Seen::default();
-    let cases = said("STORM_SEEDS").unwrap_or(cases);
-    for seed in said("SEED").map_or(0..cases, |seed| seed..seed + 1) {
+    let cases = env_number("STORM_SEEDS").unwrap_or(cases);
+    for seed in env_number("SEED").map_or(0..cases, |seed| seed..seed + 1) {
         let case = std::panic::AssertUnwindSafe(|| storm(Rng(family << 32 | seed), spec, &mut seen));
         if std::panic::catch_unwind(case).is_err() {
             panic!("replay with SEED={seed}");

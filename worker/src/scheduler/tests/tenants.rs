@@ -10,13 +10,13 @@ use proto::message::TenantTurn;
 use std::collections::BTreeMap;
 
 /// A simulation in which tenant `n` has the root `n`.
-struct Crowd {
+struct TenantSim {
     sim: Sim,
     tenants: BTreeMap<SeqId, u64>,
     prompts: u32,
 }
 
-impl Crowd {
+impl TenantSim {
     fn new(config: SchedulerConfig, spec: CacheSpec) -> Self {
         Self { sim: Sim::new(config, spec), tenants: BTreeMap::new(), prompts: 0 }
     }
@@ -58,20 +58,20 @@ impl Crowd {
     }
 }
 
-fn places(max_seqs: usize) -> SchedulerConfig {
+fn with_slots(max_seqs: usize) -> SchedulerConfig {
     SchedulerConfig { max_seqs, ..chunked(64) }
 }
 
 #[test]
 fn a_request_does_not_wait_for_what_another_tenant_has_queued() {
     for (spec, again) in [(full(16, 4_000), 40), (hybrid(16, 400, 4_000), 130)] {
-        let mut crowd = Crowd::new(places(8), spec);
-        crowd.submit_all(64, 1, 1, 20, 100);
-        crowd.run(30);
+        let mut simulation = TenantSim::new(with_slots(8), spec);
+        simulation.submit_all(64, 1, 1, 20, 100);
+        simulation.run(30);
         let waits: Vec<u32> = (0..20)
             .map(|_| {
-                let id = crowd.submit(2, 1, 20, 4);
-                crowd.until_done(id)
+                let id = simulation.submit(2, 1, 20, 4);
+                simulation.until_done(id)
             })
             .collect();
         // In the first step a sequence of the other tenant yields: its rows are dropped, and none is
@@ -81,84 +81,84 @@ fn a_request_does_not_wait_for_what_another_tenant_has_queued() {
         assert_eq!(waits, [5; 20]);
         // A sequence that yields finds its prefix cached except for the tokens of a unit. With recurrent
         // layers it resumes from a state.
-        let counters = crowd.sim.scheduler.stats().counters;
+        let counters = simulation.sim.scheduler.stats().counters;
         assert!((1..=20).contains(&counters.yields), "{counters:?}");
         assert!(counters.recomputed_tokens <= again * counters.yields, "{counters:?}");
-        crowd.sim.run();
-        crowd.sim.check();
+        simulation.sim.run();
+        simulation.sim.check();
     }
 }
 
 #[test]
 fn batch_slots_are_shared_by_weight_and_then_kept() {
-    let mut crowd = Crowd::new(places(8), full(16, 4_000));
-    crowd.submit_all(40, 1, 1, 20, 400);
-    crowd.run(20);
-    crowd.submit_all(40, 2, 3, 20, 400);
-    crowd.run(20);
-    let yields = crowd.sim.scheduler.stats().counters.yields;
+    let mut simulation = TenantSim::new(with_slots(8), full(16, 4_000));
+    simulation.submit_all(40, 1, 1, 20, 400);
+    simulation.run(20);
+    simulation.submit_all(40, 2, 3, 20, 400);
+    simulation.run(20);
+    let yields = simulation.sim.scheduler.stats().counters.yields;
     assert_eq!(yields, 6, "two places are left to the first tenant");
-    let (one, two) = (crowd.drawn(1), crowd.drawn(2));
-    crowd.run(300);
-    assert_eq!(crowd.sim.scheduler.stats().counters.yields, yields);
-    let ratio = (crowd.drawn(2) - two) as f64 / (crowd.drawn(1) - one) as f64;
+    let (one, two) = (simulation.drawn(1), simulation.drawn(2));
+    simulation.run(300);
+    assert_eq!(simulation.sim.scheduler.stats().counters.yields, yields);
+    let ratio = (simulation.drawn(2) - two) as f64 / (simulation.drawn(1) - one) as f64;
     assert!((2.5..3.5).contains(&ratio), "{ratio}");
 }
 
 #[test]
-fn of_more_tenants_than_places_each_has_its_turn() {
-    let mut crowd = Crowd::new(places(2), full(16, 4_000));
+fn every_tenant_runs_when_tenants_outnumber_slots() {
+    let mut simulation = TenantSim::new(with_slots(2), full(16, 4_000));
     for tenant in 1..=6 {
-        crowd.submit_all(4, tenant, 1, 20, 500);
+        simulation.submit_all(4, tenant, 1, 20, 500);
     }
-    crowd.run(1_200);
-    let drawn: Vec<usize> = (1..=6).map(|tenant| crowd.drawn(tenant)).collect();
-    let (least, most) = (drawn.iter().min().unwrap(), drawn.iter().max().unwrap());
-    assert!(*least > 250 && most - least <= 200, "{drawn:?}");
-    let counters = crowd.sim.scheduler.stats().counters;
+    simulation.run(1_200);
+    let drawn: Vec<usize> = (1..=6).map(|tenant| simulation.drawn(tenant)).collect();
+    let (min, max) = (drawn.iter().min().unwrap(), drawn.iter().max().unwrap());
+    assert!(*min > 250 && max - min <= 200, "{drawn:?}");
+    let counters = simulation.sim.scheduler.stats().counters;
     assert!(counters.recomputed_tokens < counters.generated_tokens / 4, "{counters:?}");
 }
 
 #[test]
 fn a_sequence_that_holds_all_blocks_yields_without_restarting_forever() {
-    let mut crowd = Crowd::new(places(8), full(16, 40));
-    let long = crowd.submit(1, 1, 400, 200);
-    crowd.run(40);
+    let mut simulation = TenantSim::new(with_slots(8), full(16, 40));
+    let long = simulation.submit(1, 1, 400, 200);
+    simulation.run(40);
     for _ in 0..30 {
-        let id = crowd.submit(2, 1, 100, 4);
-        crowd.until_done(id);
+        let id = simulation.submit(2, 1, 100, 4);
+        simulation.until_done(id);
     }
-    crowd.until_done(long);
-    let counters = crowd.sim.scheduler.stats().counters;
+    simulation.until_done(long);
+    let counters = simulation.sim.scheduler.stats().counters;
     assert!(counters.yields > 0, "{counters:?}");
     // The recomputed tokens are bounded by the computed ones.
     assert!(counters.recomputed_tokens < 4 * 600, "{counters:?}");
-    crowd.sim.check();
+    simulation.sim.check();
 }
 
 #[test]
 fn a_long_prompt_leaves_rows_to_another_tenants() {
     let config = SchedulerConfig { max_batch_tokens: 64, chunk: 64, ..SchedulerConfig::default() };
-    let mut crowd = Crowd::new(config, full(16, 4_000));
-    crowd.submit_all(3, 1, 1, 3_000, 10);
-    crowd.run(3);
-    let id = crowd.submit(2, 1, 64, 2);
+    let mut simulation = TenantSim::new(config, full(16, 4_000));
+    simulation.submit_all(3, 1, 1, 3_000, 10);
+    simulation.run(3);
+    let id = simulation.submit(2, 1, 64, 2);
     // One step to be admitted, two for its prompt next to the other's, and one for its last token.
-    assert!(crowd.until_done(id) <= 5);
-    assert_eq!(crowd.drawn(1), 0);
+    assert!(simulation.until_done(id) <= 5);
+    assert_eq!(simulation.drawn(1), 0);
 }
 
 #[test]
 fn an_idle_tenant_gains_no_credit() {
-    let mut crowd = Crowd::new(places(4), full(16, 4_000));
-    let first = crowd.submit(2, 1, 20, 1);
-    crowd.until_done(first);
-    crowd.submit_all(40, 1, 1, 20, 200);
-    crowd.run(300);
-    crowd.submit_all(40, 2, 1, 20, 200);
-    let before = crowd.drawn(1);
-    crowd.run(200);
-    let (one, two) = (crowd.drawn(1) - before, crowd.drawn(2));
+    let mut simulation = TenantSim::new(with_slots(4), full(16, 4_000));
+    let first = simulation.submit(2, 1, 20, 1);
+    simulation.until_done(first);
+    simulation.submit_all(40, 1, 1, 20, 200);
+    simulation.run(300);
+    simulation.submit_all(40, 2, 1, 20, 200);
+    let before = simulation.drawn(1);
+    simulation.run(200);
+    let (one, two) = (simulation.drawn(1) - before, simulation.drawn(2));
     assert!(one.abs_diff(two) < 120, "{one} and {two}");
 }
 
@@ -176,18 +176,18 @@ proptest! {
     ) {
         let config = SchedulerConfig { max_seqs, chunk, max_batch_tokens: 64, ..SchedulerConfig::default() };
         let spec = if recurrent { hybrid(16, 12, blocks) } else { full(16, blocks) };
-        let mut crowd = Crowd::new(config, spec);
+        let mut simulation = TenantSim::new(config, spec);
         let (mut tokens, mut steps) = (0, 0);
         for (tenant, prompt, max_new, pause) in requests {
-            crowd.submit(tenant, weights[tenant as usize], prompt, max_new);
+            simulation.submit(tenant, weights[tenant as usize], prompt, max_new);
             tokens += prompt + max_new;
-            steps += (0..pause).filter(|_| crowd.sim.step()).count();
+            steps += (0..pause).filter(|_| simulation.sim.step()).count();
         }
-        while crowd.sim.step() {
+        while simulation.sim.step() {
             steps += 1;
             prop_assert!(steps < 20 * tokens as usize, "it does not come to an end");
         }
-        prop_assert!(crowd.sim.live.is_empty());
-        crowd.sim.check();
+        prop_assert!(simulation.sim.live.is_empty());
+        simulation.sim.check();
     }
 }

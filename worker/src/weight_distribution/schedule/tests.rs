@@ -16,25 +16,25 @@ fn of(limits: Limits, bytes: &[usize], sources: usize) -> Schedule {
     Schedule::new(limits, bytes.iter().enumerate().map(|(number, bytes)| (id(number), *bytes)), sources)
 }
 
-fn indices(ask: &ChunkAsk) -> Vec<ChunkIndex> {
-    ask.chunks.iter().map(|(index, ..)| *index).collect()
+fn indices(request: &ScheduledRequest) -> Vec<ChunkIndex> {
+    request.chunks.iter().map(|(index, ..)| *index).collect()
 }
 
 #[test]
 fn requests_are_cut_by_bytes_and_count_and_spread_over_sources_within_the_window() {
     let now = Instant::now();
     let mut schedule = schedule(&[10, 10, 10, 10, 35, 35, 35], 2);
-    let asks: Vec<ChunkAsk> = std::iter::from_fn(|| schedule.next(now)).collect();
-    let made: Vec<_> = asks.iter().map(|ask| (ask.source, indices(ask))).collect();
+    let requests: Vec<ScheduledRequest> = std::iter::from_fn(|| schedule.next(now)).collect();
+    let made: Vec<_> = requests.iter().map(|request| (request.source, indices(request))).collect();
     // At most three chunks and 40 bytes each; a fourth request would exceed the window of 100 bytes.
     assert_eq!(made, [(0, vec![0, 1, 2]), (1, vec![3]), (0, vec![4])]);
-    assert_eq!(asks[0].chunks[1], (1, id(1), 10));
+    assert_eq!(requests[0].chunks[1], (1, id(1), 10));
     // Held chunks count against the window until they are stored.
-    (0..3).for_each(|chunk| schedule.received(asks[0].request, chunk));
-    schedule.ended(asks[0].request, false, now);
+    (0..3).for_each(|chunk| schedule.received(requests[0].id, chunk));
+    schedule.ended(requests[0].id, false, now);
     assert_eq!(schedule.next(now), None);
-    (0..3).for_each(|chunk| schedule.kept(0, chunk));
-    assert_eq!(schedule.next(now).map(|ask| indices(&ask)), Some(vec![5]));
+    (0..3).for_each(|chunk| schedule.stored(0, chunk));
+    assert_eq!(schedule.next(now).map(|request| indices(&request)), Some(vec![5]));
     assert_eq!(schedule.done_bytes(), 30);
 }
 
@@ -57,8 +57,8 @@ fn requests_use_the_lane_with_the_fewest_bytes_of_all_sources() {
     let limits = Limits { window: 1000, request: 40, chunks: 3, requests: 3, lanes: 3 };
     let mut schedule = of(limits, &[40, 10, 10, 10, 20, 20, 40, 40, 40, 5], 2);
     let made: Vec<_> = std::iter::from_fn(|| schedule.next(now)).collect();
-    let lanes: Vec<_> = made.iter().map(|ask| (ask.source, ask.lane, indices(ask))).collect();
-    let want = [
+    let lanes: Vec<_> = made.iter().map(|request| (request.source, request.lane, indices(request))).collect();
+    let expected = [
         (0, 0, vec![0]),
         (1, 1, vec![1, 2, 3]),
         (0, 2, vec![4, 5]),
@@ -67,15 +67,15 @@ fn requests_use_the_lane_with_the_fewest_bytes_of_all_sources() {
         (0, 0, vec![7]),
         (1, 2, vec![8]),
     ];
-    assert_eq!(lanes, want);
+    assert_eq!(lanes, expected);
     // Arrived and failed chunks are no longer outstanding, even if not stored yet.
-    schedule.received(made[1].request, 1);
-    schedule.received(made[1].request, 2);
-    schedule.received(made[1].request, 3);
-    schedule.ended(made[1].request, false, now);
-    schedule.not_held(made[3].request, 6, now);
-    schedule.ended(made[3].request, true, now);
-    let next = schedule.next(now + ASK_AGAIN).unwrap();
+    schedule.received(made[1].id, 1);
+    schedule.received(made[1].id, 2);
+    schedule.received(made[1].id, 3);
+    schedule.ended(made[1].id, false, now);
+    schedule.not_held(made[3].id, 6, now);
+    schedule.ended(made[3].id, true, now);
+    let next = schedule.next(now + CHUNK_RETRY).unwrap();
     assert_eq!((next.source, next.lane), (1, 1));
 }
 
@@ -84,26 +84,26 @@ fn failures_and_strikes_of_a_lane_count_for_its_source() {
     let now = Instant::now();
     let limits = Limits { window: 1000, request: 10, chunks: 1, requests: 4, lanes: 4 };
     let mut schedule = of(limits, &[10; 5], 1);
-    let asks: Vec<_> = std::iter::from_fn(|| schedule.next(now)).collect();
-    assert_eq!(asks.iter().map(|ask| ask.lane).collect::<Vec<_>>(), [0, 1, 2, 3]);
-    schedule.ended(asks[1].request, true, now);
+    let requests: Vec<_> = std::iter::from_fn(|| schedule.next(now)).collect();
+    assert_eq!(requests.iter().map(|request| request.lane).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    schedule.ended(requests[1].id, true, now);
     assert_eq!(schedule.next(now), None, "it is left alone, over other lanes too");
     // The requests over other lanes go on, and their strikes count for the same source.
-    let mut lie = |ask: &ChunkAsk| {
-        schedule.received(ask.request, ask.chunks[0].0);
-        let out = schedule.damaged(ask.source, ask.chunks[0].0, now);
-        schedule.ended(ask.request, false, now);
+    let mut lie = |request: &ScheduledRequest| {
+        schedule.received(request.id, request.chunks[0].0);
+        let out = schedule.damaged(request.source, request.chunks[0].0, now);
+        schedule.ended(request.id, false, now);
         out
     };
-    assert_eq!([&asks[0], &asks[2], &asks[3]].map(&mut lie), [false, false, true]);
+    assert_eq!([&requests[0], &requests[2], &requests[3]].map(&mut lie), [false, false, true]);
     assert!(schedule.is_hopeless());
 }
 
 #[test]
 fn a_chunk_larger_than_the_window_goes_alone() {
     let mut schedule = schedule(&[500, 5], 1);
-    let ask = schedule.next(Instant::now()).unwrap();
-    assert_eq!(indices(&ask), [0]);
+    let request = schedule.next(Instant::now()).unwrap();
+    assert_eq!(indices(&request), [0]);
     assert_eq!(schedule.next(Instant::now()), None);
 }
 
@@ -111,18 +111,18 @@ fn a_chunk_larger_than_the_window_goes_alone() {
 fn a_failed_request_is_retried_at_once_elsewhere_and_later_at_its_source() {
     let now = Instant::now();
     let mut one = schedule(&[10, 10], 1);
-    let ask = one.next(now).unwrap();
-    one.received(ask.request, 0);
-    one.ended(ask.request, true, now);
+    let request = one.next(now).unwrap();
+    one.received(request.id, 0);
+    one.ended(request.id, true, now);
     assert_eq!(one.next(now), None);
     let wake = one.wake(now).unwrap();
-    assert_eq!(wake, now + RETRY.0);
-    assert_eq!(one.next(wake).map(|ask| indices(&ask)), Some(vec![1]));
+    assert_eq!(wake, now + SOURCE_RETRY.0);
+    assert_eq!(one.next(wake).map(|request| indices(&request)), Some(vec![1]));
 
     let mut two = schedule(&[10, 10], 2);
-    let ask = two.next(now).unwrap();
-    assert_eq!(ask.source, 0);
-    two.ended(ask.request, true, now);
+    let request = two.next(now).unwrap();
+    assert_eq!(request.source, 0);
+    two.ended(request.id, true, now);
     let again = two.next(now).unwrap();
     assert_eq!((again.source, indices(&again)), (1, vec![0, 1]));
 }
@@ -131,20 +131,20 @@ fn a_failed_request_is_retried_at_once_elsewhere_and_later_at_its_source() {
 fn wrong_bytes_are_requested_elsewhere_and_three_drop_the_source() {
     let now = Instant::now();
     let mut schedule = schedule(&[10, 10, 10], 2);
-    let lie = |schedule: &mut Schedule, ask: &ChunkAsk| {
-        for (chunk, ..) in &ask.chunks {
-            schedule.received(ask.request, *chunk);
+    let lie = |schedule: &mut Schedule, request: &ScheduledRequest| {
+        for (chunk, ..) in &request.chunks {
+            schedule.received(request.id, *chunk);
         }
-        let out = ask
+        let out = request
             .chunks
             .iter()
-            .map(|(chunk, ..)| schedule.damaged(ask.source, *chunk, now))
+            .map(|(chunk, ..)| schedule.damaged(request.source, *chunk, now))
             .collect::<Vec<_>>();
-        schedule.ended(ask.request, false, now);
+        schedule.ended(request.id, false, now);
         out
     };
-    let ask = schedule.next(now).unwrap();
-    assert_eq!(lie(&mut schedule, &ask), [false, false, true]);
+    let request = schedule.next(now).unwrap();
+    assert_eq!(lie(&mut schedule, &request), [false, false, true]);
     let other = schedule.next(now).unwrap();
     assert_eq!((other.source, other.chunks.len()), (1, 3));
     assert_eq!(lie(&mut schedule, &other), [false, false, true]);
@@ -156,9 +156,9 @@ fn wrong_bytes_are_requested_elsewhere_and_three_drop_the_source() {
 fn a_missing_chunk_is_requested_again_after_a_pause() {
     let now = Instant::now();
     let mut schedule = schedule(&[10], 1);
-    let ask = schedule.next(now).unwrap();
-    schedule.not_held(ask.request, 0, now);
-    schedule.ended(ask.request, false, now);
+    let request = schedule.next(now).unwrap();
+    schedule.not_held(request.id, 0, now);
+    schedule.ended(request.id, false, now);
     assert_eq!(schedule.next(now), None);
     assert!(schedule.next(schedule.wake(now).unwrap()).is_some());
 }
@@ -168,13 +168,13 @@ fn a_request_that_ends_late_does_not_affect_its_successor() {
     let now = Instant::now();
     let mut schedule = schedule(&[10], 2);
     let first = schedule.next(now).unwrap();
-    schedule.not_held(first.request, 0, now);
+    schedule.not_held(first.id, 0, now);
     let second = schedule.next(now).unwrap();
     assert_eq!(second.source, 1);
-    schedule.ended(first.request, true, now);
+    schedule.ended(first.id, true, now);
     assert_eq!(schedule.next(now), None, "the second has it");
-    schedule.received(second.request, 0);
-    schedule.kept(1, 0);
+    schedule.received(second.id, 0);
+    schedule.stored(1, 0);
     assert!(schedule.is_done());
 }
 
@@ -193,8 +193,8 @@ fn fate() -> impl Strategy<Value = Fate> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Whatever sources do: no chunk is requested twice at a time, the window holds, dropped sources are not
-    /// asked, and everything arrives if one source is honest. Requests use the lane with the fewest
+    /// Whatever sources do: no chunk is requested twice at a time, the window holds, dropped sources get
+    /// no request, and everything arrives if one source is honest. Requests use the lane with the fewest
     /// outstanding bytes.
     #[test]
     fn everything_comes_in_the_end(
@@ -209,60 +209,60 @@ proptest! {
         // The last source is honest.
         let mut fates = fates.into_iter().chain(std::iter::repeat(Fate::Comes));
         let mut picks = picks.into_iter().cycle();
-        let mut open: BTreeMap<RequestId, ChunkAsk> = BTreeMap::new();
-        let (mut asked, mut strikes, mut steps) = (HashSet::new(), vec![0; sources + 1], 0);
+        let mut open: BTreeMap<RequestId, ScheduledRequest> = BTreeMap::new();
+        let (mut requested, mut strikes, mut steps) = (HashSet::new(), vec![0; sources + 1], 0);
         while !schedule.is_done() {
             steps += 1;
             prop_assert!(steps < 20_000, "it does not end");
             prop_assert!(!schedule.is_hopeless());
-            while let Some(ask) = schedule.next(now) {
-                prop_assert!(strikes[ask.source] < STRIKES);
-                prop_assert!(ask.chunks.len() <= LIMITS.chunks);
-                for (chunk, name, size) in &ask.chunks {
-                    prop_assert!(asked.insert(*chunk), "asked for twice");
+            while let Some(request) = schedule.next(now) {
+                prop_assert!(strikes[request.source] < STRIKES);
+                prop_assert!(request.chunks.len() <= LIMITS.chunks);
+                for (chunk, name, size) in &request.chunks {
+                    prop_assert!(requested.insert(*chunk), "asked for twice");
                     prop_assert_eq!((*name, *size), (id(*chunk), bytes[*chunk]));
                 }
-                let under_way: usize = asked.iter().map(|chunk: &usize| bytes[*chunk]).sum();
-                prop_assert!(under_way <= LIMITS.window as usize || asked.len() == 1);
+                let under_way: usize = requested.iter().map(|chunk: &usize| bytes[*chunk]).sum();
+                prop_assert!(under_way <= LIMITS.window as usize || requested.len() == 1);
                 let to_come = |lane: usize| -> usize {
-                    let asks = open.values().filter(|ask| ask.lane == lane);
-                    asks.flat_map(|ask| &ask.chunks).map(|(.., bytes)| *bytes).sum()
+                    let requests = open.values().filter(|request| request.lane == lane);
+                    requests.flat_map(|request| &request.chunks).map(|(.., bytes)| *bytes).sum()
                 };
                 let least = (0..lanes).min_by_key(|lane| to_come(*lane));
-                prop_assert_eq!(Some(ask.lane), least);
-                open.insert(ask.request, ask);
+                prop_assert_eq!(Some(request.lane), least);
+                open.insert(request.id, request);
             }
             let pick = usize::from(picks.next().unwrap());
-            let Some(request) = open.keys().nth(pick % open.len().max(1)).copied() else {
+            let Some(request_id) = open.keys().nth(pick % open.len().max(1)).copied() else {
                 now = schedule.wake(now).expect("nothing is under way and nothing will be");
                 continue;
             };
-            let ask = open.remove(&request).unwrap();
+            let request = open.remove(&request_id).unwrap();
             let mut failed = false;
-            for (chunk, ..) in &ask.chunks {
-                let fate = if ask.source == sources { Fate::Comes } else { fates.next().unwrap() };
+            for (chunk, ..) in &request.chunks {
+                let fate = if request.source == sources { Fate::Comes } else { fates.next().unwrap() };
                 match fate {
                     Fate::Comes => {
-                        schedule.received(request, *chunk);
-                        schedule.kept(ask.source, *chunk);
+                        schedule.received(request_id, *chunk);
+                        schedule.stored(request.source, *chunk);
                     }
                     Fate::Lies => {
-                        schedule.received(request, *chunk);
-                        strikes[ask.source] += 1;
-                        let out = schedule.damaged(ask.source, *chunk, now);
-                        prop_assert_eq!(out, strikes[ask.source] == STRIKES);
+                        schedule.received(request_id, *chunk);
+                        strikes[request.source] += 1;
+                        let out = schedule.damaged(request.source, *chunk, now);
+                        prop_assert_eq!(out, strikes[request.source] == STRIKES);
                     }
-                    Fate::Misses => schedule.not_held(request, *chunk, now),
+                    Fate::Misses => schedule.not_held(request_id, *chunk, now),
                     Fate::Breaks => failed = true,
                 }
                 if failed {
                     break;
                 }
             }
-            for (chunk, ..) in &ask.chunks {
-                asked.remove(chunk);
+            for (chunk, ..) in &request.chunks {
+                requested.remove(chunk);
             }
-            schedule.ended(request, failed, now);
+            schedule.ended(request_id, failed, now);
         }
         prop_assert_eq!(schedule.done_bytes(), bytes.iter().sum::<usize>() as u64);
         prop_assert!(schedule.next(now).is_none());

@@ -1,7 +1,7 @@
 //! Snapshots and tiers move the content of device memory out and back without changing a bit.
 
 use super::{simulated, small};
-use crate::harness::{self, Ask, Heard, one_by_one, open, open_on, path, prompt};
+use crate::harness::{self, Output, Request, one_by_one, open, open_on, path, prompt};
 use crate::snapshots::{generate, key, save};
 use crate::tiers::{assert_same, disk, finish};
 use cuda::Arch;
@@ -23,9 +23,10 @@ const GENERATE: u32 = 12;
 const HELD: usize = 48;
 
 /// The result without sharing, on a separate device.
-fn undisturbed(model: &str, arch: Arch, ask: &Ask) -> Heard {
+fn undisturbed(model: &str, arch: Arch, request: &Request) -> Output {
     let options = EngineOptions { prefix_cache: false, ..small(model) };
-    one_by_one(&mut open_on(model, &options, simulated(arch, &options)), std::slice::from_ref(ask)).remove(0)
+    one_by_one(&mut open_on(model, &options, simulated(arch, &options)), std::slice::from_ref(request))
+        .remove(0)
 }
 
 fn on_device(model: &str, arch: Arch, options: &EngineOptions) -> Engine {
@@ -40,8 +41,8 @@ fn a_sequence_saved_from_device_memory_continues_on_another_device() {
         let tokens = generate(&mut first, "r", prompt(3, PROMPT));
         assert_eq!((tokens.len() - 1) / 16 * 16, HELD);
         let file = save(&mut first, "r").unwrap().to_bytes().unwrap();
-        let next = Ask::greedy(tokens, GENERATE);
-        let want = undisturbed(model, arch, &next);
+        let next = Request::greedy(tokens, GENERATE);
+        let expected = undisturbed(model, arch, &next);
 
         let mut second = on_device(model, arch, &options);
         let snapshot = Snapshot::from_bytes(&file, &second.origin()).unwrap();
@@ -50,15 +51,15 @@ fn a_sequence_saved_from_device_memory_continues_on_another_device() {
         // The restored bytes equal the saved ones.
         assert_eq!(save(&mut second, "again").unwrap(), snapshot, "{model}");
         for engine in [&mut second, &mut first] {
-            let heard = finish(engine, std::slice::from_ref(&next)).remove(0);
-            assert_eq!(heard.cached(), HELD, "{model}");
-            assert_same(model, &heard, &want);
+            let output = finish(engine, std::slice::from_ref(&next)).remove(0);
+            assert_eq!(output.cached(), HELD, "{model}");
+            assert_same(model, &output, &expected);
         }
 
         // The same bytes have another meaning on the CPU.
         let refused =
             Snapshot::from_bytes(&file, &open(model, &harness::options(model)).origin()).unwrap_err();
-        let other = matches!(refused, SnapshotError::Other { what: "numeric class", .. });
+        let other = matches!(refused, SnapshotError::Other { field: "numeric class", .. });
         assert!(other && refused.to_string().contains("ptx-sim"), "{refused}");
     }
 }
@@ -81,7 +82,7 @@ fn cramped(model: &str, arch: Arch, tokens: usize) -> EngineOptions {
 
 /// Checks that all cached tokens came from a tier: with states up to the last checkpoint for which there was
 /// room, otherwise all whole units.
-fn assert_came_back(model: &str, engine: &Engine, again: &Heard) {
+fn assert_came_back(model: &str, engine: &Engine, again: &Output) {
     let states = engine.decoder().groups().iter().any(|group| group.kind == CacheKind::State);
     let held = if states { 32 } else { HELD };
     assert_eq!((again.cached(), engine.metrics().tiers.hit_tokens.get()), (held, held as u64), "{model}");
@@ -93,21 +94,21 @@ fn prefixes_evicted_from_device_memory_come_back_from_the_tiers() {
         let folder = tempfile::tempdir().unwrap();
         let tiers = disk(folder.path(), 64 << 20);
         let options = EngineOptions { tiers, ..cramped(model, arch, 2 * PROMPT) };
-        let ask = Ask::greedy(prompt(1, PROMPT + 10), GENERATE);
-        let want = undisturbed(model, arch, &ask);
+        let request = Request::greedy(prompt(1, PROMPT + 10), GENERATE);
+        let expected = undisturbed(model, arch, &request);
         let mut engine = on_device(model, arch, &options);
-        assert_same(model, &finish(&mut engine, std::slice::from_ref(&ask))[0], &want);
+        assert_same(model, &finish(&mut engine, std::slice::from_ref(&request))[0], &expected);
         for seed in 100..104 {
-            finish(&mut engine, &[Ask::greedy(prompt(seed, 60), 2).tokens_only()]);
+            finish(&mut engine, &[Request::greedy(prompt(seed, 60), 2).tokens_only()]);
         }
-        let again = finish(&mut engine, std::slice::from_ref(&ask)).remove(0);
+        let again = finish(&mut engine, std::slice::from_ref(&request)).remove(0);
         assert_came_back(model, &engine, &again);
-        assert_same(model, &again, &want);
+        assert_same(model, &again, &expected);
         drop(engine);
 
         let mut next = on_device(model, arch, &options);
-        let again = finish(&mut next, std::slice::from_ref(&ask)).remove(0);
+        let again = finish(&mut next, std::slice::from_ref(&request)).remove(0);
         assert_came_back(model, &next, &again);
-        assert_same(model, &again, &want);
+        assert_same(model, &again, &expected);
     }
 }

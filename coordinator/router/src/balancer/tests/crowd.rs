@@ -38,7 +38,7 @@ struct Worker {
     tokens: f64,
     rate: f32,
     events: u64,
-    told: Instant,
+    last_report: Instant,
     /// When its current pull arrives.
     arrives: Instant,
 }
@@ -75,10 +75,10 @@ impl World {
                     let report = PullReport { rate: rate as f32, ..PullReport::default() };
                     rig.balancer.pulled(&node(&name), Epoch(1), report);
                 }
-                let told = rig.now;
+                let last_report = rig.now;
                 let (prompts, decoding) = (VecDeque::new(), Vec::new());
-                let (tokens, rate, events, arrives) = (0.0, 0.0, 0, told);
-                Worker { name, speed, prompts, decoding, tokens, rate, events, told, arrives }
+                let (tokens, rate, events, arrives) = (0.0, 0.0, 0, last_report);
+                Worker { name, speed, prompts, decoding, tokens, rate, events, last_report, arrives }
             })
             .collect();
         let given = vec![0; workers.len()];
@@ -134,9 +134,9 @@ impl World {
             if prefills {
                 worker.rate = (PREFILL * worker.speed) as f32;
             }
-            let (over, goes_on) =
+            let (over, remaining) =
                 std::mem::take(&mut worker.decoding).into_iter().partition(|job| job.left <= 0.0);
-            worker.decoding = goes_on;
+            worker.decoding = remaining;
             ended.extend(<Vec<Job> as IntoIterator>::into_iter(over));
             let (begins, waits): (Vec<Job>, Vec<Job>) = std::mem::take(&mut worker.prompts)
                 .into_iter()
@@ -154,8 +154,8 @@ impl World {
                 started.push((worker.name.clone(), job.ticket, batch));
                 worker.decoding.push(job);
             }
-            if now >= worker.told + REPORT {
-                worker.told = now;
+            if now >= worker.last_report + REPORT {
+                worker.last_report = now;
                 let pending = worker.prompts.iter().map(|job| job.rows as u64).sum();
                 let report = LoadReport {
                     running: worker.decoding.len() as u32,
@@ -228,7 +228,7 @@ const OWN: u32 = 8;
 
 impl Crowd {
     /// Submits the whole burst at once.
-    fn comes(&self) -> World {
+    fn arrive(&self) -> World {
         let mut world = World::new(&vec![1.0; self.workers], self.pulls);
         let units = u64::from(self.prefix / 16);
         // Warm-up requests, so that all workers have measured rates.
@@ -276,7 +276,7 @@ impl Crowd {
     /// that count as equal (2 %, less than a step). A worker without the prefix has an additional one-time
     /// cost: the wait for earlier pulls, and the cheaper of pull and computation, weighted by at most 3 when
     /// all workers are busy. Until a holder's sequences exceed that cost, the holder is preferred.
-    fn most(&self) -> usize {
+    fn max_requests(&self) -> usize {
         // With 8 concurrent generations a token takes 24 ms. Until the burst has been measured, each further
         // generation adds 5 %.
         let slope = 0.05 * (STEP.0 + 8.0 * STEP.1);
@@ -292,11 +292,11 @@ impl Crowd {
     /// the busiest worker.
     fn latest(&self) -> f64 {
         let step = CHUNK / PREFILL + STEP.0;
-        let most = self.most() as f64;
+        let max_requests = self.max_requests() as f64;
         let computing = f64::from(self.prefix) / CHUNK * step;
         let pulls = self.generations() * (PULLS + step + TICK.as_secs_f64());
-        let own = most * f64::from(OWN) / PREFILL + step;
-        computing + pulls + own + f64::from(self.output) * (STEP.0 + STEP.1 * most)
+        let own = max_requests * f64::from(OWN) / PREFILL + step;
+        computing + pulls + own + f64::from(self.output) * (STEP.0 + STEP.1 * max_requests)
     }
 }
 
@@ -306,10 +306,15 @@ fn a_burst_on_one_prefix_is_distributed_evenly_if_it_can_be_pulled() {
         for (prefix, output) in [(528, 48), (2_048, 200)] {
             for pulls in [1e8, PULL_RATE] {
                 let crowd = Crowd { workers, each, prefix, output, held: true, pulls: Some(pulls) };
-                let mut world = crowd.comes();
+                let mut world = crowd.arrive();
                 world.drain();
-                let most = world.given.iter().max().unwrap();
-                assert!(*most <= crowd.most(), "{crowd:?}: {:?}, at most {}", world.given, crowd.most());
+                let max_given = world.given.iter().max().unwrap();
+                assert!(
+                    *max_given <= crowd.max_requests(),
+                    "{crowd:?}: {:?}, at most {}",
+                    world.given,
+                    crowd.max_requests()
+                );
             }
         }
     }
@@ -321,14 +326,15 @@ fn a_cold_prefix_is_computed_once_if_pulling_is_cheaper() {
     for (workers, each) in [(2, 16), (3, 10), (4, 4), (8, 8), (16, 4), (32, 4), (64, 4)] {
         for (prefix, output) in [(528, 48), (1_488, 16), (2_048, 200)] {
             let crowd = Crowd { workers, each, prefix, output, held: false, pulls: Some(PULL_RATE) };
-            let mut world = crowd.comes();
+            let mut world = crowd.arrive();
             world.drain();
-            let most = world.given.iter().max().unwrap();
+            let max_given = world.given.iter().max().unwrap();
             let slowest = world.took.iter().copied().fold(0.0, f64::max);
-            let said = format!("{crowd:?}: {:?}, {} computed, {slowest:.2} s", world.given, world.computed);
-            assert_eq!((world.computed, world.took.len()), (1, workers * each), "{said}");
-            assert!(*most <= crowd.most(), "{said}, at most {} each", crowd.most());
-            assert!(slowest <= crowd.latest(), "{said}, at most {:.2} s", crowd.latest());
+            let summary =
+                format!("{crowd:?}: {:?}, {} computed, {slowest:.2} s", world.given, world.computed);
+            assert_eq!((world.computed, world.took.len()), (1, workers * each), "{summary}");
+            assert!(*max_given <= crowd.max_requests(), "{summary}, at most {} each", crowd.max_requests());
+            assert!(slowest <= crowd.latest(), "{summary}, at most {:.2} s", crowd.latest());
         }
     }
 }
@@ -338,7 +344,7 @@ fn a_cold_prefix_is_computed_once_if_pulling_is_cheaper() {
 fn a_cold_prefix_is_computed_more_than_once_if_pulling_is_slower() {
     for workers in [2, 8, 64] {
         let crowd = Crowd { workers, each: 16, prefix: 528, output: 200, held: false, pulls: Some(1e7) };
-        let mut world = crowd.comes();
+        let mut world = crowd.arrive();
         // No request waits: 528 tokens take 0.26 s to compute and more than a second to pull.
         assert!(crowd.pull() > crowd.computing() && world.waiting.is_empty());
         world.drain();
@@ -353,14 +359,14 @@ fn a_crowd_without_pulls_is_nearly_as_fast_as_the_best_split() {
     for workers in [2, 8] {
         for (prefix, output) in [(528, 48), (4_096, 16), (528, 200)] {
             let crowd = Crowd { workers, each: 16, prefix, output, held: true, pulls: None };
-            let mut world = crowd.comes();
+            let mut world = crowd.arrive();
             world.drain();
             let requests = (16 * workers) as f64;
             let took = world.took.iter().sum::<f64>() / requests;
             let own = f64::from(output);
-            let by_one = own * token(requests) + requests * f64::from(OWN) / PREFILL;
-            let by_all = own * token(16.0) + crowd.computing() + 16.0 * f64::from(OWN) / PREFILL;
-            let best = by_one.min(by_all);
+            let on_one = own * token(requests) + requests * f64::from(OWN) / PREFILL;
+            let on_all = own * token(16.0) + crowd.computing() + 16.0 * f64::from(OWN) / PREFILL;
+            let best = on_one.min(on_all);
             assert!(
                 took <= 1.25 * best + 0.1,
                 "{crowd:?}: {took:.2} s instead of {best:.2}, {:?}",
@@ -377,18 +383,18 @@ fn a_crowd_survives_the_worker_that_computes_its_prefix() {
     for workers in [2, 3, 8] {
         let crowd =
             Crowd { workers, each: 8, prefix: 2_048, output: 48, held: false, pulls: Some(PULL_RATE) };
-        let mut world = crowd.comes();
+        let mut world = crowd.arrive();
         world.run(0.3);
         assert!(!world.waiting.is_empty(), "others wait for what one computes");
         let first = world.workers.iter().position(|worker| !worker.prompts.is_empty()).unwrap();
-        let gone = world.workers.remove(first);
+        let removed = world.workers.remove(first);
         world.given.remove(first);
-        let lost: Vec<Job> = gone.prompts.into_iter().chain(gone.decoding).collect();
+        let lost: Vec<Job> = removed.prompts.into_iter().chain(removed.decoding).collect();
         for job in &lost {
             let prompt = crowd.prefix + OWN;
             world.waiting.insert(job.ticket, (48.0, Arc::clone(&job.chain), prompt, job.since));
         }
-        let actions = world.rig.leave(&gone.name, 1);
+        let actions = world.rig.leave(&removed.name, 1);
         world.follow(actions);
         for job in lost {
             let actions = world.rig.balancer.retry(world.rig.now, job.ticket, AttemptError::Lost, None, 17);
@@ -450,8 +456,8 @@ fn a_slow_worker_gets_a_smaller_share() {
         world.traffic(20.0, 16.0, &mut next);
         let shares = world.traffic(30.0, 16.0, &mut next);
         let even = 0.25;
-        let most = if slow < 0.4 { 0.5 } else { 0.85 };
-        assert!(shares[2] < most * even, "a worker of speed {slow}: {shares:?}");
+        let max_share = if slow < 0.4 { 0.5 } else { 0.85 };
+        assert!(shares[2] < max_share * even, "a worker of speed {slow}: {shares:?}");
         assert!([0, 1, 3].iter().all(|&n| shares[n] > even), "{shares:?}");
     }
 }
@@ -487,8 +493,8 @@ fn a_worker_that_got_no_work_while_it_was_slow_is_tried_again() {
     // 1.12) = ln 1.4, at x = 0.28 instead of ln 5. That is so 30 log2(ln 5 / 0.28) = 76 s after its last
     // token was measured, or earlier. From then on the two count as equal, and each gets half of the rest,
     // within three standard deviations of 450 draws: 3 sqrt(450 / 4) of 600.
-    let asked = 30.0 * (5f64.ln() / 0.28).log2();
-    let half = 0.5 * (300.0 - asked) / 300.0;
+    let recovered = 30.0 * (5f64.ln() / 0.28).log2();
+    let half = 0.5 * (300.0 - recovered) / 300.0;
     assert!(shares[1] > half - 3.0 * (450f64 / 4.0).sqrt() / 600.0, "{shares:?}");
     world.drain();
 }

@@ -70,13 +70,13 @@ fn a_refused_session_has_a_reason() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     assert_eq!(seat(&mut rig), Err(SessionRefusal::Operation));
     offer(&mut rig, "a", 1, &[(Operation::Vad, "v"), (Operation::Vad, "w")]);
-    let told = seat_with(&mut rig, Some("x"), &[], &[]);
-    assert_eq!(told, Err(SessionRefusal::Model { models: vec![model("v"), model("w")] }));
+    let refusal = seat_with(&mut rig, Some("x"), &[], &[]);
+    assert_eq!(refusal, Err(SessionRefusal::Model { models: vec![model("v"), model("w")] }));
     assert_eq!(seat_with(&mut rig, Some("w"), &[], &[]).unwrap().model, model("w"));
     // A model that the key may not use is treated as absent.
     assert_eq!(seat_with(&mut rig, None, &[], &["w"]).unwrap().model, model("w"));
-    let told = seat_with(&mut rig, Some("v"), &[], &["w"]);
-    assert_eq!(told, Err(SessionRefusal::Model { models: vec![model("w")] }));
+    let refusal = seat_with(&mut rig, Some("v"), &[], &["w"]);
+    assert_eq!(refusal, Err(SessionRefusal::Model { models: vec![model("w")] }));
     assert_eq!(seat_with(&mut rig, None, &[], &["m"]), Err(SessionRefusal::Operation));
     assert_eq!(seat_with(&mut rig, None, &["a"], &[]), Err(SessionRefusal::Declined));
     // A draining worker gets no session, whether an operator or the worker itself started the drain.

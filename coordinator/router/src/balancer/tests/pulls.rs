@@ -113,8 +113,8 @@ fn no_pull_from_another_numeric_class_or_without_pull_costs() {
             other.models[0].numeric_class = "other".into();
         }
         rig.balancer.change(rig.now, TableChange::Join(other), 3).unwrap();
-        let nothing = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![] };
-        rig.balancer.replayed(&node("a"), Epoch(1), Some(nothing)).unwrap();
+        let no_events = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![] };
+        rig.balancer.replayed(&node("a"), Epoch(1), Some(no_events)).unwrap();
         introduce(&mut rig, "b", BOTH);
         if class {
             introduce(&mut rig, "a", BOTH);

@@ -54,8 +54,8 @@ fn stored_decisions_are_bounded() {
         let ticket = place(&mut rig, 1);
         rig.balancer.ended(rig.now, ticket, 0);
     }
-    let kept: Vec<u64> = rig.balancer.recent().since(0).map(|(decided, _)| decided.number).collect();
-    assert_eq!((kept.len(), kept.last()), (DECISIONS, Some(&(3 * DECISIONS as u64 - 1))));
+    let stored: Vec<u64> = rig.balancer.recent().since(0).map(|(decided, _)| decided.number).collect();
+    assert_eq!((stored.len(), stored.last()), (DECISIONS, Some(&(3 * DECISIONS as u64 - 1))));
     for _ in 0..20 {
         // 40 000 units each: only a few of these are stored.
         let request = rig.request("t", 40_000 * 16, chain(0..40_000));

@@ -24,8 +24,8 @@ impl Lengths {
         if output.fixed {
             return max_tokens;
         }
-        let known = self.tenants.get(tenant).copied().or(self.all);
-        known.unwrap_or(ASSUMED).min(max_tokens)
+        let average = self.tenants.get(tenant).copied().or(self.all);
+        average.unwrap_or(ASSUMED).min(max_tokens)
     }
 
     /// Records the length of a tenant's answer.
@@ -33,8 +33,8 @@ impl Lengths {
         let tokens = f64::from(tokens);
         let blend = |old: f64| old + NEWEST * (tokens - old);
         self.all = Some(self.all.map_or(tokens, blend));
-        if let Some(known) = self.tenants.get_mut(tenant) {
-            *known = blend(*known);
+        if let Some(average) = self.tenants.get_mut(tenant) {
+            *average = blend(*average);
             return;
         }
         if self.tenants.len() >= MAX_TENANTS {

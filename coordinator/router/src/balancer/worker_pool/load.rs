@@ -29,8 +29,9 @@ const PROGRESS_SHARE: f64 = 0.25;
 /// available.
 const STALLED_MS: u64 = 3_000;
 
-/// A tenant with less than `1 / KEPT_PART` of a worker's maximum is not kept out by other tenants' requests.
-const KEPT_PART: u32 = 16;
+/// A tenant with less than `1 / TENANT_SHARE_DIVISOR` of a worker's maximum is not kept out by the requests
+/// of other tenants.
+const TENANT_SHARE_DIVISOR: u32 = 16;
 
 #[derive(Debug)]
 pub(super) struct Load {
@@ -170,7 +171,7 @@ impl Load {
     }
 
     /// Whether the worker reports in time and is not stalled.
-    pub(super) fn is_lively(&self, now: Instant, suspect_after: Duration) -> bool {
+    pub(super) fn is_responsive(&self, now: Instant, suspect_after: Duration) -> bool {
         let stalled = self.report.as_ref().is_some_and(|report| report.stalled_ms > STALLED_MS);
         !stalled && now.saturating_duration_since(self.reported) < suspect_after
     }
@@ -243,7 +244,7 @@ impl Load {
     pub(super) fn has_room(&self, tenant: &str, max: u32) -> bool {
         let own = || self.tenants.get(tenant).copied().unwrap_or(0);
         let inflight = self.inflight() + self.waiting_for_prefix;
-        inflight < max || inflight < max.saturating_mul(2) && own() < max / KEPT_PART
+        inflight < max || inflight < max.saturating_mul(2) && own() < max / TENANT_SHARE_DIVISOR
     }
 
     /// Uncached prompt tokens from this coordinator that are not computed yet, without estimated progress.

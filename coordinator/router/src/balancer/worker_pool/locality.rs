@@ -54,7 +54,7 @@ impl WorkerPool {
             _ if member.draining => Lost::Drain,
             Some(WorkerState::Draining) => Lost::Drain,
             Some(WorkerState::Ready) if !state.accepts(member) => Lost::Declined,
-            Some(WorkerState::Ready) if !self.is_lively(now, load) => Lost::Silent,
+            Some(WorkerState::Ready) if !self.is_responsive(now, load) => Lost::Silent,
             Some(WorkerState::Ready) if is_full(load) => Lost::Full,
             Some(WorkerState::Ready) if load.pulls.part() == WorkPart::Prefill => Lost::Role,
             _ => Lost::NotReady,

@@ -59,16 +59,16 @@ impl WorkerPool {
         request: &SessionRequest<'_>,
         random: u64,
     ) -> Result<SessionPlacement, SessionRefusal> {
-        let wanted = |offer: &&OfferedOperation| {
+        let matches = |offer: &&OfferedOperation| {
             offer.operation == request.operation
                 && request.model.is_none_or(|model| offer.model == *model)
                 && (request.opens)(&offer.model)
         };
         let mut candidates = Vec::new();
         let (mut offered, mut takes_work) = (false, false);
-        for (member, load) in self.known() {
+        for (member, load) in self.members_with_load() {
             let Some((at, offer)) =
-                load.offers.registered.iter().enumerate().find(|(_, offer)| wanted(offer))
+                load.offers.registered.iter().enumerate().find(|(_, offer)| matches(offer))
             else {
                 continue;
             };
@@ -86,7 +86,7 @@ impl WorkerPool {
                 continue;
             }
             let running = load.candidate(now, member.slot, 0).running;
-            let key = (!self.is_lively(now, load), load.offers.sessions(), running);
+            let key = (!self.is_responsive(now, load), load.offers.sessions(), running);
             candidates.push((key, member, load, at, offer));
         }
         let Some(least) = candidates.iter().map(|(key, ..)| *key).min() else {
@@ -121,7 +121,7 @@ impl WorkerPool {
 
     /// Offers of all members, by operation and model.
     pub(in crate::balancer) fn offered(&self) -> BTreeSet<(Operation, ModelId)> {
-        let offers = self.known().flat_map(|(_, load)| &load.offers.registered);
+        let offers = self.members_with_load().flat_map(|(_, load)| &load.offers.registered);
         offers.map(|offer| (offer.operation, offer.model.clone())).collect()
     }
 
@@ -153,7 +153,7 @@ impl WorkerPool {
         if models.is_empty() { SessionRefusal::Operation } else { SessionRefusal::Model { models } }
     }
 
-    fn known(&self) -> impl Iterator<Item = (&Member, &Load)> {
+    fn members_with_load(&self) -> impl Iterator<Item = (&Member, &Load)> {
         self.table.members().filter_map(|m| Some((m, self.loads[m.slot.index()].as_ref()?)))
     }
 }

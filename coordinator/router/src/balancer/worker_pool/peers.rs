@@ -24,9 +24,9 @@ pub struct PeerImport {
 }
 
 impl PeerImport {
-    /// Whether the index holds a part of the transfer; see [`Import::begun`].
-    pub fn begun(&self) -> bool {
-        self.import.begun()
+    /// Whether the index holds a part of the transfer; see [`Import::has_started`].
+    pub fn has_started(&self) -> bool {
+        self.import.has_started()
     }
 }
 
@@ -48,7 +48,7 @@ impl WorkerPool {
         &self,
         export: &mut PeerExport,
     ) -> Result<Option<Vec<u8>>, CodecError> {
-        if !self.goes_on(export.follows) {
+        if !self.is_current(export.follows) {
             return Ok(None);
         }
         export.export.next(&self.index)
@@ -67,7 +67,7 @@ impl WorkerPool {
         import: &mut PeerImport,
         frame: &[u8],
     ) -> Result<Option<Action>, PeerError> {
-        if !self.goes_on(import.follows) {
+        if !self.is_current(import.follows) {
             return Err(PeerError::Left(import.node.clone()));
         }
         let need = import.import.take(&mut self.index, frame)?;
@@ -81,7 +81,7 @@ impl WorkerPool {
         Some(Membership { slot: member.slot, join })
     }
 
-    fn goes_on(&self, Membership { slot, join }: Membership) -> bool {
+    fn is_current(&self, Membership { slot, join }: Membership) -> bool {
         self.loads[slot.index()].as_ref().is_some_and(|load| load.join == join)
     }
 }

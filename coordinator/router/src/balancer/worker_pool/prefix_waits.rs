@@ -1,5 +1,5 @@
 //! Requests that wait for a prefix which one worker is getting and another will pull. A request leaves when
-//! the first worker has the prefix or will not get it, or when its patience is over. It is then placed again
+//! the first worker has the prefix or will not get it, or when its deadline passes. It is then placed again
 //! with the current state.
 
 use super::{Load, RequestState, WorkerPool, load_of};
@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 /// A request waits for at most this many times the expected duration, within the two limits below. It may
 /// wait again only if more of the prefix has arrived meanwhile.
-const PATIENCE: f64 = 2.0;
+const WAIT_FACTOR: f64 = 2.0;
 /// Lower limit of a wait.
-const MIN_PATIENCE: Duration = Duration::from_secs(1);
+const MIN_WAIT: Duration = Duration::from_secs(1);
 /// Upper limit of a wait, used as is while a worker's prefill rate is unknown.
-const MAX_PATIENCE: Duration = Duration::from_secs(10);
+const MAX_WAIT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 pub(super) struct PrefixWaits {
@@ -69,11 +69,11 @@ impl WorkerPool {
             load.waiting_for_prefix += 1;
             load.join
         });
-        let patience = match measured {
-            true => Duration::try_from_secs_f64(PATIENCE * pull.seconds).unwrap_or(MAX_PATIENCE),
-            false => MAX_PATIENCE,
+        let wait = match measured {
+            true => Duration::try_from_secs_f64(WAIT_FACTOR * pull.seconds).unwrap_or(MAX_WAIT),
+            false => MAX_WAIT,
         };
-        state.prefix_deadline.get_or_insert(now + patience.clamp(MIN_PATIENCE, MAX_PATIENCE));
+        state.prefix_deadline.get_or_insert(now + wait.clamp(MIN_WAIT, MAX_WAIT));
         let (holder, units) = (pull.from, pull.units);
         let announced = self.index.lookup_held(&state.request.chain).units(holder);
         self.prefix_waits.waits.push(PrefixWait { state, puller, join, holder, units, announced });
@@ -88,7 +88,7 @@ impl WorkerPool {
         let Self { prefix_waits, index, loads, policy, .. } = self;
         let present = |slot: Slot, join: Option<u64>| {
             let is_present = |load: &Load| {
-                join.is_none_or(|join| load.join == join) && load.is_lively(now, policy.suspect_after)
+                join.is_none_or(|join| load.join == join) && load.is_responsive(now, policy.suspect_after)
             };
             loads[slot.index()].as_ref().is_some_and(is_present)
         };

@@ -88,8 +88,8 @@ impl WorkerPool {
 
     /// A filter for workers that a generation may go to. Prefill workers pass only if no other worker is
     /// available.
-    pub(super) fn generates(wanted: &[(&Member, &Load)]) -> impl Fn(&Load) -> bool + use<> {
-        let others = wanted.iter().any(|(_, load)| load.pulls.part != WorkPart::Prefill);
+    pub(super) fn generates(eligible: &[(&Member, &Load)]) -> impl Fn(&Load) -> bool + use<> {
+        let others = eligible.iter().any(|(_, load)| load.pulls.part != WorkPart::Prefill);
         move |load| !others || load.pulls.part != WorkPart::Prefill
     }
 
@@ -163,7 +163,7 @@ impl WorkerPool {
         self.table
             .members()
             .filter_map(|member| Some((member, self.loads[member.slot.index()].as_ref()?)))
-            .filter(move |(_, load)| serves(load) && self.is_lively(now, load))
+            .filter(move |(_, load)| serves(load) && self.is_responsive(now, load))
             .filter(move |(_, load)| load.pulls.price(model).is_some() && load.sends.len(now) < SENDS_AT_ONCE)
     }
 

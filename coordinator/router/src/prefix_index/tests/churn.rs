@@ -32,7 +32,7 @@ struct Reference {
 
 impl Reference {
     /// Units that count as held at the worker.
-    fn known(&self, slot: usize) -> HashSet<u64> {
+    fn counted(&self, slot: usize) -> HashSet<u64> {
         let expected = self.expected(slot).filter(|u| self.unconfirmed.contains(&(slot, *u)));
         expected.chain(self.held.get(&slot).into_iter().flatten().copied()).collect()
     }
@@ -76,8 +76,8 @@ type PathPart = (u64, u8, u8);
 
 fn cut((edge, from, until): PathPart) -> (Vec<u64>, usize, usize) {
     let path = path(edge);
-    let place = |share: u8| usize::from(share) * path.len() / 256;
-    let (a, b) = (place(from.min(until)), place(from.max(until)));
+    let index = |share: u8| usize::from(share) * path.len() / 256;
+    let (a, b) = (index(from.min(until)), index(from.max(until)));
     (path, a, b + 1)
 }
 
@@ -97,21 +97,21 @@ pub(super) enum Op {
 }
 
 pub(super) fn op() -> impl Strategy<Value = Op> {
-    let who = 0..WORKERS;
+    let worker = 0..WORKERS;
     let edge = || 0..EDGES;
     let part = || (edge(), any::<u8>(), any::<u8>());
     let whole = || (edge(), Just(0), any::<u8>());
     prop_oneof![
-        6 => (who.clone(), whole()).prop_map(|(w, p)| Op::Stored(w, p)),
-        3 => (who.clone(), part()).prop_map(|(w, p)| Op::Stored(w, p)),
-        6 => (who.clone(), part(), 0..3u8).prop_map(|(w, p, how)| Op::Removed(w, p, how)),
-        2 => (who.clone(), edge(), any::<u8>()).prop_map(|(w, e, at)| Op::ResumePoint(w, e, at)),
-        1 => who.clone().prop_map(Op::Cleared),
-        4 => (who.clone(), edge(), any::<u8>()).prop_map(|(w, e, to)| Op::Reserve(w, e, to)),
+        6 => (worker.clone(), whole()).prop_map(|(w, p)| Op::Stored(w, p)),
+        3 => (worker.clone(), part()).prop_map(|(w, p)| Op::Stored(w, p)),
+        6 => (worker.clone(), part(), 0..3u8).prop_map(|(w, p, how)| Op::Removed(w, p, how)),
+        2 => (worker.clone(), edge(), any::<u8>()).prop_map(|(w, e, at)| Op::ResumePoint(w, e, at)),
+        1 => worker.clone().prop_map(Op::Cleared),
+        4 => (worker.clone(), edge(), any::<u8>()).prop_map(|(w, e, to)| Op::Reserve(w, e, to)),
         2 => (0..8usize).prop_map(Op::Release),
         1 => (0..8usize).prop_map(Op::Settle),
-        1 => who.clone().prop_map(Op::Restart),
-        1 => (who, proptest::collection::vec(part(), 0..4)).prop_map(|(w, p)| Op::Snapshot(w, p)),
+        1 => worker.clone().prop_map(Op::Restart),
+        1 => (worker, proptest::collection::vec(part(), 0..4)).prop_map(|(w, p)| Op::Snapshot(w, p)),
         1 => Just(Op::Root),
     ]
 }
@@ -146,13 +146,13 @@ impl Both {
     fn send(&mut self, w: usize, event: KvEvent) {
         self.sequences[w] += 1;
         self.log[w].1.push(event.clone());
-        let told = batch(self.epochs[w], self.sequences[w], vec![event]);
-        assert_eq!(self.index.apply(slot(w), told), Ok(None));
+        let update = batch(self.epochs[w], self.sequences[w], vec![event]);
+        assert_eq!(self.index.apply(slot(w), update), Ok(None));
     }
 
     /// The events of a worker's current epoch from number `from` on. `None` if a snapshot has replaced some
     /// of them.
-    pub(super) fn said(&self, w: usize, from: u64) -> Option<KvEventBatch> {
+    pub(super) fn events_since(&self, w: usize, from: u64) -> Option<KvEventBatch> {
         let (first, events) = &self.log[w];
         let skip = usize::try_from(from.checked_sub(*first)?).unwrap();
         Some(batch(self.epochs[w], from, events[skip..].to_vec()))
@@ -244,23 +244,23 @@ impl Both {
     }
 
     /// For every path (followed by `unknown` unknown units) and every worker: the result of the index, the
-    /// result that follows from `known`, and the path and worker.
+    /// result that follows from `counted`, and the path and worker.
     fn depths(
         &self,
         unknown: u64,
-        known: impl Fn(&Reference, usize) -> HashSet<u64>,
+        counted: impl Fn(&Reference, usize) -> HashSet<u64>,
     ) -> Vec<(u32, u32, (u64, usize))> {
-        let known: Vec<HashSet<u64>> = (0..WORKERS).map(|w| known(&self.reference, w)).collect();
+        let counted: Vec<HashSet<u64>> = (0..WORKERS).map(|w| counted(&self.reference, w)).collect();
         let mut all = Vec::new();
         // The paths of the outer half of the edges contain those of the inner half. Two of the latter are
         // checked as well.
         for edge in (EDGES / 2 - 2)..EDGES {
-            let mut asked = path(edge);
-            asked.extend((0..unknown).map(|n| 90_000 + n));
-            let overlap = self.index.lookup(&chain(asked.iter().copied()));
-            for (w, known) in known.iter().enumerate() {
-                let meant = asked.iter().rposition(|u| known.contains(u)).map_or(0, |at| at as u32 + 1);
-                all.push((overlap.units(slot(w)), meant, (edge, w)));
+            let mut query = path(edge);
+            query.extend((0..unknown).map(|n| 90_000 + n));
+            let overlap = self.index.lookup(&chain(query.iter().copied()));
+            for (w, counted) in counted.iter().enumerate() {
+                let expected = query.iter().rposition(|u| counted.contains(u)).map_or(0, |at| at as u32 + 1);
+                all.push((overlap.units(slot(w)), expected, (edge, w)));
             }
         }
         all
@@ -277,10 +277,10 @@ impl Both {
     ) -> Vec<(u32, u32, u64)> {
         let held = self.reference.held.get(&worker).cloned().unwrap_or_default();
         let depth = |edge| {
-            let mut asked = path(edge);
-            asked.extend((0..unknown).map(|n| 90_000 + n));
-            let meant = asked.iter().rposition(|u| held.contains(u)).map_or(0, |at| at as u32 + 1);
-            (index.lookup(&chain(asked)).units(at), meant, edge)
+            let mut query = path(edge);
+            query.extend((0..unknown).map(|n| 90_000 + n));
+            let expected = query.iter().rposition(|u| held.contains(u)).map_or(0, |at| at as u32 + 1);
+            (index.lookup(&chain(query)).units(at), expected, edge)
         };
         (0..EDGES).map(depth).collect()
     }
@@ -307,8 +307,8 @@ proptest! {
         let mut both = Both::new(1 << 22);
         for op in ops {
             both.apply(op.clone());
-            for (got, meant, what) in both.depths(unknown, Reference::known) {
-                prop_assert_eq!(got, meant, "(edge, worker) {:?} after {:?}", what, op);
+            for (got, expected, case) in both.depths(unknown, Reference::counted) {
+                prop_assert_eq!(got, expected, "(edge, worker) {:?} after {:?}", case, op);
             }
         }
         prop_assert_eq!(both.index.size().refused, 0);
@@ -325,10 +325,10 @@ proptest! {
             both.apply(op.clone());
             let size = both.index.size();
             prop_assert!(size.bytes <= budget, "{:?}", size);
-            let known = if size.refused == 0 { Reference::known } else { Reference::assumed };
-            for (got, most, what) in both.depths(3, known) {
-                prop_assert!(got == most || got < most && size.refused > 0,
-                    "(edge, worker) {:?}: {} of {} after {:?}", what, got, most, op);
+            let counted = if size.refused == 0 { Reference::counted } else { Reference::assumed };
+            for (got, expected, case) in both.depths(3, counted) {
+                prop_assert!(got == expected || got < expected && size.refused > 0,
+                    "(edge, worker) {:?}: {} of {} after {:?}", case, got, expected, op);
             }
         }
         both.end();

@@ -12,7 +12,7 @@ fn node(worker: usize) -> NodeId {
 }
 
 /// Workers 0 and 1, with a hole, a shared prefix, a path of their own and a path with an unknown start.
-fn told() -> PrefixIndex {
+fn source_index() -> PrefixIndex {
     let mut index = joined(2);
     index.root(unit(0));
     index
@@ -31,7 +31,7 @@ fn depths(index: &PrefixIndex, from: Slot) -> Vec<u32> {
 
 /// An index in which the worker has just joined, without events. The receiver's slots differ from the
 /// sender's.
-fn fresh(at: Slot) -> PrefixIndex {
+fn empty_index(at: Slot) -> PrefixIndex {
     let mut to = PrefixIndex::new(1 << 22);
     to.join(at, Epoch(1));
     to
@@ -52,11 +52,11 @@ fn frames(from: &PrefixIndex, worker: usize) -> Vec<Vec<u8>> {
 
 #[test]
 fn a_restarted_peer_ends_up_with_the_same_index() {
-    let mut from = told();
+    let mut from = source_index();
     // A reservation adds units that the worker does not hold.
     from.reserve(slot(1), chain(1..=70));
     let s = slot(7);
-    let mut to = fresh(s);
+    let mut to = empty_index(s);
     let (mut export, mut import) = (export(&from, 0, 0), import(0));
     let (mut frames, mut need) = (0, None);
     let missed = [removed(8_000..=9_000), stored(9_001..=9_010)];
@@ -80,7 +80,7 @@ fn a_restarted_peer_ends_up_with_the_same_index() {
     assert_eq!(depths(&to, s), depths(&from, slot(0)));
     assert_eq!(to.stream(s).map(|view| (view.applied, view.behind)), Some((6, false)));
     // Reservations are not transferred.
-    let mut to = fresh(s);
+    let mut to = empty_index(s);
     let mut import = Import::new(s, node(1), Epoch(1));
     for frame in self::frames(&from, 1) {
         import.take(&mut to, &frame).unwrap();
@@ -90,44 +90,44 @@ fn a_restarted_peer_ends_up_with_the_same_index() {
 
 #[test]
 fn incomplete_or_invalid_transfers_are_refused() {
-    let from = told();
+    let from = source_index();
     // A lost frame: the digest is wrong, and the worker's snapshot is needed.
-    let (mut to, mut lossy_import) = (fresh(slot(7)), import(0));
+    let (mut to, mut lossy_import) = (empty_index(slot(7)), import(0));
     let mut lossy = frames(&from, 0);
     lossy.remove(2);
     let end = lossy.pop().unwrap();
-    assert!(!lossy_import.begun());
+    assert!(!lossy_import.has_started());
     lossy.iter().for_each(|frame| assert_eq!(lossy_import.take(&mut to, frame), Ok(None)));
     assert_eq!(lossy_import.take(&mut to, &end), Err(PeerError::Digest(node(0))));
-    assert!(lossy_import.begun());
+    assert!(lossy_import.has_started());
     assert_eq!(to.apply(slot(7), batch(1, 9, vec![stored([1])])), Ok(None), "it waits for the snapshot");
     let snapshot = KvSnapshot { epoch: Epoch(1), sequence: 8, runs: vec![], resume_points: vec![] };
     assert_eq!(install(&mut to, slot(7), snapshot), Ok(None));
     assert_eq!(to.lookup(&chain(1..=9)).units(slot(7)), 1, "nothing of the peer's is left");
     // Invalid frames are refused.
     let encode = |frame| codec::encode(&frame, Cap::Events).unwrap();
-    let part = encode(PeerIndexFrame::Runs(vec![]));
-    assert_eq!(import(0).take(&mut fresh(slot(7)), &part), Err(PeerError::NoWorker));
+    let frame = encode(PeerIndexFrame::Runs(vec![]));
+    assert_eq!(import(0).take(&mut empty_index(slot(7)), &frame), Err(PeerError::NoWorker));
     assert!(matches!(import(0).take(&mut to, &[99]), Err(PeerError::Codec(_))));
     for (worker, epoch) in [(1, 1), (0, 2)] {
         let (node, epoch) = (node(worker), Epoch(epoch));
         let head = encode(PeerIndexFrame::Worker { node: node.clone(), epoch, sequence: 3 });
-        let refused = import(0).take(&mut fresh(slot(7)), &head);
+        let refused = import(0).take(&mut empty_index(slot(7)), &head);
         assert_eq!(refused, Err(PeerError::Another { node, epoch }));
     }
 }
 
 #[test]
 fn a_peers_older_knowledge_does_not_replace_the_workers_events() {
-    let from = told();
+    let from = source_index();
     let mut to = PrefixIndex::new(1 << 22);
     join(&mut to, 7, 1);
     to.apply(slot(7), batch(1, 1, (1..=5).map(|n| stored([n])).collect())).unwrap();
     let mut import = import(0);
     let frames = frames(&from, 0);
     assert_eq!(import.take(&mut to, &frames[0]), Ok(None), "roots are anybody's");
-    assert_eq!(import.take(&mut to, &frames[1]), Err(PeerError::Old { told: 3 }));
-    assert!(!import.begun());
+    assert_eq!(import.take(&mut to, &frames[1]), Err(PeerError::Old { sequence: 3 }));
+    assert!(!import.has_started());
     assert_eq!(to.lookup(&chain(1..=9)).units(slot(7)), 5);
     // An export needs newer events than the receiver has.
     assert!(Export::new(&from, slot(0), node(0), 3).is_none());
@@ -136,7 +136,7 @@ fn a_peers_older_knowledge_does_not_replace_the_workers_events() {
 
 #[test]
 fn an_export_has_no_end_frame_if_the_worker_restarts() {
-    let mut from = told();
+    let mut from = source_index();
     let mut export = export(&from, 0, 0);
     for _ in 0..3 {
         assert!(export.next(&from).unwrap().is_some());
@@ -180,15 +180,15 @@ proptest! {
             return Ok(());
         }
         let Some(GapRepair::Replay { from }) = need else { panic!("{need:?}") };
-        let missed = both.said(worker, from);
+        let missed = both.events_since(worker, from);
         if missed.is_none() {
             // A snapshot has replaced the events; the worker reports that they are gone.
             prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), None), Ok(Some(GapRepair::Snapshot)));
             return Ok(());
         }
         prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), missed), Ok(None));
-        for (got, meant, what) in both.held_depths(&to, slot(7), worker, unknown) {
-            prop_assert_eq!(got, meant, "edge {:?}", what);
+        for (got, expected, edge) in both.held_depths(&to, slot(7), worker, unknown) {
+            prop_assert_eq!(got, expected, "edge {:?}", edge);
         }
     }
 }

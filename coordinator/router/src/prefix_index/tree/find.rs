@@ -88,9 +88,9 @@ impl Tree {
     /// The deepest known unit of `chain`: its index in the chain, its strand, and its index in the strand.
     #[inline]
     pub(super) fn deepest(&self, chain: &[BlockId]) -> Option<(usize, u32, u32)> {
-        let probe = |at: usize| self.units.find(chain.get(at)?).map(|(strand, place)| (at, strand, place));
+        let probe = |at: usize| self.units.find(chain.get(at)?).map(|(strand, offset)| (at, strand, offset));
         let last = chain.len().checked_sub(1)?;
-        if !self.may_know(chain) {
+        if !self.may_contain(chain) {
             return None;
         }
         let first = probe(0);
@@ -114,7 +114,7 @@ impl Tree {
             at += followed as u32 - 1;
             let next = if self.strands[strand].forks_at(at + 1) { probe(done) } else { None };
             match next {
-                Some((_, next, place)) => (strand, at) = (next, place),
+                Some((_, next, offset)) => (strand, at) = (next, offset),
                 None => return Some((done - 1, strand, at)),
             }
         }
@@ -124,20 +124,20 @@ impl Tree {
     /// last match can be found by a search.
     fn followed(&self, strand: u32, at: u32, chain: &[BlockId]) -> usize {
         let here = &self.strands[strand];
-        let most = chain.len().min((here.len - at) as usize);
+        let max = chain.len().min((here.len - at) as usize);
         let same = |ahead: usize| *self.units.id(unit(here, at + ahead as u32)) == chain[ahead];
-        if most > 0 && same(most - 1) {
-            return most;
+        if max > 0 && same(max - 1) {
+            return max;
         }
         // The first difference is in `low..=high`. The seven comparisons of a round are independent, so a
         // round takes hardly longer than one comparison.
-        let (mut low, mut high) = (0, most.saturating_sub(1));
+        let (mut low, mut high) = (0, max.saturating_sub(1));
         while low < high {
             let step = (high - low).div_ceil(8);
             let ahead = |index: usize| (low + (index + 1) * step).min(high) - 1;
-            let known: usize = (0..7).map(|index| usize::from(same(ahead(index)))).sum();
-            let end = if known < 7 { ahead(known) } else { high };
-            low = known.checked_sub(1).map_or(low, |last| ahead(last) + 1);
+            let matched: usize = (0..7).map(|index| usize::from(same(ahead(index)))).sum();
+            let end = if matched < 7 { ahead(matched) } else { high };
+            low = matched.checked_sub(1).map_or(low, |last| ahead(last) + 1);
             high = end;
         }
         low

@@ -1,4 +1,4 @@
-// The page: what is told is handed to its parts once a second.
+// The dashboard: draws all its sections from each message of the coordinator, once a second.
 
 import { byId, el, keyed, percent, say, short, time, whole } from "./dom.js";
 import { follow, headers, key, refusal, useKey } from "./feed.js";
@@ -38,7 +38,7 @@ function startKey() {
   });
 }
 
-/** Asks for a key; `note`: why. */
+/** Opens the dialog for a key. `note`: the reason, shown in the dialog. */
 export function askForKey(note) {
   if (note) say(byId("key-note"), note);
   byId("key-value").value = key.get();
@@ -49,7 +49,7 @@ export function askForKey(note) {
 
 let toasting;
 
-/** Says something that goes away by itself. */
+/** Shows a message for 5 s. */
 export function toast(text, bad = false) {
   const node = byId("toast");
   say(node, text);
@@ -67,7 +67,7 @@ function confirmDrain(worker) {
   return new Promise((done) => dialog.addEventListener("close", () => done(dialog.returnValue === "drain"), { once: true }));
 }
 
-/** Has a worker drained, or taken back. */
+/** Drains a worker after a confirmation, or ends its drain. */
 export async function drain(worker, draining) {
   if (draining && !(await confirmDrain(worker))) return;
   const order = draining ? "drain" : "undrain";

@@ -1,12 +1,12 @@
-// A chart of the last minutes: lines, or areas on top of each other. It is redrawn whole, which for a few hundred points
-// takes less than a millisecond.
+// A chart of the last five minutes: lines or stacked areas. Each update redraws all of it, which takes less
+// than a millisecond for a few hundred points.
 
 import { el, say, svg } from "./dom.js";
 
 const SPAN_MS = 300_000;
 const WIDTH = 600;
 
-/** Where the scale ends: 1, 2 or 5 times a power of ten, or the next quarter of that. */
+/** End of the scale: 1, 1.5, 2, 3, 5, 7.5 or 10 times a power of ten. */
 function top(most) {
   if (!(most > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(most));
@@ -14,7 +14,8 @@ function top(most) {
 }
 
 /**
- * A chart in `parent`. `series`: each with a `name` and a class `style`; `format` writes a value; `stacked`: areas.
+ * A chart in `parent`. `series`: `name` and CSS class `style` of each; `format`: turns a value into text;
+ * `stacked`: stacked areas instead of lines.
  */
 export class Chart {
   constructor(parent, { series, format, stacked = false, height = 150 }) {
@@ -35,7 +36,7 @@ export class Chart {
     plot.addEventListener("pointerleave", () => this.leave());
   }
 
-  /** `points`: each with `at` in milliseconds and `values`, one for each series, or null. */
+  /** `points`: `at` in milliseconds, and `values` with one value per series; null: no value. */
   draw(points, now) {
     this.points = points;
     this.now = now;
@@ -60,7 +61,7 @@ export class Chart {
       if (value === null) continue;
       const step = `${this.x(point.at).toFixed(1)} ${y(value).toFixed(1)}`;
       const near = before !== null && point.at - before < 30_000;
-      // A point alone is a dot: round caps draw a line of no length.
+      // An isolated point is a dot: round caps draw a line of no length.
       path += near ? `L${step}` : `M${step}l0.01 0`;
       before = point.at;
     }

@@ -1,14 +1,14 @@
-// Small pieces that everything else is made of. Text only ever becomes text: nothing that comes from the cluster is read
-// as markup.
+// Helpers for DOM nodes and for text. Text from the cluster only ever becomes text nodes and attributes,
+// never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with attributes (`on…`: listeners, `style…`: custom properties) and children. */
+/** Creates an element. Attributes `on…` are event listeners, attributes `--…` custom properties. */
 export function el(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
 
-/** The same in SVG. */
+/** Like `el`, for SVG elements. */
 export function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
@@ -26,19 +26,19 @@ function fill(node, attributes, children) {
 
 const present = (children) => children.flat().filter((child) => child !== null && child !== undefined && child !== false);
 
-/** Has these children and no others; what is not there is left out. */
+/** Replaces all children of `node`. Children that are null, undefined or false are left out. */
 export const put = (node, ...children) => node.replaceChildren(...present(children));
 
 export const byId = (id) => document.getElementById(id);
 
-/** Writes text only where it differs, so that what is selected stays selected. */
+/** Sets the text of `node` only if it differs, so that a selection of unchanged text stays. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
 /**
- * Makes `parent` have one child for each item, in order. What is there already is kept, with its focus; nothing is moved
- * that need not be.
+ * Updates `parent` to one row for each item, in order. Existing rows are kept with their focus. Only rows out
+ * of order move.
  */
 export function keyed(parent, items, keyOf, make, update) {
   const known = parent.keyed ?? new Map();
@@ -65,7 +65,7 @@ const digits = new Intl.NumberFormat("en", { maximumFractionDigits: 0, useGroupi
 /** `12 345`. */
 export const whole = (number) => digits.format(number).replaceAll(",", "\u202f");
 
-/** A number in three digits: `0.12`, `3.4k`, `56M`. */
+/** A number, rounded to about three digits if it has a fraction or is large: `0.12`, `34.5k`, `56.0M`. */
 export function short(number) {
   if (number === null || number === undefined) return "–";
   for (const [from, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
@@ -98,11 +98,11 @@ export function bytes(count) {
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
 
-/** A bar of parts: each with a share of the whole, a class and what it is. */
+/** A bar of parts, each with a `share` of the whole and a CSS class `name`. `label` describes the bar. */
 export function bar(parts, label) {
   return el("div", { class: "meter", role: "img", "aria-label": label, title: label },
     parts.filter(({ share }) => share > 0).map(({ share, name }) => el("span", { class: name, "--share": Math.min(share, 1) })));
 }
 
-/** What to do while it is not there: an empty state in words. */
+/** Text in place of a section without data. */
 export const nothing = (text) => el("p", { class: "nothing" }, text);

@@ -1,9 +1,10 @@
-// What the coordinator tells: how it began, then a look each second. Kept as one picture that everything is drawn from.
+// The coordinator's event stream: first an event with the history, then one event each second. `picture` is
+// the state that all sections are drawn from.
 
 const KEEPS_MS = 300_000;
 const KEPT_REQUESTS = 100;
 
-/** The key that is sent, for as long as the tab is open. */
+/** The API key of all requests. It is stored until the tab is closed. */
 export const key = {
   get: () => sessionStorage.getItem("key") ?? "",
   set: (value) => (value ? sessionStorage.setItem("key", value) : sessionStorage.removeItem("key")),
@@ -13,7 +14,7 @@ export function headers(more = {}) {
   return key.get() ? { ...more, authorization: `Bearer ${key.get()}` } : more;
 }
 
-/** The message of an answer that is an error. */
+/** Returns the error message of a response. */
 export async function refusal(answer) {
   const text = await answer.text();
   try {
@@ -23,12 +24,12 @@ export async function refusal(answer) {
   }
 }
 
-/** Everything that is known. */
+/** Current data of the dashboard. */
 export const picture = { look: null, requests: new Map(), moments: [], locality: [], slotSeconds: 2, held: false };
 
 /**
- * Follows the coordinator for ever. `drawn` is called with each look, `state` with how the connection is: `live`, `lost`
- * or `locked` (a key is needed).
+ * Reads the event stream and reconnects forever. Calls `drawn` with the picture after each event. Calls
+ * `state` with the state of the connection: `live`, `lost` or `locked` (a key is needed).
  */
 export async function follow(drawn, state) {
   for (let wait = 500; ; wait = Math.min(wait * 2, 8_000)) {
@@ -59,13 +60,13 @@ export async function follow(drawn, state) {
 let keyChanged = () => {};
 const changed = () => new Promise((done) => (keyChanged = done));
 
-/** Tries again with another key. */
+/** Stores another key and reconnects with it. */
 export function useKey(value) {
   key.set(value.trim());
   keyChanged();
 }
 
-/** Server-sent events of a body. */
+/** Parses the server-sent events of a response body. */
 export async function* events(body) {
   let text = "";
   for await (const chunk of pieces(body)) {
@@ -120,7 +121,10 @@ function takeHistory({ requests, locality }) {
   for (const point of locality) upsert(picture.locality, point);
 }
 
-/** Slots are told again while they fill up, and two clocks do not agree to the millisecond. */
+/**
+ * Adds a point, or replaces the point of the same time slot. The coordinator repeats a slot while it fills
+ * up. The times of one slot differ by a few milliseconds.
+ */
 function upsert(line, point) {
   const at = line.findIndex((known) => Math.abs(known.at - point.at) < 1_000 * picture.slotSeconds / 2);
   if (at >= 0) line[at] = point;

@@ -1,4 +1,4 @@
-// Who is hot, and why: the workers, hottest first, and what their caches hold.
+// The workers, hottest first, with their load and the contents of their caches.
 
 import { bar, byId, bytes, el, keyed, nothing, percent, say, short, time, whole } from "./dom.js";
 
@@ -6,14 +6,15 @@ const ORDER = ["stuck", "hot", "busy", "normal", "out", "idle"];
 const WORDS = { idle: "idle", normal: "works", busy: "busy", out: "out", hot: "hot", stuck: "stuck" };
 const POOLS = { full: "Full KV", sliding: "Sliding window", state: "Recurrent state", host: "Host memory tier", disk: "Disk tier" };
 
-/** Hottest first; workers that are about as hot keep their order from look to look. */
+/** Hottest first. Heat is rounded, so that workers of similar heat keep their order between updates. */
 function byHeat(a, b) {
   return ORDER.indexOf(a.level) - ORDER.indexOf(b.level) || Math.round(5 * b.heat) - Math.round(5 * a.heat) || a.id.localeCompare(b.id, "en", { numeric: true });
 }
 
 /**
- * How the rows stand: hottest first, but as they are while somebody is at their buttons, by keyboard or with the pointer. Else
- * his next Tab would miss a worker, a row that is moved would lose his focus, and his click could come to another one.
+ * Order of the rows: hottest first. While a button has keyboard focus or the pointer is over the buttons, the
+ * order is kept. Otherwise a row that moves would lose the focus, Tab would skip a worker, and a click could
+ * hit another worker's button.
  */
 function order(body) {
   if (!body.querySelector(":focus-visible, .actions:hover")) return byHeat;

@@ -1,4 +1,4 @@
-// The coordinators' group, and what this one knows of the workers' caches.
+// The coordinators' Raft group, and this coordinator's prefix index.
 
 import { bar, byId, bytes, el, nothing, percent, whole } from "./dom.js";
 

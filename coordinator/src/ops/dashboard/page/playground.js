@@ -1,4 +1,4 @@
-// A chat through the cluster's API, with what it took.
+// A chat through the cluster's API, with its times and token counts.
 
 import { byId, el, say, short, time } from "./dom.js";
 import { events, headers, refusal } from "./feed.js";

@@ -1,4 +1,4 @@
-// The last decisions, each with those who could have had it.
+// The last routing decisions, each with its candidates.
 
 import { byId, el, keyed, nothing, put, say, time, whole } from "./dom.js";
 
@@ -6,7 +6,7 @@ const STATES = { prefills: "prefill", decodes: "decode", done: "done", ended: "e
 const REASONS = { prefix: "prefix", load: "load", group: "group", replica: "replica", only: "only one" };
 
 let last = null;
-/** Name of a request that is to be explained and that no picture has had yet. */
+/** Id of a request to open as soon as a picture contains it. */
 let wanted = null;
 const opened = new Set();
 
@@ -20,7 +20,7 @@ export function startRequests() {
   });
 }
 
-/** Shows a request by its name alone, explained as soon as a picture has it. */
+/** Filters the list by the id `name` and opens that request as soon as a picture contains it. */
 export function showRequest(name) {
   wanted = name;
   byId("find").value = name;

@@ -1,4 +1,4 @@
-// Coordinators, workers and the stages of replicas, with what flows between them.
+// Coordinators, workers and the stages of replicas, with the requests and bytes between them.
 
 import { byId, bytes, svg, time } from "./dom.js";
 

@@ -1,4 +1,4 @@
-// How requests fare over time, who waits, and what is held where.
+// Latencies, throughput and locality over time; tenants; prefixes and their holders.
 
 import { Chart } from "./chart.js";
 import { bar, byId, el, keyed, nothing, percent, say, short, time, whole } from "./dom.js";
@@ -41,7 +41,10 @@ export function drawTraffic({ look, moments, locality, slotSeconds }) {
   drawPrefixes(look);
 }
 
-/** Slots in which nothing happened are not told of; the last one is not over, and would look like a fall. */
+/**
+ * Adds points without values, drawn as 0, for slots that the coordinator omitted because nothing happened in
+ * them. Drops the current slot, because its partial count would look like a decrease.
+ */
 function filled(points, now, slotSeconds) {
   const [slot, out] = [1_000 * slotSeconds, []];
   for (const point of points) {
@@ -70,7 +73,7 @@ function drawLost({ prompt, best, predicted, lost, requests }) {
 
 const LIMITS = { requests_per_minute: "requests/min", tokens_per_minute: "tokens/min", concurrency: "at a time" };
 
-/** How far a tenant uses what it may ask for, at all coordinators; none: it has no limits. */
+/** A tenant's use of its limits, over all coordinators; null if it has no limits. */
 function drawLimits(limits) {
   const known = Object.entries(limits ?? {}).filter(([, limit]) => limit);
   if (known.length === 0) return null;
@@ -100,7 +103,7 @@ function drawTenants({ tenants, cluster }) {
 function drawPrefixes({ prefixes }) {
   const body = byId("prefixes");
   const depth = (at, path = prefixes[at]) => (path.parent === null ? 0 : 1 + depth(path.parent));
-  // A path stands behind the one that it goes on from.
+  // A path follows the path that it continues.
   const rows = [];
   const add = (parent) => prefixes.forEach((path, at) => {
     if (path.parent !== parent) return;
@@ -126,7 +129,7 @@ function drawPrefix(row, path) {
   row.path.title = path.model;
   say(row.tokens, whole(path.tokens));
   row.share.replaceChildren(el("div", { class: "reading" }, el("b", {}, whole(path.requests)), bar([{ name: "full", share: path.share }], `${percent(path.share)} of requests`)));
-  // Who has only a part of it is told where nobody has it whole.
+  // Holders of a part are listed only if no worker holds the whole prefix.
   const all = path.holders.filter(({ tokens }) => tokens >= path.tokens);
   const holders = all.length > 0 ? all : path.holders.toSorted((a, b) => b.tokens - a.tokens);
   row.held.replaceChildren(...(holders.length > 0 ? holders.map(({ worker, tokens, held }) => {

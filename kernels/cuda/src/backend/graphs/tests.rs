@@ -37,13 +37,13 @@ struct Model {
     /// Blocks of the first sequence that the others begin with, in the group without a window.
     common: usize,
     conv: VectorId,
-    one: VectorId,
+    constant: VectorId,
     block_units: u32,
     slot_units: u32,
     x: BufferId,
     normed: BufferId,
     /// q, k, v, mixed; inputs, gains, steps and outputs of the delta net.
-    parts: [BufferId; 8],
+    buffers: [BufferId; 8],
 }
 
 /// One (sequence, positions before the step, rows) for each sequence of a step.
@@ -104,7 +104,7 @@ impl Model {
         backend.write_arena(0, &past).unwrap();
         let mut buffer = |cols| backend.create_buffer(64, cols).unwrap();
         let (x, normed) = (buffer(HIDDEN), buffer(HIDDEN));
-        let parts = [HIDDEN, HEAD, HEAD, HIDDEN, 3 * HEAD, 1, 1, HEAD].map(buffer);
+        let buffers = [HIDDEN, HEAD, HEAD, HIDDEN, 3 * HEAD, 1, 1, HEAD].map(buffer);
         let rope = RopeSource {
             interleaved: false,
             n_rot: HEAD,
@@ -117,7 +117,7 @@ impl Model {
             rope: backend.create_rope(rope).unwrap(),
             weight: backend.create_vector(&numbers(5, 0, HIDDEN)).unwrap(),
             conv: backend.create_vector(&numbers(6, 0, 3 * HEAD * 4)).unwrap(),
-            one: backend.create_vector(&[-0.5]).unwrap(),
+            constant: backend.create_vector(&[-0.5]).unwrap(),
             backend,
             matrices,
             layers,
@@ -127,7 +127,7 @@ impl Model {
             slot_units,
             x,
             normed,
-            parts,
+            buffers,
         }
     }
 
@@ -136,9 +136,9 @@ impl Model {
     }
 
     /// Runs a step and returns the bits of its rows and of its sequences' states.
-    fn step(&mut self, parts: &Steps, token: u32) -> Result<(Vec<u32>, StepOps), Error> {
+    fn step(&mut self, step_sequences: &Steps, token: u32) -> Result<(Vec<u32>, StepOps), Error> {
         let (mut rows, mut sequences) = (0, Vec::new());
-        for &(_, context, count) in parts {
+        for &(_, context, count) in step_sequences {
             sequences.push(StepSequence { rows: rows..rows + count, context, segment_start: None });
             rows += count;
         }
@@ -146,13 +146,13 @@ impl Model {
         let owned: Vec<Vec<Vec<u32>>> = (0..2)
             .map(|group| {
                 let of = |&(sequence, ..): &(usize, usize, usize)| {
-                    let place = |block| {
+                    let block_index = |block| {
                         let own = group > 0 || block >= self.common;
                         (group * SEQUENCES + if own { sequence } else { 0 }) * BLOCKS + block
                     };
-                    (0..BLOCKS).map(|block| place(block) as u32 * self.block_units).collect()
+                    (0..BLOCKS).map(|block| block_index(block) as u32 * self.block_units).collect()
                 };
-                parts.iter().map(of).collect()
+                step_sequences.iter().map(of).collect()
             })
             .collect();
         let tables: Vec<Vec<BlockTable<'_>>> =
@@ -167,7 +167,7 @@ impl Model {
             },
             deferred: false,
         };
-        let states: Vec<StepState> = parts.iter().map(state).collect();
+        let states: Vec<StepState> = step_sequences.iter().map(state).collect();
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };
         self.backend.begin_step(&input)?;
         let ops = self.backend.begin_ops()?;
@@ -184,7 +184,7 @@ impl Model {
             assert!(values.iter().all(|value| value.is_finite()));
             found.extend(bits(&values));
         }
-        for &(sequence, ..) in parts {
+        for &(sequence, ..) in step_sequences {
             let (mut conv, mut matrix) = (vec![0.0; STATE.conv_len()], vec![0.0; STATE.recurrent_len()]);
             self.backend.read_state(self.state, self.slot(sequence), &mut conv, &mut matrix)?;
             found.extend(bits(&conv).into_iter().chain(bits(&matrix)));
@@ -194,7 +194,7 @@ impl Model {
 
     fn ops(&mut self) -> Result<(), Error> {
         let Self {
-            x, normed, parts: [q, k, v, mixed, inputs, beta, alpha, out], weight, state: layer, ..
+            x, normed, buffers: [q, k, v, mixed, inputs, beta, alpha, out], weight, state: layer, ..
         } = *self;
         let [table, square, narrow, triple, single, wide] = self.matrices;
         let backend = &mut self.backend;
@@ -218,7 +218,7 @@ impl Model {
             &[job(triple, inputs, false), job(single, beta, false), job(single, alpha, false)],
         )?;
         backend.conv(&ConvOp { x: inputs, weight: self.conv, bias: None, layer })?;
-        let (a, dt_bias) = (self.one, self.one);
+        let (a, dt_bias) = (self.constant, self.constant);
         let (k_heads, tiled, l2_eps) = (1, false, 1e-6);
         let op = DeltaNetOp { qkv: inputs, beta, alpha, a, dt_bias, k_heads, tiled, l2_eps, out, layer };
         backend.delta_net(&op)?;
@@ -235,9 +235,9 @@ fn run(recorded: &mut Model, launched: &mut Model, steps: &[&Steps]) -> Vec<Step
     let step = |(number, step): (usize, &&Steps)| {
         let token = 3 * number as u32 % 40;
         let (found, ops) = recorded.step(step, token).unwrap();
-        let (wanted, called) = launched.step(step, token).unwrap();
+        let (expected, called) = launched.step(step, token).unwrap();
         assert_eq!(called, StepOps::Called);
-        assert!(found == wanted, "step {number}: {step:?}, {ops:?}");
+        assert!(found == expected, "step {number}: {step:?}, {ops:?}");
         ops
     };
     steps.iter().enumerate().map(step).collect()
@@ -281,14 +281,14 @@ fn steps_give_the_same_bits_recorded_and_launched_one_by_one() {
             &[(2, 1032, 1), (0, 1100, 1)],
         ],
     );
-    let wanted = [
+    let expected = [
         vec![Called, Recorded, Replayed, Replayed],
         vec![Called, Recorded, Called, Recorded, Replayed],
         vec![Recorded, Called, Recorded, Replayed],
         vec![Called, Recorded, Replayed, Called, Replayed],
         vec![Called, Recorded, Recorded],
     ];
-    assert_eq!(ops, wanted.concat());
+    assert_eq!(ops, expected.concat());
     let StepCounts { called, recorded, replayed, kept } = recorded.backend.step_counts();
     assert_eq!((called, recorded, replayed, kept), (7, 8, 6, 1));
 }

@@ -45,7 +45,7 @@ fn some_handle<T>() -> *mut T {
     std::ptr::dangling_mut::<u64>().cast()
 }
 
-unsafe fn give<T>(to: *mut T, value: T) {
+unsafe fn write_out<T>(to: *mut T, value: T) {
     unsafe { to.write(value) };
 }
 
@@ -57,10 +57,10 @@ macro_rules! does_nothing {
     };
 }
 
-macro_rules! gives {
+macro_rules! writes_out {
     ($($name:ident $call:literal $value:expr => $out:ty $(, $argument:ty)*;)*) => {
         $(unsafe extern "C" fn $name(out: *mut $out $(, _: $argument)*) -> u32 {
-            unsafe { give(out, $value) };
+            unsafe { write_out(out, $value) };
             called($call)
         })*
     };
@@ -93,7 +93,7 @@ does_nothing! {
     destroy_event "cuEventDestroy" (CUevent);
 }
 
-gives! {
+writes_out! {
     version "cuDriverGetVersion" 13_000 => c_int;
     device_count "cuDeviceGetCount" 2 => c_int;
     device_memory "cuDeviceTotalMem" 80 << 30 => usize, CUdevice;
@@ -107,26 +107,26 @@ gives! {
 }
 
 unsafe extern "C" fn error_name(_: u32, _: *mut *const c_char) -> u32 {
-    // Like a driver that does not know the code.
+    // Like a driver that does not define the code.
     let _ = unsafe { error_name_of() };
     INVALID_VALUE
 }
 
 unsafe extern "C" fn device(out: *mut CUdevice, ordinal: c_int) -> u32 {
-    unsafe { give(out, ordinal) };
+    unsafe { write_out(out, ordinal) };
     if (0..2).contains(&ordinal) { called("cuDeviceGet") } else { 101 }
 }
 
 unsafe extern "C" fn device_name(out: *mut c_char, _: c_int, device: CUdevice) -> u32 {
-    for (place, byte) in format!("Fake {device}\0").bytes().enumerate() {
-        unsafe { give(out.add(place), byte.cast_signed() as c_char) };
+    for (index, byte) in format!("Fake {device}\0").bytes().enumerate() {
+        unsafe { write_out(out.add(index), byte.cast_signed() as c_char) };
     }
     called("cuDeviceGetName")
 }
 
 unsafe extern "C" fn device_attribute(out: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> u32 {
     use CUdevice_attribute as Attribute;
-    let known = [
+    let attributes = [
         (Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1_980_000),
         (Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 132),
         (Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED, 0),
@@ -135,8 +135,8 @@ unsafe extern "C" fn device_attribute(out: *mut c_int, attribute: CUdevice_attri
         (Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0),
         (Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 227 << 10),
     ];
-    match known.into_iter().find(|(known, _)| *known == attribute) {
-        Some((_, value)) => unsafe { give(out, value) },
+    match attributes.into_iter().find(|(supported, _)| *supported == attribute) {
+        Some((_, value)) => unsafe { write_out(out, value) },
         None => return INVALID_VALUE,
     }
     called("cuDeviceGetAttribute")
@@ -147,33 +147,33 @@ unsafe extern "C" fn set_context_flags(_: CUdevice, flags: c_uint) -> u32 {
 }
 
 unsafe extern "C" fn memory_info(free: *mut usize, total: *mut usize) -> u32 {
-    unsafe { give(free, 79 << 30) };
-    unsafe { give(total, 80 << 30) };
+    unsafe { write_out(free, 79 << 30) };
+    unsafe { write_out(total, 80 << 30) };
     called("cuMemGetInfo")
 }
 
 unsafe extern "C" fn allocate_host(out: *mut *mut c_void, bytes: usize, _: c_uint) -> u32 {
     // Never freed: there are few tests, and untouched pages cost nothing.
     let memory = Vec::<u64>::with_capacity(bytes / 8).leak();
-    unsafe { give(out, memory.as_mut_ptr().cast()) };
+    unsafe { write_out(out, memory.as_mut_ptr().cast()) };
     called("cuMemHostAlloc")
 }
 
 unsafe extern "C" fn load_module(out: *mut CUmodule, image: *const c_void) -> u32 {
-    unsafe { give(out, some_handle()) };
+    unsafe { write_out(out, some_handle()) };
     let first = unsafe { *image.cast::<u8>() };
     called(if first == 0x7f { "cuModuleLoadData machine code" } else { "cuModuleLoadData text" })
 }
 
 /// Describes two parameters of eight bytes.
 unsafe extern "C" fn parameter(_: CUfunction, index: usize, offset: *mut usize, size: *mut usize) -> u32 {
-    unsafe { give(offset, 8 * index) };
-    unsafe { give(size, 8) };
+    unsafe { write_out(offset, 8 * index) };
+    unsafe { write_out(size, 8) };
     if index < 2 { called("cuFuncGetParamInfo") } else { INVALID_VALUE }
 }
 
 unsafe extern "C" fn end_capture(_: CUstream, out: *mut CUgraph) -> u32 {
-    unsafe { give(out, some_handle()) };
+    unsafe { write_out(out, some_handle()) };
     called("cuStreamEndCapture")
 }
 

@@ -1,9 +1,9 @@
-// What the interpreter's tests run. After a change, compile it again for sm_90 and sm_121a with NVRTC 13.0
-// (--std=c++17 -default-device --generate-line-info) and put the PTX beside it.
+// Kernels for the tests of the PTX interpreter. After a change of code or of lines, compile for sm_90 and
+// sm_121a (NVRTC 13.0, --std=c++17 -default-device --generate-line-info) and store the PTX here.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// y = x / sqrt(mean(x^2) + eps), one row a block.
+// y = x / sqrt(mean(x^2) + eps), one row per block.
 extern "C" __global__ void rms_norm(const float *__restrict__ x, float *y, u32 width, float eps) {
     __shared__ float sums[32];
     extern __shared__ float row[];
@@ -22,7 +22,7 @@ extern "C" __global__ void rms_norm(const float *__restrict__ x, float *y, u32 w
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) y[(u64)blockIdx.x * width + i] = row[i] * scale;
 }
 
-// out[r] = sum of weights[r][k] x[k], bytes by fours; a warp a row.
+// out[r] = sum of weights[r][k] x[k], four bytes at a time; one warp per row.
 extern "C" __global__ void gemv_s8(const int4 *__restrict__ weights, const int4 *__restrict__ x, int *out, u32 quads) {
     u32 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int sum = 0;
@@ -49,7 +49,7 @@ __device__ __noinline__ int collatz(int n) {
     return count;
 }
 
-// Calls, loops that lanes leave one by one, jumps by table, local arrays, atomics; the last block adds up.
+// Calls, loops that lanes leave one by one, jump tables, local arrays, atomics. The last block adds `out`.
 extern "C" __global__ void branches(const int *x, int *out, int *total) {
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     int n = x[i], found[8];

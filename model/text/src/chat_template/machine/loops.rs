@@ -153,8 +153,8 @@ impl Machine<'_> {
         match name {
             "cycle" => {
                 let passed = self.loops.get(at).map_or(1, |running| running.passed);
-                let place = passed.saturating_sub(1).checked_rem(values.len());
-                let value = place.and_then(|place| values.into_iter().nth(place));
+                let index = passed.saturating_sub(1).checked_rem(values.len());
+                let value = index.and_then(|index| values.into_iter().nth(index));
                 value.map_or_else(|| failed("no items for cycling given"), Ok)
             }
             _ => {

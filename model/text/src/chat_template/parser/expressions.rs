@@ -264,8 +264,8 @@ impl Parser {
             if !self.is_operator(":") && !self.is_operator("]") {
                 let bound = self.expression(true)?;
                 height = height.max(bound.1);
-                if let Some(place) = bounds.get_mut(given) {
-                    *place = Some(bound.0);
+                if let Some(slot) = bounds.get_mut(given) {
+                    *slot = Some(bound.0);
                 }
             }
             if given == 2 || !self.skip_operator(":") {
@@ -311,7 +311,7 @@ impl Parser {
                 self.at += 1;
                 let value = self.expression(true)?;
                 height = height.max(value.1);
-                if arguments.named_rest.is_some() || arguments.named.iter().any(|(known, _)| *known == name) {
+                if arguments.named_rest.is_some() || arguments.named.iter().any(|(other, _)| *other == name) {
                     return Err(wrong.into());
                 }
                 arguments.named.push((name, value.0));

@@ -46,9 +46,11 @@ fn render_for(template: &str, given: &Given) -> Result<Prompt, TemplateError> {
 fn difference(template: &str, given: &Given, outcome: &Outcome) -> Option<String> {
     let got = render_for(template, given).map(|prompt| prompt.text);
     match (&outcome.output, &got) {
-        (Some(wanted), Ok(got)) if got == wanted => None,
+        (Some(expected), Ok(got)) if got == expected => None,
         (None, Err(_)) => None,
-        (Some(wanted), got) => Some(format!("template: {template}\n  jinja: {wanted:?}\n  ours:  {got:?}\n")),
+        (Some(expected), got) => {
+            Some(format!("template: {template}\n  jinja: {expected:?}\n  ours:  {got:?}\n"))
+        }
         (None, got) => {
             Some(format!("template: {template}\n  jinja: {:?}\n  ours:  {got:?}\n", outcome.error))
         }

@@ -1,6 +1,7 @@
+use crate::cpu_time::CpuDeadline;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -113,7 +114,7 @@ fn remembered_or_not_the_ids_are_the_same() {
     assert!(cut >= pretokenize::TABLE.len() + 2, "only {cut} are cut at all");
     // The tokens of each name so far, across vocabularies.
     let meant = RefCell::new(HashMap::<u64, Vec<u32>>::new());
-    let told = Cell::new(0);
+    let reported = Cell::new(0);
     let mut runner = TestRunner::new(ProptestConfig::with_cases(600));
     let run = runner.run(&(texts(), any::<bool>()), |(text, special)| {
         for ((name, tokenizer), memo) in vocabularies.iter().zip(&memos) {
@@ -132,7 +133,7 @@ fn remembered_or_not_the_ids_are_the_same() {
                     let tokens = &ids[std::mem::replace(&mut from, end)..end];
                     let mut meant = meant.borrow_mut();
                     prop_assert_eq!(tokens, &meant.entry(name).or_insert_with(|| tokens.to_vec())[..]);
-                    told.set(told.get() + 1);
+                    reported.set(reported.get() + 1);
                 }
                 prop_assert_eq!(&ids, &tokenizer.encode(text, special), "{}: {:?}", name, text);
             }
@@ -140,8 +141,8 @@ fn remembered_or_not_the_ids_are_the_same() {
         Ok(())
     });
     run.unwrap();
-    let (told, names) = (told.get(), meant.borrow().len());
-    assert!(told > 2 * names && names > 1_000, "{told} parts of {names} names");
+    let (reported, names) = (reported.get(), meant.borrow().len());
+    assert!(reported > 2 * names && names > 1_000, "{reported} parts of {names} names");
     let hits: u64 = memos.iter().flatten().map(|memo| memo.usage().hits).sum();
     assert!(hits > 10_000, "{hits} pieces were known");
     // The API's settings: the same cut points, fewer of them.
@@ -171,7 +172,7 @@ fn quoted_control_tokens_are_neither_remembered_nor_recalled() {
         let last = text.rfind(mark).unwrap()..text.len() - 3;
         let both = [first, last];
         for quoted in [&[][..], &both[..1], &both[1..], &both, &[]] {
-            let matter = tokenizer.specials.that_matter(&text, quoted);
+            let matter = tokenizer.specials.relevant_ranges(&text, quoted);
             for _ in 0..3 {
                 let mut ids = Vec::new();
                 let encode = |text: &str, how, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
@@ -208,15 +209,15 @@ fn a_document_is_known_again_behind_another() {
 #[test]
 fn nothing_is_cut_inside_or_right_behind_a_special_token() {
     let cuts = Cuts::new(|_| false, true, [&b"<|a b|>"[..], b"end", b"x\ny"].into_iter());
-    let place = |text: &str, at| cuts.allow(text.as_bytes(), at);
-    assert_eq!(place("ca b", 2), None, "a special token goes on so");
-    assert_eq!(place("d b", 1), None, "a special token may end there");
-    assert_eq!(place("c b", 1), Some(CutPoint::Space));
-    assert_eq!(place("c\nb", 2), None, "a special token has text behind a newline");
+    let cut_at = |text: &str, at| cuts.allow(text.as_bytes(), at);
+    assert_eq!(cut_at("ca b", 2), None, "a special token goes on so");
+    assert_eq!(cut_at("d b", 1), None, "a special token may end there");
+    assert_eq!(cut_at("c b", 1), Some(CutPoint::Space));
+    assert_eq!(cut_at("c\nb", 2), None, "a special token has text behind a newline");
     let cuts = Cuts::new(|letter| letter == 'c', true, std::iter::empty());
-    let place = |text: &str, at| cuts.allow(text.as_bytes(), at);
-    assert_eq!(place("c b", 1), None, "a token goes on so");
-    assert_eq!(place("c\nb", 2), Some(CutPoint::Newline));
+    let cut_at = |text: &str, at| cuts.allow(text.as_bytes(), at);
+    assert_eq!(cut_at("c b", 1), None, "a token goes on so");
+    assert_eq!(cut_at("c\nb", 2), Some(CutPoint::Newline));
     for (text, at) in [
         ("c\n\nb", 3),
         ("c\n b", 2),
@@ -227,14 +228,14 @@ fn nothing_is_cut_inside_or_right_behind_a_special_token() {
         ("1 b", 1),
         ("c b", 0),
     ] {
-        assert_eq!(place(text, at), None, "{text:?}");
+        assert_eq!(cut_at(text, at), None, "{text:?}");
     }
 }
 
 #[test]
 fn encoding_is_given_up_where_it_takes_too_long() {
-    let none = Instant::now();
-    let all = none + Duration::from_secs(600);
+    let none = &CpuDeadline::after(Duration::ZERO);
+    let all = &CpuDeadline::after(Duration::from_secs(600));
     let plain = tokenizers::tiny("qwen2");
     let tokenizer = tokenizers::tiny("qwen2").remembering(1 << 22);
     let text = "the same words again and again, in lines\nof a text that is ".repeat(100);
@@ -251,4 +252,15 @@ fn encoding_is_given_up_where_it_takes_too_long() {
         assert_eq!(tokenizer.encode_prompt_shortly(&word[..100], &[], none), None);
         assert!(tokenizer.encode_prompt_shortly(&word[..100], &[], all).is_some());
     }
+}
+
+#[test]
+fn a_deadline_is_checked_before_the_first_piece_and_every_4_kib() {
+    let checks = |pieces: &[usize]| {
+        let unchecked = Cell::new(super::super::UNCHECKED_BYTES);
+        pieces.iter().map(|&bytes| super::super::is_checked(&unchecked, bytes)).collect::<Vec<_>>()
+    };
+    let small = checks(&[64; 129]);
+    assert_eq!((0..129).filter(|&i| small[i]).collect::<Vec<_>>(), [0, 64, 128]);
+    assert_eq!(checks(&[8192, 64, 4000, 96, 8192]), [true, true, false, true, true]);
 }

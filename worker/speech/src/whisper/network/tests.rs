@@ -124,15 +124,15 @@ impl Plain<'_> {
     fn convolve(&self, x: &Rows, name: &str, stride: usize) -> Rows {
         let (weight, bias) = (self.of(&format!("{name}/weight")), self.of(&format!("{name}/bias")));
         let channels = x[0].len();
-        let at = |place: i64, channel: usize| {
-            usize::try_from(place).ok().and_then(|place| x.get(place)).map_or(0.0, |x| x[channel])
+        let at = |position: i64, channel: usize| {
+            usize::try_from(position).ok().and_then(|position| x.get(position)).map_or(0.0, |x| x[channel])
         };
         let output = |row: usize, out: usize| {
             let mut sum = bias[out];
             for channel in 0..channels {
                 for tap in 0..TAPS {
-                    let place = (row * stride + tap) as i64 - 1;
-                    sum += weight[(out * channels + channel) * TAPS + tap] * at(place, channel);
+                    let position = (row * stride + tap) as i64 - 1;
+                    sum += weight[(out * channels + channel) * TAPS + tap] * at(position, channel);
                 }
             }
             gelu(sum)
@@ -164,9 +164,9 @@ impl Plain<'_> {
     fn self_attention(&self, x: &mut Rows, of: &str, causal: bool) {
         let name = format!("{of}/self_attention");
         let qkv = self.linear(&self.norm(x, &name), &format!("{name}/linear_0"));
-        let part =
+        let columns =
             |n: usize| qkv.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>();
-        let attended = Self::attend(&part(0), &part(1), &part(2), causal);
+        let attended = Self::attend(&columns(0), &columns(1), &columns(2), causal);
         add(x, &self.linear(&attended, &format!("{name}/linear_1")));
     }
 
@@ -201,10 +201,11 @@ impl Plain<'_> {
         self.self_attention(&mut x, "decoder/layer_0", true);
         let name = "decoder/layer_0/attention";
         let queries = self.linear(&self.norm(&x, name), &format!("{name}/linear_0"));
-        let heard = self.linear(encoded, &format!("{name}/linear_1"));
-        let part =
-            |n: usize| heard.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>();
-        let attended = Self::attend(&queries, &part(0), &part(1), false);
+        let keys_values = self.linear(encoded, &format!("{name}/linear_1"));
+        let columns = |n: usize| {
+            keys_values.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>()
+        };
+        let attended = Self::attend(&queries, &columns(0), &columns(1), false);
         add(&mut x, &self.linear(&attended, &format!("{name}/linear_2")));
         self.feed_forward(&mut x, "decoder/layer_0");
         let x = self.norm(&x, "decoder");
@@ -236,7 +237,7 @@ fn worst(found: &[f32], expected: &Rows) -> f64 {
     found.iter().zip(expected.iter().flatten()).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max)
 }
 
-const SAID: [u32; 7] = [3, 39, 0, 17, 17, 8, 21];
+const SEQUENCE: [u32; 7] = [3, 39, 0, 17, 17, 8, 21];
 
 #[test]
 fn the_network_equals_plain_sums() {
@@ -247,9 +248,9 @@ fn the_network_equals_plain_sums() {
     let difference = worst(&encoded, &expected);
     assert!(difference < 1e-4, "encoder: {difference}");
     let memory = network.memory(&compute, &encoded).unwrap();
-    let all: Vec<usize> = (0..SAID.len()).collect();
-    let logits = network.decode(&compute, &memory, &mut network.cache(), &SAID, &all).unwrap();
-    let difference = worst(&logits.concat(), &Plain(&values).decode(&expected, &SAID));
+    let all: Vec<usize> = (0..SEQUENCE.len()).collect();
+    let logits = network.decode(&compute, &memory, &mut network.cache(), &SEQUENCE, &all).unwrap();
+    let difference = worst(&logits.concat(), &Plain(&values).decode(&expected, &SEQUENCE));
     assert!(difference < 1e-4, "decoder: {difference}");
 }
 
@@ -261,14 +262,14 @@ fn no_bit_depends_on_threads_or_on_the_split_of_tokens() {
         let (network, compute) = load(bytes.clone(), threads).unwrap();
         let encoded = network.encode(&compute, &features()).unwrap();
         let memory = network.memory(&compute, &encoded).unwrap();
-        for step in [1, 2, SAID.len()] {
+        for step in [1, 2, SEQUENCE.len()] {
             let mut cache = network.cache();
             let mut logits = Vec::new();
-            for tokens in SAID.chunks(step) {
+            for tokens in SEQUENCE.chunks(step) {
                 let all: Vec<usize> = (0..tokens.len()).collect();
                 logits.extend(network.decode(&compute, &memory, &mut cache, tokens, &all).unwrap());
             }
-            assert_eq!(cache.tokens(), SAID.len());
+            assert_eq!(cache.tokens(), SEQUENCE.len());
             found.push((encoded.clone(), logits));
         }
     }
@@ -301,18 +302,20 @@ fn another_network_is_refused_by_name() {
         stored.push(variable(name, dims, ty, value));
         load(file(&stored, &[]), 1).err().map(|error| error.to_string()).unwrap_or_default()
     };
-    let told = |found: String, what: &str| assert!(found.contains(what), "{found:?} does not say {what:?}");
-    told(of("encoder/activation", &[], 1, &[0]), "encoder/activation is 0, 3 is served");
-    told(of("decoder/pre_norm", &[], 1, &[0]), "decoder/pre_norm is 0");
-    told(of("encoder/num_heads", &[], 2, &[3, 0]), "encoder/num_heads is 3");
-    told(of("encoder/num_heads", &[], 2, &[0, 0]), "encoder/num_heads is 0");
-    told(of("encoder/conv1/bias", &[4], 0, &[0; 16]), "encoder/conv1/bias is [4]");
-    told(of("encoder/conv1/bias", &[WIDTH], 1, &[0; WIDTH]), "encoder/conv1/bias is of I8");
+    let assert_contains = |found: String, expected: &str| {
+        assert!(found.contains(expected), "{found:?} does not say {expected:?}")
+    };
+    assert_contains(of("encoder/activation", &[], 1, &[0]), "encoder/activation is 0, 3 is served");
+    assert_contains(of("decoder/pre_norm", &[], 1, &[0]), "decoder/pre_norm is 0");
+    assert_contains(of("encoder/num_heads", &[], 2, &[3, 0]), "encoder/num_heads is 3");
+    assert_contains(of("encoder/num_heads", &[], 2, &[0, 0]), "encoder/num_heads is 0");
+    assert_contains(of("encoder/conv1/bias", &[4], 0, &[0; 16]), "encoder/conv1/bias is [4]");
+    assert_contains(of("encoder/conv1/bias", &[WIDTH], 1, &[0; WIDTH]), "encoder/conv1/bias is of I8");
     let not_numbers = f32::NAN.to_le_bytes().repeat(WIDTH);
-    told(
+    assert_contains(
         of("encoder/conv1/bias", &[WIDTH], 0, &not_numbers),
         "value 0 of encoder/conv1/bias is not a number",
     );
-    told(of("encoder/layer_0/ffn/linear_0/weight", &[2], 0, &[0; 8]), "must have 2 dimensions");
-    told(of("encoder/conv1/weight", &[1, 1, 1], 0, &[0; 4]), "1 dimensions, 16 to 8192");
+    assert_contains(of("encoder/layer_0/ffn/linear_0/weight", &[2], 0, &[0; 8]), "must have 2 dimensions");
+    assert_contains(of("encoder/conv1/weight", &[1, 1, 1], 0, &[0; 4]), "1 dimensions, 16 to 8192");
 }

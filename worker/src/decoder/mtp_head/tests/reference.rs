@@ -1,4 +1,4 @@
-//! Reference of the MTP head in f64 and plain loops, from the equations in [`model::spec::AppendedSpec`]. It
+//! Reference of the MTP head in f64 and plain loops, from the equations in [`model::spec::MtpHeadSpec`]. It
 //! reads the file itself. It shares only the model's hidden states with the tested code.
 
 use model::ModelFile;
@@ -62,7 +62,7 @@ impl Reference {
 
     /// Drafts `count` tokens after the newest token.
     pub(super) fn draft(&mut self, newest: u32, count: usize) -> Vec<ReferenceDraft> {
-        let known = self.keys.len();
+        let len = self.keys.len();
         let (mut token, mut before) = (newest, self.before.clone());
         let mut draft_tokens = Vec::new();
         for _ in 0..count {
@@ -74,8 +74,8 @@ impl Reference {
             (token, before) = (order[0] as u32, hidden.clone());
             draft_tokens.push(ReferenceDraft { token, hidden, logits, margin });
         }
-        self.keys.truncate(known);
-        self.values.truncate(known);
+        self.keys.truncate(len);
+        self.values.truncate(len);
         draft_tokens
     }
 
@@ -142,14 +142,14 @@ impl Reference {
         for &expert in &order[..self.used] {
             let each = experts[0].len() / router.len();
             let [gate, up, down] = experts.each_ref().map(|all| &all[expert * each..(expert + 1) * each]);
-            let part = gated(gate, up, down);
-            sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += router[expert] / all * part);
+            let expert_output = gated(gate, up, down);
+            sum.iter_mut().zip(expert_output).for_each(|(sum, output)| *sum += router[expert] / all * output);
         }
         let [gate, up, down] =
             ["gate", "up", "down"].map(|name| self.own(&format!("ffn_{name}_shexp.weight")));
         let share = sigmoid(dot(&self.own("ffn_gate_inp_shexp.weight"), input));
         let shared = gated(&gate, &up, &down);
-        sum.iter_mut().zip(shared).for_each(|(sum, part)| *sum += share * part);
+        sum.iter_mut().zip(shared).for_each(|(sum, shared)| *sum += share * shared);
         sum
     }
 
@@ -210,7 +210,7 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 fn softmax(x: &[f64]) -> Vec<f64> {
-    let most = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let all: f64 = x.iter().map(|x| (x - most).exp()).sum();
-    x.iter().map(|x| (x - most).exp() / all).collect()
+    let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let all: f64 = x.iter().map(|x| (x - max).exp()).sum();
+    x.iter().map(|x| (x - max).exp() / all).collect()
 }

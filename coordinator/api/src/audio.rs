@@ -1,0 +1,302 @@
+//! Operations on a whole recording: `POST /v1/audio/vad` and `/v1/audio/turn_detection`. The body is a WAV
+//! file. Each request is a session at a worker. The client gets no result before the end, so a failed session
+//! is repeated at another worker.
+
+pub(super) mod wav;
+
+use super::admitted::AdmittedRequest;
+use super::answer::WORKER_HEADER;
+use super::error::ApiError;
+use super::operations::{self, Query, refused, seconds};
+use super::{AppState, admit, spans};
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use dispatch::{OpenedSession, OperationJob, Unopened};
+use proto::ids::ModelId;
+use proto::operation::{
+    Language, OpenedOperation, Operation, OperationError, OperationInput, OperationOutput, Pcm, SpokenText,
+    TurnScore,
+};
+use proto::trace::Span;
+use serde::Serialize;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Instant;
+use transport::{OperationSender, OperationStream};
+use wav::Recording;
+
+/// Attempts for one request, each at a worker available at that time.
+const ATTEMPTS: usize = 3;
+/// Most samples in one message to a worker.
+const PIECE: usize = 16_000;
+
+/// The results of an operation on a recording.
+#[derive(Debug, Default)]
+pub(super) struct OperationResults {
+    speech: Vec<Speech>,
+    /// Speech probability of each window.
+    probabilities: Vec<f32>,
+    turn: Option<TurnScore>,
+    pub(super) texts: Vec<SpokenText>,
+    /// The detected language. `None` if detection was not requested.
+    pub(super) language: Option<Language>,
+}
+
+/// A segment with speech: `[start, end)` in samples.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+struct Speech {
+    start: u64,
+    end: u64,
+    start_s: f64,
+    end_s: f64,
+}
+
+/// Why a session failed.
+#[derive(Debug)]
+enum Failure {
+    Reported(OperationError),
+    Lost,
+}
+
+#[derive(Debug, Serialize)]
+struct AudioResponse {
+    object: &'static str,
+    model: ModelId,
+    sample_rate: u32,
+    samples: u64,
+    duration_s: f64,
+    #[serde(flatten)]
+    result: AudioResult,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum AudioResult {
+    Speech {
+        window: u32,
+        speech: Vec<Speech>,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        probabilities: Vec<f32>,
+    },
+    Turn {
+        complete: bool,
+        probability: f32,
+    },
+}
+
+pub(super) async fn call(
+    State(state): State<Arc<AppState>>,
+    operation: Operation,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(operation.name(), request.headers());
+    let answered = answer(&state, operation, request, &mut trace).await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
+}
+
+async fn answer(
+    state: &Arc<AppState>,
+    operation: Operation,
+    request: Request,
+    trace: &mut Option<Span>,
+) -> Result<Response, ApiError> {
+    let query = Query::read(request.uri())?;
+    refuse_forms(request.headers())?;
+    let (model, options) = (query.model()?, query.options(operation)?);
+    let (admitted, body) = admit(state, request).await?;
+    if let Some(span) = &trace {
+        span.part("receive", admitted.arrived);
+    }
+    let recording = state.turns.run(admitted.caller.tenant(), move || wav::read(&body)).await?;
+    let Recording { sample_rate, pcm } = recording;
+    let samples = pcm.len() as u64;
+    let trace_context = trace.as_ref().map(Span::context);
+    let (request_id, pieces) = (admitted.id.clone(), Arc::new(pieces(pcm)));
+    let job = OperationJob { request_id, operation, model, sample_rate, options, trace: trace_context };
+    let done = tokio::select! {
+        biased;
+        done = run(state, &job, &admitted, &pieces) => done?,
+        () = admitted.caller.revoked() => return Err(ApiError::InvalidApiKey),
+        () = tokio::time::sleep_until((admitted.arrived + state.request_timeout).into()) => {
+            return Err(ApiError::DeadlineExceeded);
+        }
+    };
+    let (worker, opened, results) = done;
+    if let Some(span) = trace {
+        spans::session_opened(span, operation, (&admitted.id, &opened.model), &worker, &opened.backend);
+        spans::session_ended(span, samples, "finished", None);
+    }
+    let result = match operation {
+        Operation::TurnDetection => {
+            let turn = results.turn.ok_or(ApiError::Internal)?;
+            AudioResult::Turn { complete: turn.complete, probability: turn.probability }
+        }
+        _ => AudioResult::Speech {
+            window: opened.window,
+            speech: results.speech,
+            probabilities: results.probabilities,
+        },
+    };
+    let duration_s = seconds(samples, sample_rate);
+    let answer = AudioResponse {
+        object: operation.name(),
+        model: opened.model,
+        sample_rate,
+        samples,
+        duration_s,
+        result,
+    };
+    let mut headers = HeaderMap::new();
+    // By their types, names have only characters that headers allow.
+    headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
+    Ok((headers, Json(answer)).into_response())
+}
+
+/// The body is the file itself. A form around it is refused by its content type.
+fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    let form = ["multipart/", "application/x-www-form-urlencoded", "application/json"];
+    match form.into_iter().find(|form| kind.to_ascii_lowercase().starts_with(form)) {
+        // curl's default content type for `--data-binary`.
+        Some("application/x-www-form-urlencoded") | None => Ok(()),
+        Some(_) => Err(ApiError::field("content-type", "the body is a WAV file itself, of type audio/wav")),
+    }
+}
+
+/// Runs the operation, with up to [`ATTEMPTS`] sessions one after the other.
+pub(super) async fn run(
+    state: &Arc<AppState>,
+    job: &OperationJob,
+    admitted: &AdmittedRequest,
+    pieces: &[Pcm],
+) -> Result<(proto::ids::NodeId, OpenedOperation, OperationResults), ApiError> {
+    let refused = |why| refused(job.operation, job.model.as_ref(), why);
+    let mut failure = Unopened::Lost;
+    for _ in 0..ATTEMPTS {
+        let started = Instant::now();
+        let opens = |model: &ModelId| admitted.caller.may_use(model);
+        let opening = state.dispatch.open_operation(job, &opens).await;
+        let OpenedSession { node, opened, sender, answers, seat } = opening.map_err(refused)?;
+        state.metrics.operations().opened(job.operation, started.elapsed());
+        let counting = state.metrics.operations().session(job.operation);
+        let duration = || seconds(pieces.iter().map(|piece| piece.len() as u64).sum(), job.sample_rate);
+        match exchange(sender, answers, pieces, job.sample_rate).await {
+            Ok(results) => {
+                counting.ended("finished", duration());
+                return Ok((node, opened, results));
+            }
+            Err(Failure::Reported(error)) if error.retryable() => {
+                counting.ended("declined", 0.0);
+                failure = Unopened::Said(error);
+            }
+            Err(Failure::Reported(error)) => {
+                counting.ended("invalid", 0.0);
+                return Err(operations::failed(job.operation, error));
+            }
+            Err(Failure::Lost) => {
+                tracing::info!(request = %job.request_id, %node, "a call was cut off by its worker");
+                counting.ended("worker_lost", 0.0);
+                let _in_order = seat.cut();
+                failure = Unopened::Lost;
+            }
+        }
+    }
+    Err(refused(failure))
+}
+
+/// Sends a whole recording while it receives the results.
+async fn exchange(
+    mut sender: OperationSender,
+    mut answers: OperationStream,
+    pieces: &[Pcm],
+    sample_rate: u32,
+) -> Result<OperationResults, Failure> {
+    let feed = async {
+        for piece in pieces {
+            sender.send(&OperationInput::Samples(piece.clone())).await?;
+        }
+        sender.send(&OperationInput::Finish).await
+    };
+    let feed = async {
+        // The results contain the reason of a failure.
+        let _ = feed.await;
+        std::future::pending::<Infallible>().await
+    };
+    let gather = async {
+        let mut results = OperationResults::default();
+        let mut speech_start = None;
+        loop {
+            match answers.next().await.map_err(|_| Failure::Lost)? {
+                OperationOutput::Windows(windows) => {
+                    results.probabilities.extend(windows.iter().map(|window| window.probability));
+                }
+                OperationOutput::SpeechStarted { at } => speech_start = Some(at),
+                OperationOutput::SpeechEnded { at: end } => {
+                    let start = speech_start.take().ok_or(Failure::Reported(OperationError::Internal))?;
+                    let (start_s, end_s) = (seconds(start, sample_rate), seconds(end, sample_rate));
+                    results.speech.push(Speech { start, end, start_s, end_s });
+                }
+                OperationOutput::Turn(turn) => results.turn = Some(turn),
+                // Only reports the last segment.
+                OperationOutput::Segmented { .. } => {}
+                OperationOutput::Finished { .. } => return Ok(results),
+                OperationOutput::Failed(error) => return Err(Failure::Reported(error)),
+                OperationOutput::Text(text) => results.texts.push(text),
+                OperationOutput::Language(language) => results.language = Some(language),
+                OperationOutput::Restarted | OperationOutput::Opened(_) => {
+                    return Err(Failure::Reported(OperationError::Internal));
+                }
+            }
+        }
+    };
+    tokio::select! {
+        results = gather => results,
+        never = feed => match never {},
+    }
+}
+
+/// Splits a recording into messages.
+pub(super) fn pieces(pcm: Pcm) -> Vec<Pcm> {
+    match pcm {
+        Pcm::F32(samples) => samples.chunks(PIECE).map(|piece| Pcm::F32(piece.to_vec())).collect(),
+        Pcm::I16(samples) => samples.chunks(PIECE).map(|piece| Pcm::I16(piece.to_vec())).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recording_is_split_in_order() {
+        let samples: Vec<i16> = (0..40_000).map(|n| n as i16).collect();
+        let cut = pieces(Pcm::I16(samples.clone()));
+        assert_eq!(cut.iter().map(Pcm::len).collect::<Vec<_>>(), [16_000, 16_000, 8_000]);
+        let whole: Vec<i16> = cut
+            .into_iter()
+            .flat_map(|piece| if let Pcm::I16(samples) = piece { samples } else { vec![] })
+            .collect();
+        assert_eq!(whole, samples);
+        assert!(pieces(Pcm::F32(vec![])).is_empty());
+    }
+
+    #[test]
+    fn a_form_is_refused_by_its_content_type() {
+        let check =
+            |kind: &str| refuse_forms(&HeaderMap::from_iter([(header::CONTENT_TYPE, kind.parse().unwrap())]));
+        for kind in
+            ["audio/wav", "audio/x-wav", "application/octet-stream", "application/x-www-form-urlencoded"]
+        {
+            assert_eq!(check(kind), Ok(()), "{kind}");
+        }
+        for kind in ["multipart/form-data; boundary=x", "Application/JSON"] {
+            assert!(check(kind).is_err(), "{kind}");
+        }
+        assert_eq!(refuse_forms(&HeaderMap::new()), Ok(()));
+    }
+}

@@ -1,0 +1,665 @@
+//! The API port: OpenAI's API and Anthropic's Messages API, authenticated by API key.
+//!
+//! A request passes, in this order: the connection's limits (in the crate `coordinator`), this crate's middleware
+//! around all routes (request id, authentication, deny by default), [`limits::read`], [`plan`], the dispatch,
+//! and [`answer`].
+
+mod admitted;
+pub mod answer;
+mod audio;
+pub mod auth;
+mod blocks;
+mod chat;
+pub mod cors;
+pub mod documents;
+pub mod embeddings;
+pub mod encode;
+pub mod error;
+pub mod fields;
+pub mod grammar;
+pub mod http_ext;
+mod kind;
+pub mod limits;
+mod messages;
+mod model_list;
+pub mod operations;
+pub mod origin;
+pub mod params;
+pub mod plan;
+pub mod prompt;
+mod raw;
+pub mod realtime;
+pub mod request_fields;
+pub mod rerank;
+mod responses;
+#[cfg(test)]
+mod round_trip;
+mod schema;
+pub mod shape;
+mod spans;
+pub mod tools;
+mod transcribe;
+pub mod turns;
+
+use admitted::AdmittedRequest;
+use answer::{CountsItself, ResponseStream};
+use auth::{Caller, Keys};
+use axum::extract::{Request, State};
+use axum::handler::Handler;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, any, get, post};
+use axum::{Json, Router};
+use bytes::Bytes;
+use cors::Cors;
+use dispatch::metrics::Metrics;
+use dispatch::models::Models;
+use dispatch::quota::Permit;
+use dispatch::random::random_u64;
+use dispatch::{Dispatch, GenerationJob};
+use documents::Popularity;
+use encode::{EncodePlan, Gathered, gather};
+use error::ApiError;
+use messages::MessageWriter;
+use origin::from_another_site;
+use plan::{Effort, GenerationPlan, Kind, Sources, Unplanned};
+use proto::block::Scope;
+use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
+use proto::operation::Operation;
+use proto::trace::{Span, TraceContext};
+use responses::ResponseWriter;
+use router::balancer::{Output, RouteRequest};
+use router::chain_memo::ChainMemo;
+use router::routing::demand::CommonKey;
+use serde::Serialize;
+use serde_json::{Value, json};
+use shape::{ResponseShape, Writer};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use transcribe::Task;
+use turns::Turns;
+
+/// The client's request id; generated if the client sends none.
+pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
+/// The client's id for a group of requests with a common prefix that arrive together.
+pub const GROUP_HEADER: HeaderName = HeaderName::from_static("x-kvasir-group");
+/// Sent by Anthropic's clients with every request.
+const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
+/// The header in which Anthropic's clients expect the request id.
+const ANTHROPIC_ID_HEADER: HeaderName = HeaderName::from_static("request-id");
+
+/// Status in metrics of a request whose client disconnected before the end of its answer.
+const CLIENT_CLOSED: u16 = 499;
+
+/// State shared by all handlers of the API port.
+#[derive(Debug)]
+pub struct AppState {
+    pub dispatch: Arc<Dispatch>,
+    pub models: Arc<Models>,
+    pub keys: Arc<Keys>,
+    pub chains: Arc<ChainMemo>,
+    pub metrics: Arc<Metrics>,
+    /// Request counts of documents.
+    pub popularity: Popularity,
+    /// Limits concurrent planning and takes the tenants in turn.
+    pub turns: Arc<Turns>,
+    /// Origins whose pages may send requests from browsers.
+    pub cors: Cors,
+    /// Time limit of a request.
+    pub request_timeout: Duration,
+    /// Limits on the number and the length of sessions.
+    pub realtime: realtime::SessionLimits,
+    /// Seconds since 1970 at start.
+    pub started: u64,
+}
+
+/// All endpoints of the API port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Endpoint {
+    /// Whether requests can be served, for routers in front of this port. Probes use the ops port.
+    Health,
+    Models,
+    Model,
+    /// Completions of text or tokens.
+    Completions,
+    Chat,
+    /// OpenAI's Responses API.
+    Responses,
+    /// Anthropic's Messages API.
+    Messages,
+    /// The number of tokens of an Anthropic prompt.
+    CountTokens,
+    Embeddings,
+    /// Ranks documents by relevance to a query.
+    Rerank,
+    /// Text to tokens.
+    Tokenize,
+    /// Tokens to text.
+    Detokenize,
+    /// The text of a recording.
+    Transcriptions,
+    /// The text of a recording, translated into English.
+    Translations,
+    /// An operation on a recording.
+    Audio(Operation),
+    /// A session of an operation, over a WebSocket.
+    Realtime(Operation),
+}
+
+impl Endpoint {
+    pub const ALL: [Self; 18] = [
+        Self::Health,
+        Self::Models,
+        Self::Model,
+        Self::Completions,
+        Self::Chat,
+        Self::Responses,
+        Self::Messages,
+        Self::CountTokens,
+        Self::Embeddings,
+        Self::Rerank,
+        Self::Tokenize,
+        Self::Detokenize,
+        Self::Transcriptions,
+        Self::Translations,
+        Self::Audio(Operation::Vad),
+        Self::Audio(Operation::TurnDetection),
+        Self::Realtime(Operation::Vad),
+        Self::Realtime(Operation::TurnDetection),
+    ];
+
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Health => "/health",
+            Self::Models => "/v1/models",
+            Self::Model => "/v1/models/{model}",
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+            Self::Responses => "/v1/responses",
+            Self::Messages => "/v1/messages",
+            Self::CountTokens => "/v1/messages/count_tokens",
+            Self::Embeddings => "/v1/embeddings",
+            Self::Rerank => "/v1/rerank",
+            Self::Tokenize => "/tokenize",
+            Self::Detokenize => "/detokenize",
+            Self::Transcriptions => "/v1/audio/transcriptions",
+            Self::Translations => "/v1/audio/translations",
+            Self::Audio(Operation::TurnDetection) => "/v1/audio/turn_detection",
+            Self::Audio(_) => "/v1/audio/vad",
+            Self::Realtime(Operation::TurnDetection) => "/v1/realtime/turn_detection",
+            Self::Realtime(_) => "/v1/realtime/vad",
+        }
+    }
+
+    pub fn method(self) -> Method {
+        match self {
+            Self::Health | Self::Models | Self::Model | Self::Realtime(_) => Method::GET,
+            _ => Method::POST,
+        }
+    }
+
+    /// The value of the header `Allow`.
+    fn methods(self) -> &'static str {
+        match self {
+            Self::Realtime(_) => "GET, OPTIONS",
+            _ if self.method() == Method::GET => "GET, HEAD, OPTIONS",
+            _ => "POST, OPTIONS",
+        }
+    }
+
+    /// The error for a method that the path does not have.
+    fn method_not_allowed(self) -> ApiError {
+        ApiError::Method { allow: self.methods() }
+    }
+
+    /// Whether errors have Anthropic's form.
+    fn is_anthropic(self, headers: &HeaderMap) -> bool {
+        match self {
+            Self::Messages | Self::CountTokens => true,
+            Self::Models | Self::Model => headers.contains_key(ANTHROPIC_VERSION),
+            _ => false,
+        }
+    }
+
+    /// The handlers of the endpoint's methods. What `get` serves also serves HEAD.
+    fn handlers(self) -> MethodRouter<Arc<AppState>> {
+        match self {
+            Self::Health => get(health),
+            Self::Models => get(model_list::list),
+            Self::Model => get(model_list::retrieve),
+            Self::Completions => post(|state, request| generate(state, Kind::Completion, request)),
+            Self::Chat => post(|state, request| generate(state, Kind::Chat, request)),
+            Self::Responses => post(|state, request| generate(state, Kind::Responses, request)),
+            Self::Messages => post(|state, request| generate(state, Kind::Messages, request)),
+            Self::CountTokens => post(count_tokens),
+            Self::Embeddings => post(embeddings),
+            Self::Rerank => post(rerank),
+            Self::Tokenize => post(tokenize),
+            Self::Detokenize => post(detokenize),
+            Self::Transcriptions => post(|state, request| transcribe::call(state, Task::Transcribe, request)),
+            Self::Translations => post(|state, request| transcribe::call(state, Task::Translate, request)),
+            Self::Audio(operation) => post(move |state, request| audio::call(state, operation, request)),
+            Self::Realtime(operation) => get(move |state, request| realtime::open(state, operation, request)),
+        }
+    }
+}
+
+/// All routes of the port.
+pub fn router(state: &Arc<AppState>) -> Router {
+    let unknown = (async || ApiError::NotFound)
+        .layer(from_fn_with_state((Arc::clone(state), None::<Endpoint>), authenticate_and_count));
+    routes(state, &Endpoint::ALL).fallback(unknown)
+}
+
+/// The routes of `endpoints`, each within the middleware.
+pub fn routes<S: Clone + Send + Sync + 'static>(state: &Arc<AppState>, endpoints: &[Endpoint]) -> Router<S> {
+    let route = |router: Router<_>, &endpoint: &Endpoint| {
+        // Unlike a fallback, `any` leaves the header `Allow` of other errors away.
+        let handlers = any(async move || endpoint.method_not_allowed()).merge(endpoint.handlers());
+        let middleware = from_fn_with_state((Arc::clone(state), Some(endpoint)), authenticate_and_count);
+        // The name of a model may contain slashes.
+        router.route(&endpoint.path().replace("{model}", "{*model}"), handlers.layer(middleware))
+    };
+    endpoints.iter().fold(Router::new(), route).with_state(Arc::clone(state))
+}
+
+/// Counts a request when it ends; as [`CLIENT_CLOSED`] if it is dropped before.
+struct Tally<'a> {
+    metrics: &'a Metrics,
+    path: &'static str,
+    counted: bool,
+}
+
+impl Tally<'_> {
+    /// Counts the response now, unless the response counts itself at its end ([`CountsItself`]).
+    fn answered(mut self, response: &Response, shed: bool) {
+        self.counted = true;
+        if response.extensions().get::<CountsItself>().is_none() {
+            self.metrics.answered(self.path, response.status().as_u16(), shed);
+        }
+    }
+}
+
+impl Drop for Tally<'_> {
+    fn drop(&mut self) {
+        if !self.counted {
+            self.metrics.answered(self.path, CLIENT_CLOSED, false);
+        }
+    }
+}
+
+/// Middleware around all routes and unknown paths (`None`). Only OPTIONS is answered without authentication,
+/// since browsers send a preflight before the key. Every response has the request id.
+async fn authenticate_and_count(
+    State((state, endpoint)): State<(Arc<AppState>, Option<Endpoint>)>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
+    let path = endpoint.map_or("other", Endpoint::path);
+    let tally = Tally { metrics: &state.metrics, path, counted: false };
+    let allowed = state.cors.allowed(request.headers(), state.keys.is_open());
+    let anthropic = endpoint.is_some_and(|endpoint| endpoint.is_anthropic(request.headers()));
+    let mut response = match (endpoint, request.method()) {
+        (Some(endpoint), &Method::OPTIONS) => options(endpoint, request.headers(), allowed.is_some()),
+        _ => match authenticate(&state, request.headers()) {
+            Ok(caller) => {
+                request.extensions_mut().insert(caller);
+                request.extensions_mut().insert(id.clone());
+                next.run(request).await
+            }
+            Err(error) => error.into_response(),
+        },
+    };
+    // Inserted by `into_response`.
+    let error = response.extensions_mut().remove::<ApiError>();
+    if anthropic && let Some(error) = &error {
+        let (status, body) = messages::refused(error, &id);
+        response = error.respond(status, body);
+    }
+    let headers = response.headers_mut();
+    headers.extend(id_headers(&id, anthropic));
+    if let Some(allowed) = allowed {
+        cors::expose(headers, allowed);
+    }
+    tally.answered(&response, error.is_some_and(|error| error.is_shed()));
+    response
+}
+
+/// Answers OPTIONS: the endpoint's methods and, for an allowed origin, the preflight headers.
+fn options(endpoint: Endpoint, request: &HeaderMap, allowed: bool) -> Response {
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::ALLOW, HeaderValue::from_static(endpoint.methods()));
+    if allowed {
+        cors::preflight(request, headers, endpoint.methods());
+    }
+    response
+}
+
+/// Headers, status and body of a response to a request at `path` that reaches no handler.
+pub fn refused_before(error: &ApiError, path: &str) -> (HeaderMap, StatusCode, Value) {
+    let is_at = |endpoint: Endpoint| endpoint.path() == path && endpoint.is_anthropic(&HeaderMap::new());
+    let anthropic = Endpoint::ALL.into_iter().any(is_at);
+    let Ok(id) = new_id() else { return (HeaderMap::new(), error.status(), error.body()) };
+    let (status, body) = match anthropic {
+        true => messages::refused(error, &id),
+        false => (error.status(), error.body()),
+    };
+    (id_headers(&id, anthropic), status, body)
+}
+
+fn id_headers(id: &RequestId, anthropic: bool) -> HeaderMap {
+    let mut headers = HeaderMap::with_capacity(2);
+    if let Ok(value) = HeaderValue::from_str(id.as_str()) {
+        if anthropic {
+            headers.insert(ANTHROPIC_ID_HEADER, value.clone());
+        }
+        headers.insert(REQUEST_ID_HEADER, value);
+    }
+    headers
+}
+
+/// Authenticates the caller. In open mode (no keys), rejects browser requests from other sites, unless the
+/// operator listed the origin.
+fn authenticate(state: &AppState, headers: &HeaderMap) -> Result<Caller, ApiError> {
+    if state.keys.is_open() && from_another_site(headers) && !state.cors.allowed_without_key(headers) {
+        return Err(ApiError::Origin);
+    }
+    state.keys.authenticate(headers)
+}
+
+/// The client's request id if it is valid, else a new one.
+fn request_id(headers: &HeaderMap) -> Result<RequestId, InvalidId> {
+    let given = headers.get(REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
+    match given.and_then(|text| RequestId::new(text).ok()) {
+        Some(id) => Ok(id),
+        None => new_id(),
+    }
+}
+
+fn new_id() -> Result<RequestId, InvalidId> {
+    RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64()))
+}
+
+/// The group that the request names.
+fn group(headers: &HeaderMap) -> Result<Option<GroupId>, ApiError> {
+    let Some(value) = headers.get(GROUP_HEADER) else { return Ok(None) };
+    let text = value.to_str().map_err(|_| ApiError::field(GROUP_HEADER.as_str(), "is not plain text"))?;
+    let group =
+        GroupId::new(text).map_err(|error| ApiError::field(GROUP_HEADER.as_str(), error.to_string()))?;
+    Ok(Some(group))
+}
+
+async fn health(State(state): State<Arc<AppState>>) -> Result<(), ApiError> {
+    let serves = state.models.iter().any(|model| state.dispatch.serves(&model.id));
+    if serves { Ok(()) } else { Err(ApiError::NoWorker) }
+}
+
+async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+    let (admitted, body) = admit(&state, request).await?;
+    let tokenized = state.plan(&admitted, move |sources| plan::tokenize(&body, sources)).await?;
+    let count = tokenized.tokens.len();
+    let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
+    Ok(Json(body).into_response())
+}
+
+async fn count_tokens(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+    let (admitted, body) = admit(&state, request).await?;
+    let tokens = state.plan(&admitted, move |sources| plan::count_tokens(&body, sources)).await?;
+    Ok(Json(json!({"input_tokens": tokens})).into_response())
+}
+
+async fn detokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+    let (admitted, body) = admit(&state, request).await?;
+    let text = state.plan(&admitted, move |sources| plan::detokenize(&body, sources)).await?;
+    Ok(Json(json!({"prompt": text})).into_response())
+}
+
+async fn generate(
+    State(state): State<Arc<AppState>>,
+    kind: Kind,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(spans::operation(kind), request.headers());
+    let answered = answer(state, kind, request, &mut trace).await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
+}
+
+/// Serves a generation. Takes `trace` once it hands the span of a recorded request on.
+async fn answer(
+    state: Arc<AppState>,
+    kind: Kind,
+    request: Request,
+    trace: &mut Option<Span>,
+) -> Result<Response, ApiError> {
+    let group = group(request.headers())?;
+    state.dispatch.check_room()?;
+    let (admitted, body) = admit(&state, request).await?;
+    let group = group.map(|group| CommonKey::of_group(admitted.caller.tenant(), &group));
+    let app = Arc::clone(&state);
+    let deadline = admitted.arrived + state.request_timeout;
+    let id = admitted.id.clone();
+    let job_id = id.clone();
+    let planned = Instant::now();
+    let context = trace.as_ref().map(Span::context);
+    if let Some(span) = trace {
+        span.part("receive", admitted.arrived);
+    }
+    let plan = move |sources: &Sources<'_>, effort| {
+        let plan = plan::generation(kind, &body, sources, effort)?;
+        let jobs = app.jobs(&plan, sources.caller, (&job_id, context), group, deadline);
+        Ok((plan, jobs))
+    };
+    let (plan, jobs) = match state.with_sources(&admitted.caller, |sources| plan(sources, Effort::Short)) {
+        Ok(planned) => planned,
+        Err(Unplanned::Refused(error)) => return Err(error),
+        Err(Unplanned::TooLong { counted }) => {
+            let plan = move |sources: &Sources<'_>| match plan(sources, Effort::Full { counted }) {
+                Err(Unplanned::Refused(error)) => Err(error),
+                Err(Unplanned::TooLong { .. }) => Err(ApiError::Internal),
+                Ok(planned) => Ok(planned),
+            };
+            state.plan(&admitted, plan).await?
+        }
+    };
+    state.metrics.stage("plan", planned.elapsed());
+    if let Some(span) = trace {
+        spans::planned(span, &id, &plan, planned);
+    }
+    state.charge(&admitted.permit, plan.prompts.iter().map(|(tokens, _)| tokens.len() as u64).sum())?;
+    let routed = Instant::now();
+    let generations = state.dispatch.generate(jobs)?;
+    state.metrics.stage("route", routed.elapsed());
+    let (path, writer) = (kind.endpoint().path(), writer(&plan, &id));
+    let answer = ResponseStream::new(&plan, writer, Arc::clone(&state.metrics), generations, admitted);
+    let answer = answer.traced(trace.take());
+    if plan.params.stream { answer.streamed(path).await } else { answer.whole().await }
+}
+
+/// The writer for the answer of request `id`, in the form of the plan's API.
+fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
+    let (created, model) = (unix_seconds(), plan.model.id.to_string());
+    let shape = |prefix, chat| ResponseShape {
+        chat,
+        id: format!("{prefix}-{id}"),
+        created,
+        model: model.clone(),
+        token_ids: plan.params.return_token_ids,
+        logprobs: plan.params.sampling.logprobs.is_some(),
+        include_usage: plan.params.include_usage,
+    };
+    match plan.kind {
+        Kind::Completion => Box::new(shape("cmpl", false)),
+        Kind::Chat => Box::new(shape("chatcmpl", true)),
+        Kind::Responses => {
+            let repeats = plan.repeats.clone();
+            Box::new(ResponseWriter::new(format!("resp_{id}"), created, model, repeats))
+        }
+        Kind::Messages => {
+            Box::new(MessageWriter::new(format!("msg_{id}"), model, plan.params.stop.strings.clone()))
+        }
+    }
+}
+
+async fn embeddings(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+    let answer = |shape: embeddings::EmbeddingsFormat, _: &RequestId, model, gathered: &Gathered| {
+        shape.answer(model, gathered)
+    };
+    encode(&state, spans::EMBEDDINGS, request, embeddings::plan, answer).await
+}
+
+async fn rerank(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+    let answer = |shape: rerank::RerankFormat, id: &RequestId, model, gathered: &Gathered| {
+        shape.answer(id, model, gathered)
+    };
+    encode(&state, spans::RERANK, request, rerank::plan, answer).await
+}
+
+/// Encodes the texts that `plan` reads from the body. `answer` builds the response from the vectors or
+/// scores.
+async fn encode<S: Send + 'static, A: Serialize>(
+    state: &Arc<AppState>,
+    operation: &'static str,
+    request: Request,
+    plan: fn(&[u8], &Sources<'_>) -> Result<EncodePlan<S>, ApiError>,
+    answer: impl FnOnce(S, &RequestId, ModelId, &Gathered) -> A + Send + 'static,
+) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(operation, request.headers());
+    let answered = async {
+        state.dispatch.check_room()?;
+        let (admitted, body) = admit(state, request).await?;
+        if let Some(span) = &trace {
+            span.part("receive", admitted.arrived);
+        }
+        let (id, read) = (admitted.id.clone(), Instant::now());
+        let planned = state.plan(&admitted, move |sources| plan(&body, sources)).await?;
+        let EncodePlan { operation: task, model, texts, shape } = planned;
+        if let Some(span) = &mut trace {
+            spans::encodes(span, operation, (&id, &model), texts.len(), read);
+        }
+        let tenant = Arc::clone(admitted.caller.tenant());
+        let gathered =
+            gather(state, admitted, (task, &model), texts, trace.as_ref().map(Span::context)).await?;
+        if let Some(span) = &mut trace {
+            span.set("gen_ai.usage.input_tokens", gathered.tokens);
+        }
+        // Serializes in a turn, since there may be thousands of vectors.
+        let write = move || {
+            Ok((gathered.headers.clone(), Json(answer(shape, &id, model, &gathered))).into_response())
+        };
+        state.turns.run(&tenant, write).await
+    }
+    .await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
+}
+
+/// Admits a request that costs work: checks the caller's limits and reads the body.
+async fn admit(state: &AppState, request: Request) -> Result<(AdmittedRequest, Bytes), ApiError> {
+    admit_within(state, request, limits::MAX_BODY).await
+}
+
+/// Like [`admit`], for a body of at most `max_bytes` bytes.
+async fn admit_within(
+    state: &AppState,
+    request: Request,
+    max_bytes: usize,
+) -> Result<(AdmittedRequest, Bytes), ApiError> {
+    let arrived = Instant::now();
+    // The middleware inserted both.
+    let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
+    let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
+    let permit = caller.enter(arrived).inspect_err(|error| error.count_limit(&state.metrics))?;
+    let body = limits::read_within(request.into_body(), max_bytes).await?;
+    Ok((AdmittedRequest { caller, id, arrived, permit }, body))
+}
+
+impl AppState {
+    /// The jobs of a plan: for each prompt its choices. Choices of one prompt differ in their seeds.
+    fn jobs(
+        &self,
+        plan: &GenerationPlan,
+        caller: &Caller,
+        (id, trace): (&RequestId, Option<TraceContext>),
+        group: Option<CommonKey>,
+        deadline: Instant,
+    ) -> Vec<GenerationJob> {
+        let root = self.chains.root(Scope {
+            salt: &caller.salt(plan.params.cache_salt.as_deref()),
+            model_digest: &plan.served.model_digest,
+            tokenizer_digest: &plan.served.tokenizer_digest,
+            adapter: b"",
+        });
+        let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
+        for (prompt, max_tokens) in &plan.prompts {
+            let chain: Arc<[_]> = self.chains.chain_of(root, prompt).into();
+            for nth in 0..plan.params.n {
+                let mut sampling = plan.params.sampling.clone();
+                sampling.seed = sampling.seed.wrapping_add(nth.into());
+                let mut stop = plan.params.stop.clone();
+                stop.max_tokens = *max_tokens;
+                if plan.parser_options.is_some() {
+                    // The coordinator searches for stop strings after parsing the answer.
+                    stop.strings.clear();
+                }
+                let request = RouteRequest {
+                    request_id: id.clone(),
+                    tenant: Arc::clone(caller.tenant()),
+                    model: plan.model.id.clone(),
+                    operation: None,
+                    prompt_tokens: prompt.len().try_into().unwrap_or(u32::MAX),
+                    output: Output::of(&stop, plan.grammar.as_ref()),
+                    chain: Arc::clone(&chain),
+                    group,
+                    priority: plan.params.priority,
+                    submitted: Instant::now(),
+                    deadline,
+                    trace,
+                };
+                jobs.push(GenerationJob {
+                    request: Arc::new(request),
+                    choice: jobs.len() as u32,
+                    root,
+                    prompt: prompt.clone(),
+                    sampling,
+                    stop,
+                    grammar: plan.grammar.clone(),
+                });
+            }
+        }
+        jobs
+    }
+
+    /// Charges prompt tokens to the caller's limits.
+    fn charge(&self, permit: &Permit, tokens: u64) -> Result<(), ApiError> {
+        let charged = permit.prompt(tokens, Instant::now()).map_err(ApiError::from);
+        charged.inspect_err(|error| error.count_limit(&self.metrics))
+    }
+
+    /// Runs `work` when it is the tenant's turn.
+    async fn plan<T: Send + 'static>(
+        self: &Arc<Self>,
+        admitted: &AdmittedRequest,
+        work: impl FnOnce(&Sources<'_>) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let (state, caller) = (Arc::clone(self), admitted.caller.clone());
+        self.turns.run(admitted.caller.tenant(), move || state.with_sources(&caller, work)).await
+    }
+
+    fn with_sources<T>(&self, caller: &Caller, work: impl FnOnce(&Sources<'_>) -> T) -> T {
+        let served = |id: &ModelId| self.dispatch.model(id);
+        let (models, popularity) = (&*self.models, &self.popularity);
+        work(&Sources { caller, models, served: &served, seed: random_u64(), popularity })
+    }
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

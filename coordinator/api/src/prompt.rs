@@ -1,0 +1,275 @@
+//! Parses prompts (text or tokens) and chat messages.
+
+use super::error::ApiError;
+use super::fields::{Fields, plain};
+use super::limits::{MAX_CHOICES, MAX_MESSAGES};
+use super::params::Bounded;
+use super::raw;
+use super::tools;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::borrow::Cow;
+use text::chat_template::{Content, Message};
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+/// Reads `prompt`: a text, a list of texts, a list of tokens, or a list of lists of tokens.
+pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, ApiError> {
+    texts_or_tokens::<MAX_CHOICES>(fields, "prompt")
+}
+
+/// Like [`prompts`], for the field `name` with at most `MAX` texts.
+pub fn texts_or_tokens<const MAX: usize>(
+    fields: &Fields<'_>,
+    name: &'static str,
+) -> Result<Vec<Prompt>, ApiError> {
+    let raw = fields.raw(name).ok_or_else(|| ApiError::field(name, "is missing"))?;
+    let first = raw.bytes().filter(|b| !b.is_ascii_whitespace()).take(2).collect::<Vec<u8>>();
+    let prompts = match first.as_slice() {
+        [b'"', ..] => {
+            let text = raw::string(raw).map_err(|error| ApiError::field(name, plain(&error)))?;
+            vec![Prompt::Text(text.into_owned())]
+        }
+        [b'[', b'"'] => {
+            let texts: Bounded<String, MAX> = read(name, raw)?;
+            texts.0.into_iter().map(Prompt::Text).collect()
+        }
+        [b'[', b'['] => {
+            let lists: Bounded<Vec<u32>, MAX> = read(name, raw)?;
+            lists.0.into_iter().map(Prompt::Tokens).collect()
+        }
+        [b'[', b']'] => return Err(ApiError::field(name, "is empty")),
+        [b'[', ..] => vec![Prompt::Tokens(read(name, raw)?)],
+        _ => return Err(ApiError::field(name, "must be a text or a list of texts or tokens")),
+    };
+    Ok(prompts)
+}
+
+fn read<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, ApiError> {
+    serde_json::from_str(raw).map_err(|e| ApiError::field(name, plain(&e)))
+}
+
+const MESSAGE: [&str; 8] = [
+    "role",
+    "content",
+    "name",
+    "reasoning_content",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "refusal",
+];
+/// Types of text parts in chats, including those of other APIs.
+const TEXT_TYPES: [&str; 4] = ["text", "input_text", "output_text", "refusal"];
+
+#[derive(Deserialize)]
+struct ContentPart {
+    r#type: String,
+    text: Option<String>,
+    /// The text of a part of type `refusal`.
+    refusal: Option<String>,
+}
+
+/// A tool call in the older form, which allows only one.
+#[derive(Deserialize)]
+struct FunctionCall {
+    name: String,
+    arguments: Option<Value>,
+}
+
+/// Parses `messages` for the chat template. `content` is always a text, borrowed from the body if it has no
+/// escapes.
+pub fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
+    const NAME: &str = "messages";
+    let messages = fields.objects(NAME, MAX_MESSAGES, &MESSAGE)?;
+    let messages = messages.ok_or_else(|| fields.wrong(NAME, "is missing"))?;
+    if messages.is_empty() {
+        return Err(fields.wrong(NAME, "is empty"));
+    }
+    messages.iter().map(message).collect()
+}
+
+fn message<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
+    let role: String = message.get("role")?.ok_or_else(|| message.wrong("role", "is missing"))?;
+    if !matches!(role.as_str(), "system" | "developer" | "user" | "assistant" | "tool" | "function") {
+        let role: String = role.chars().take(32).collect();
+        return Err(message.wrong("role", format!("{role:?} is not a role")));
+    }
+    let tool_calls: Option<Value> = message.get("tool_calls")?;
+    let mut tool_calls = tool_calls.filter(|calls| calls.as_array().is_none_or(|calls| !calls.is_empty()));
+    let name: Option<String> = message.get("name")?;
+    let mut rest = Map::new();
+    for name in ["reasoning_content", "tool_call_id"] {
+        if let Some(value) = message.get(name)? {
+            rest.insert(name.into(), value);
+        }
+    }
+    let role = match role.as_str() {
+        "assistant" => {
+            let call: Option<FunctionCall> = message.get("function_call")?;
+            if let (None, Some(FunctionCall { name, arguments })) = (&tool_calls, call) {
+                let call = tools::call(legacy_id(&name), name, arguments.unwrap_or_default());
+                tool_calls = Some(Value::Array(vec![call]));
+            }
+            role
+        }
+        // A result in the older form names its call only by the function's name.
+        "function" => {
+            let id = legacy_id(name.as_deref().unwrap_or_default());
+            rest.entry("tool_call_id").or_insert_with(|| id.into());
+            "tool".to_owned()
+        }
+        _ => role,
+    };
+    let content = match message.raw("content") {
+        Some(raw) => Some(Content(text(message, "content", raw, &TEXT_TYPES)?)),
+        None if tool_calls.is_some() => None,
+        // An assistant message may be empty, have only reasoning, or be a refusal.
+        None if role == "assistant" => {
+            Some(Content(message.get::<Cow<'_, str>>("refusal")?.unwrap_or_default().into_owned().into()))
+        }
+        None => return Err(message.wrong("content", "is missing")),
+    };
+    Ok(Message { role, content, name, tool_calls, rest })
+}
+
+/// The id of a call without one: nine hexadecimal digits, which all templates accept; the same for the same
+/// function.
+fn legacy_id(name: &str) -> String {
+    blake3::hash(name.as_bytes()).to_hex()[..9].to_owned()
+}
+
+/// The text of field `name` with JSON `raw`: a string, or parts of types `kinds`, joined by newlines.
+pub(super) fn text<'a>(
+    of: &Fields<'a>,
+    name: &'static str,
+    raw: &'a str,
+    kinds: &[&str],
+) -> Result<Cow<'a, str>, ApiError> {
+    let wrong = |error: serde_json::Error| of.wrong(name, plain(&error));
+    if raw.starts_with('"') {
+        return raw::string(raw).map_err(wrong);
+    }
+    let parts: Bounded<ContentPart, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
+    let text = |(at, part): (usize, ContentPart)| match (part.r#type.as_str(), part.text.or(part.refusal)) {
+        (kind, Some(text)) if kinds.contains(&kind) => Ok(text),
+        (kind, None) if kinds.contains(&kind) => Err((at, "text", "is missing".to_owned())),
+        _ => Err((at, "type", format!("only {} is supported", kinds.join(" or ")))),
+    };
+    let texts: Result<Vec<String>, _> = parts.0.into_iter().enumerate().map(text).collect();
+    let texts = texts.map_err(|(at, field, reason)| of.wrong_entry(name, (at, field), reason))?;
+    Ok(texts.join("\n").into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    const FIELDS: &[&str] = &["prompt", "messages"];
+
+    fn prompt(value: &Value) -> Result<Vec<Prompt>, ApiError> {
+        let body = json!({ "prompt": value }).to_string();
+        prompts(&Fields::parse(body.as_bytes(), FIELDS).unwrap())
+    }
+
+    fn chat(value: &Value) -> Result<Value, ApiError> {
+        let body = json!({ "messages": value }).to_string();
+        let read = messages(&Fields::parse(body.as_bytes(), FIELDS).unwrap());
+        read.map(|messages| serde_json::to_value(messages).unwrap())
+    }
+
+    fn named<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {
+        match result {
+            Err(ApiError::InvalidField { field, .. }) => field,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_prompt_has_four_forms() {
+        let text = |t: &str| Prompt::Text(t.into());
+        assert_eq!(prompt(&json!("a")), Ok(vec![text("a")]));
+        assert_eq!(prompt(&json!(["a", "b"])), Ok(vec![text("a"), text("b")]));
+        assert_eq!(prompt(&json!([1, 2])), Ok(vec![Prompt::Tokens(vec![1, 2])]));
+        assert_eq!(
+            prompt(&json!([[1], [2, 3]])),
+            Ok(vec![Prompt::Tokens(vec![1]), Prompt::Tokens(vec![2, 3])])
+        );
+        for wrong in
+            [json!(7), json!({}), json!([]), json!([1, "a"]), json!(["a", 1]), json!([-1]), json!([1.5])]
+        {
+            assert_eq!(named(prompt(&wrong)), "prompt", "{wrong}");
+        }
+        assert_eq!(named(prompt(&Value::Null)), "prompt");
+    }
+
+    #[test]
+    fn the_content_of_chat_messages_becomes_text() {
+        let given = json!([
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "x": 1},
+            {"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]},
+            {"role": "tool", "content": "42", "tool_call_id": "1"},
+        ]);
+        let expected = [
+            json!({"role": "system", "content": "s"}),
+            json!({"role": "user", "content": "a\nb"}),
+            json!({"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}),
+            json!({"role": "tool", "content": "42", "tool_call_id": "1"}),
+        ];
+        assert_eq!(chat(&given), Ok(Value::from(expected.to_vec())));
+    }
+
+    #[test]
+    fn assistant_messages_may_be_empty_and_use_the_older_form_of_calls() {
+        for fields in [
+            json!({}),
+            json!({"content": null, "refusal": null, "tool_calls": null, "function_call": null, "audio": null}),
+            json!({"content": []}),
+            json!({"content": "", "tool_calls": []}),
+            json!({"content": [{"type": "text", "text": ""}]}),
+        ] {
+            let mut message = json!({"role": "assistant"});
+            message.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            let expected = json!([{"role": "assistant", "content": ""}]);
+            assert_eq!(chat(&json!([message])), Ok(expected), "{fields}");
+        }
+        let refused = json!([
+            {"role": "assistant", "content": null, "refusal": "no"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "no"}]},
+        ]);
+        let read = chat(&refused).unwrap();
+        assert!(read.as_array().unwrap().iter().all(|message| message["content"] == "no"), "{read}");
+        let older = json!([
+            {"role": "assistant", "content": null, "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "function", "name": "f", "content": "42"},
+        ]);
+        let read = chat(&older).unwrap();
+        assert_eq!(read[0]["tool_calls"][0]["function"]["name"], "f");
+        assert_eq!((&read[1]["role"], &read[1]["name"]), (&json!("tool"), &json!("f")));
+        assert_eq!(read[0]["tool_calls"][0]["id"], read[1]["tool_call_id"]);
+        assert_eq!(named(chat(&json!([{"role": "user", "content": null}]))), "messages[0].content");
+    }
+
+    #[test]
+    fn an_invalid_chat_is_refused_by_field() {
+        for (given, field) in [
+            (json!([]), "messages"),
+            (json!("hello"), "messages"),
+            (json!([{"content": "x"}]), "messages[0].role"),
+            (json!([{"role": "root", "content": "x"}]), "messages[0].role"),
+            (json!([{"role": "user", "content": "x"}, {"role": "user"}]), "messages[1].content"),
+            (json!([{"role": "user", "content": 7}]), "messages[0].content"),
+            (json!([{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0].text"),
+            (json!([{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type"),
+        ] {
+            assert_eq!(named(chat(&given)), field, "{given}");
+        }
+    }
+}

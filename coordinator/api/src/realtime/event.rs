@@ -1,0 +1,162 @@
+//! The messages of a session's WebSocket: JSON in text messages, audio in binary ones. Types and fields are
+//! only ever added.
+
+use crate::error::ApiError;
+use proto::operation::{OperationOutput, VoiceWindow};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// A control message of the client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(super) enum Control {
+    /// Requests the result of the audio so far.
+    Segment,
+    Reset,
+    /// Requests a last segment, then ends the session.
+    Finish,
+}
+
+impl Control {
+    pub(super) fn read(text: &str) -> Result<Self, ApiError> {
+        let rule = "is none of {\"type\": \"segment\"}, {\"type\": \"reset\"} and {\"type\": \"finish\"}; \
+                    audio is sent in binary messages";
+        serde_json::from_str(text).map_err(|_| ApiError::field("message", rule))
+    }
+}
+
+/// A message to the client.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(super) enum Event<'a> {
+    /// The session is open. Always the first message.
+    Opened {
+        session: &'a str,
+        operation: &'static str,
+        model: &'a str,
+        worker: &'a str,
+        backend: &'a str,
+        encoding: &'static str,
+        sample_rate: u32,
+        /// Samples in one window; 0 if that depends on the audio.
+        window: u32,
+        idle_timeout_ms: u64,
+        max_duration_ms: u64,
+    },
+    /// Speech probabilities of consecutive windows.
+    Probabilities {
+        windows: Vec<Window>,
+    },
+    /// Speech starts at this sample.
+    SpeechStart {
+        at: u64,
+    },
+    /// Speech ends at this sample.
+    SpeechEnd {
+        at: u64,
+    },
+    /// Whether the speaker's turn is complete.
+    Turn {
+        at: u64,
+        complete: bool,
+        probability: f32,
+    },
+    Text {
+        text: &'a str,
+        start: u64,
+        end: u64,
+    },
+    /// The detected language.
+    Language {
+        code: &'a str,
+        probability: f32,
+    },
+    Segmented {
+        at: u64,
+    },
+    /// The session's state was reset.
+    Reset,
+    /// Why the session fails, in the form of HTTP errors. Absent if the session ends regularly.
+    Error {
+        error: Value,
+    },
+    /// The session has ended. Always the last message.
+    Closed {
+        reason: &'static str,
+        samples: u64,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(super) struct Window {
+    start: u64,
+    probability: f32,
+}
+
+impl<'a> Event<'a> {
+    /// The message for a worker's output. `None` for outputs that open or end a session.
+    pub(super) fn of(output: &'a OperationOutput) -> Option<Self> {
+        let window = |window: &VoiceWindow| Window { start: window.start, probability: window.probability };
+        Some(match output {
+            OperationOutput::Windows(windows) => {
+                Self::Probabilities { windows: windows.iter().map(window).collect() }
+            }
+            OperationOutput::SpeechStarted { at } => Self::SpeechStart { at: *at },
+            OperationOutput::SpeechEnded { at } => Self::SpeechEnd { at: *at },
+            OperationOutput::Turn(turn) => {
+                Self::Turn { at: turn.at, complete: turn.complete, probability: turn.probability }
+            }
+            OperationOutput::Text(segment) => {
+                Self::Text { text: &segment.text, start: segment.start, end: segment.end }
+            }
+            OperationOutput::Language(language) => {
+                Self::Language { code: &language.code, probability: language.probability }
+            }
+            OperationOutput::Segmented { at } => Self::Segmented { at: *at },
+            OperationOutput::Restarted => Self::Reset,
+            OperationOutput::Opened(_) | OperationOutput::Finished { .. } | OperationOutput::Failed(_) => {
+                return None;
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::operation::TurnScore;
+    use serde_json::json;
+
+    #[test]
+    fn a_workers_outputs_become_json_events() {
+        let to_json = |output: &OperationOutput| serde_json::to_string(&Event::of(output).unwrap()).unwrap();
+        let windows = [(0, 0.1f32), (512, 0.933)];
+        let windows = windows.map(|(start, probability)| VoiceWindow { start, probability });
+        // f32 in the fewest digits that identify it.
+        let text = r#"{"type":"probabilities","windows":[{"start":0,"probability":0.1},{"start":512,"probability":0.933}]}"#;
+        assert_eq!(to_json(&OperationOutput::Windows(windows.to_vec())), text);
+        assert_eq!(to_json(&OperationOutput::SpeechStarted { at: 3 }), r#"{"type":"speech_start","at":3}"#);
+        assert_eq!(to_json(&OperationOutput::SpeechEnded { at: 9 }), r#"{"type":"speech_end","at":9}"#);
+        let turn = TurnScore { at: 7, complete: true, probability: 0.75 };
+        let text = r#"{"type":"turn","at":7,"complete":true,"probability":0.75}"#;
+        assert_eq!(to_json(&OperationOutput::Turn(turn)), text);
+        assert_eq!(to_json(&OperationOutput::Segmented { at: 9 }), r#"{"type":"segmented","at":9}"#);
+        assert_eq!(to_json(&OperationOutput::Restarted), r#"{"type":"reset"}"#);
+        assert_eq!(Event::of(&OperationOutput::Finished { samples: 1 }), None);
+    }
+
+    #[test]
+    fn a_client_has_exactly_three_control_messages() {
+        for (kind, control) in
+            [("segment", Control::Segment), ("reset", Control::Reset), ("finish", Control::Finish)]
+        {
+            let text = json!({"type": kind, "unknown": 1}).to_string();
+            assert_eq!(Control::read(&text), Ok(control));
+        }
+        for wrong in
+            ["", "segment", "{}", "[]", r#"{"type":"audio","data":"AAAA"}"#, r#"{"type":7}"#, "\u{0}"]
+        {
+            assert_eq!(Control::read(wrong).unwrap_err().code(), "invalid_field", "{wrong}");
+        }
+    }
+}

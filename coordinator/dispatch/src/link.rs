@@ -1,0 +1,105 @@
+//! The connection of a member.
+
+use parking_lot::Mutex;
+use proto::ids::Epoch;
+use proto::placement::{Capacity, OfferedDrafter};
+use std::time::Duration;
+use tokio::sync::oneshot::error::TryRecvError;
+use tokio::sync::{OnceCell, oneshot};
+use transport::service::WorkerApiClient;
+use transport::{CloseCode, Connection, Error};
+
+/// How long a generation waits until earlier ones have been sent. The limit keeps a generation that is not
+/// polled from blocking the others.
+const TURN_LIMIT: Duration = Duration::from_millis(50);
+
+/// Identifies one connection of a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SessionId(pub u64);
+
+/// The resources that a pool worker offers to replicas.
+#[derive(Debug, Clone)]
+pub(super) struct Pooled {
+    pub(super) capacity: Capacity,
+    /// The drafter of its model.
+    pub(super) drafter: Option<OfferedDrafter>,
+    pub(super) quic: String,
+}
+
+#[derive(Debug)]
+pub(super) struct Link {
+    session: SessionId,
+    epoch: Epoch,
+    connection: Connection,
+    pool: Option<Pooled>,
+    api: OnceCell<WorkerApiClient>,
+    last_turn: Mutex<Option<oneshot::Receiver<()>>>,
+}
+
+/// A position in the order in which generations are sent to a worker. A prediction holds only if the requests
+/// that it relies on arrive first, such as the one that computes a shared prefix. Dropping it releases the
+/// next position.
+#[derive(Debug)]
+pub(super) struct SendTurn {
+    before: Option<oneshot::Receiver<()>>,
+    _done: oneshot::Sender<()>,
+}
+
+impl SendTurn {
+    /// Waits until all earlier turns have been dropped, at most [`TURN_LIMIT`].
+    pub(super) async fn wait(&mut self) {
+        if let Some(mut before) = self.before.take()
+            // Usually they have, and no timer is needed.
+            && before.try_recv() == Err(TryRecvError::Empty)
+        {
+            // Nothing is ever sent: the drop of the sender completes the wait.
+            let _ = tokio::time::timeout(TURN_LIMIT, before).await;
+        }
+    }
+}
+
+impl Link {
+    pub(super) fn new(
+        session: SessionId,
+        epoch: Epoch,
+        connection: Connection,
+        pool: Option<Pooled>,
+    ) -> Self {
+        Self { session, epoch, connection, pool, api: OnceCell::new(), last_turn: Mutex::new(None) }
+    }
+
+    pub(super) fn session(&self) -> SessionId {
+        self.session
+    }
+
+    pub(super) fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    pub(super) fn pool(&self) -> Option<&Pooled> {
+        self.pool.as_ref()
+    }
+
+    pub(super) fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
+    /// The worker's RPC client, opened on first use.
+    pub(super) async fn api(&self) -> Result<&WorkerApiClient, Error> {
+        self.api.get_or_try_init(|| self.connection.worker_api()).await
+    }
+
+    /// The next turn. Take turns in the order of the decisions.
+    pub(super) fn turn(&self) -> SendTurn {
+        let (done, after) = oneshot::channel();
+        SendTurn { before: self.last_turn.lock().replace(after), _done: done }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.connection.is_closed()
+    }
+
+    pub(super) fn close(&self, code: CloseCode) {
+        self.connection.close(code);
+    }
+}

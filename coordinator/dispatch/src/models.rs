@@ -1,0 +1,266 @@
+//! The models that the API offers: what the coordinator needs of a model file, namely tokenizer, chat
+//! template and defaults.
+
+use hub::catalog::{self, Verification};
+use metadata::{Metadata, Value};
+use model::costs::ModelCosts;
+use model::{ModelFile, ModelSpec};
+use proto::ids::ModelId;
+use proto::message::{TokenIds, TokenPart};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use text::Tokenizer;
+use text::chat_template::{ChatTemplate, Prompt};
+use text::cpu_time::CpuDeadline;
+use text::dialect::Dialect;
+use text::sampling::SamplingDefaults;
+use text::tokenizer::KnownPart;
+
+/// Memory of each model for the memo of tokenized texts.
+const MEMO_BYTES: usize = 64 << 20;
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelEntry {
+    /// The model's name in the API; workers register it under the same name.
+    pub id: ModelId,
+    /// A GGUF file, any file of a split set, or a safetensors checkpoint. Read once at start, for tokenizer
+    /// and chat template.
+    pub path: PathBuf,
+}
+
+/// Why a model cannot be offered.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelsError {
+    /// The file cannot be used.
+    #[error("model {id}: {source}")]
+    File { id: ModelId, source: Box<dyn std::error::Error + Send + Sync> },
+    /// Two entries have the same name.
+    #[error("model {0} is configured twice")]
+    Twice(ModelId),
+}
+
+/// A model as the API uses it.
+#[derive(Debug)]
+pub struct OfferedModel {
+    pub id: ModelId,
+    pub tokenizer: Tokenizer,
+    /// `None` if the file has no usable template.
+    pub template: Option<ChatTemplate>,
+    /// How the model writes tool calls and reasoning.
+    pub dialect: Arc<Dialect>,
+    /// Default sampling parameters.
+    pub sampling: SamplingDefaults,
+    /// Costs of the layers. `None` for a model that generates no text.
+    pub costs: Option<ModelCosts>,
+    /// The model's longest sequence, in tokens.
+    pub context: usize,
+    /// How the file was verified. `None` if it was not downloaded.
+    pub verification: Option<Verification>,
+    /// If set, texts of control tokens in chats become control tokens.
+    raw_chats: bool,
+    /// Digest of the chat templates and of the sampling defaults.
+    prompting: [u8; 32],
+    /// Time spent on tokenizing.
+    tokenised: Tokenised,
+}
+
+/// Nanoseconds spent on tokenizing, and bytes tokenized.
+#[derive(Debug, Default)]
+struct Tokenised {
+    nanos: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl OfferedModel {
+    /// The tokens of `text`, with special tokens parsed. BOS is prepended if `bos` is set, the model uses BOS
+    /// and the text does not begin with it.
+    pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
+        self.tokenize(text, &[], bos).0
+    }
+
+    /// Like [`tokens`](Self::tokens), with the known parts of the prompt.
+    pub fn prompt(&self, text: &str, bos: bool) -> TokenIds {
+        to_token_ids(self.tokenize(text, &[], bos))
+    }
+
+    /// The tokens of a chat. Only the template's own text becomes control tokens, unless `raw_chats` is set.
+    pub fn chat(&self, prompt: &Prompt, bos: bool) -> TokenIds {
+        let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
+        to_token_ids(self.tokenize(&prompt.text, quoted, bos))
+    }
+
+    /// Like [`prompt`](Self::prompt), with the limits of [`Tokenizer::encode_prompt_shortly`].
+    pub fn prompt_shortly(&self, text: &str, bos: bool, deadline: &CpuDeadline) -> Option<TokenIds> {
+        self.tokenize_within(text, &[], bos, Some(deadline)).map(to_token_ids)
+    }
+
+    /// Like [`chat`](Self::chat), with the limits of [`Tokenizer::encode_prompt_shortly`].
+    pub fn chat_shortly(&self, prompt: &Prompt, bos: bool, deadline: &CpuDeadline) -> Option<TokenIds> {
+        let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
+        self.tokenize_within(&prompt.text, quoted, bos, Some(deadline)).map(to_token_ids)
+    }
+
+    fn tokenize(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<KnownPart>) {
+        // `None` occurs only with a time limit.
+        self.tokenize_within(text, quoted, bos, None).unwrap_or_default()
+    }
+
+    fn tokenize_within(
+        &self,
+        text: &str,
+        quoted: &[Range<usize>],
+        bos: bool,
+        deadline: Option<&CpuDeadline>,
+    ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
+        let started = Instant::now();
+        let (mut tokens, mut parts) = match deadline {
+            Some(deadline) => self.tokenizer.encode_prompt_shortly(text, quoted, deadline)?,
+            None => self.tokenizer.encode_prompt(text, quoted),
+        };
+        let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.tokenised.nanos.fetch_add(nanos, Ordering::Relaxed);
+        self.tokenised.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);
+        if let Some(id) = self.tokenizer.bos().filter(|_| bos && self.tokenizer.adds_bos())
+            && tokens.first() != Some(&id)
+        {
+            tokens.insert(0, id);
+            parts.iter_mut().for_each(|part| part.end += 1);
+            parts.insert(0, KnownPart::lone(id));
+        }
+        Some((tokens, parts))
+    }
+
+    /// The time spent on tokenizing so far, and the number of bytes.
+    pub fn tokenised(&self) -> (Duration, u64) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (Duration::from_nanos(get(&self.tokenised.nanos)), get(&self.tokenised.bytes))
+    }
+}
+
+fn prompting(metadata: &Metadata, sampling: &SamplingDefaults) -> [u8; 32] {
+    let mut hash = blake3::Hasher::new();
+    let mut text = |text: &str| {
+        hash.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+    };
+    for (key, value) in metadata.iter() {
+        if let (true, Value::String(template)) = (key.starts_with("tokenizer.chat_template"), value) {
+            text(key);
+            text(template);
+        }
+    }
+    text(&format!("{sampling:?}"));
+    hash.finalize().into()
+}
+
+fn to_token_ids((tokens, parts): (Vec<u32>, Vec<KnownPart>)) -> TokenIds {
+    let part = |KnownPart { name, end }| TokenPart { name, end };
+    TokenIds::from_parts(tokens, parts.into_iter().map(part).collect())
+}
+
+/// All models of the API.
+#[derive(Debug)]
+pub struct Models(Vec<Arc<OfferedModel>>);
+
+impl Models {
+    /// Reads the model files. `raw_chats`: whether texts of control tokens in chats become control tokens.
+    pub fn open(entries: &[ModelEntry], raw_chats: bool) -> Result<Self, ModelsError> {
+        let mut models: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
+        let downloads = catalog::Store::from_env().ok();
+        for ModelEntry { id, path } in entries {
+            if models.iter().any(|m| m.id == *id) {
+                return Err(ModelsError::Twice(id.clone()));
+            }
+            let file = |source| ModelsError::File { id: id.clone(), source };
+            let gguf = ModelFile::open(path).map_err(|error| file(error.into()))?;
+            let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(|error| file(error.into()))?;
+            let tokenizer = tokenizer.remembering(MEMO_BYTES);
+            let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
+                // Completions need no template.
+                tracing::warn!(model = %id, %error, "the model serves no chats: its template cannot be used");
+                None
+            });
+            let defaults = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
+            let sampling = defaults.or_file(gguf.metadata()).map_err(|error| file(error.into()))?;
+            // Tokenizer and template suffice to offer the model; workers refuse a model that they cannot
+            // compute.
+            let spec = ModelSpec::from_file(&gguf).ok();
+            let generates = spec.as_ref().filter(|spec| spec.logits().is_some());
+            let costs = generates.map(|spec| ModelCosts::of_file(spec, &gguf));
+            let dialect = Arc::new(Dialect::of(template.as_ref(), &tokenizer));
+            let prompting = prompting(gguf.metadata(), &sampling);
+            let id = id.clone();
+            models.push(Arc::new(OfferedModel {
+                id,
+                tokenizer,
+                template,
+                dialect,
+                sampling,
+                costs,
+                context: spec.map_or(0, |spec| spec.context_length),
+                verification: downloads.as_ref().and_then(|store| store.verification(path)),
+                raw_chats,
+                prompting,
+                tokenised: Tokenised::default(),
+            }));
+        }
+        Ok(Self(models))
+    }
+
+    pub fn get(&self, id: &str) -> Option<&Arc<OfferedModel>> {
+        self.0.iter().find(|m| m.id.as_str() == id)
+    }
+
+    /// The model if there is exactly one.
+    pub fn only(&self) -> Option<&Arc<OfferedModel>> {
+        match self.0.as_slice() {
+            [model] => Some(model),
+            _ => None,
+        }
+    }
+
+    /// All models, in configured order.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<OfferedModel>> {
+        self.0.iter()
+    }
+
+    /// Digests of the chat templates and sampling defaults. Coordinators that differ in them turn the same
+    /// request into different prompts.
+    pub fn prompting_digests(&self) -> HashMap<ModelId, [u8; 32]> {
+        self.0.iter().map(|m| (m.id.clone(), m.prompting)).collect()
+    }
+
+    /// Digests of the tokenizers. A worker that registers one of these models must have the same digest.
+    pub fn tokenizer_digests(&self) -> HashMap<ModelId, [u8; 32]> {
+        self.0.iter().map(|m| (m.id.clone(), m.tokenizer.digest())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(512))]
+
+        /// A name that is not plain matches no model, whatever it would be as a path.
+        #[test]
+        fn sec_model_name(
+            name in r"[a-zA-Z0-9._/%\\\x00\u{2024}\u{ff0e} -]{0,100}",
+            trick in prop::sample::select(vec!["", "../", "..%2f", "%2e%2e/", "/etc/passwd", "\0", "\u{2024}\u{2024}/", "\\"]),
+        ) {
+            let models = Models::open(&[], false).unwrap();
+            let name = format!("{trick}{name}");
+            prop_assert!(models.get(&name).is_none());
+            let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+            let ok = (1..=ModelId::MAX_LEN).contains(&name.len()) && name.bytes().all(plain);
+            prop_assert_eq!(ModelId::new(name).is_ok(), ok);
+        }
+    }
+}
