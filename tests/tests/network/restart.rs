@@ -41,9 +41,9 @@ fn hit_rate(fleet: &Fleet, model: &str, coordinators: &[usize]) -> Option<f64> {
 /// prefix index back.
 fn restarted(fleet: &Fleet, model: &str, killed: &[usize]) {
     let all = [0, 1, 2];
-    hit_rate(fleet, model, &all).unwrap();
-    let before = hit_rate(fleet, model, &all).unwrap();
-    assert!(before > 0.5, "a hit rate of {before} proves nothing");
+    // While no pace is measured, estimates of load may outweigh a short cached prefix.
+    let cached = || hit_rate(fleet, model, &all).filter(|rate| *rate > 0.85);
+    let before = wait::until("the prompts are cached", RECOVERY, cached).unwrap();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         // Traffic from before the kill until the cluster has recovered.

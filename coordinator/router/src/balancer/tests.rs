@@ -225,6 +225,22 @@ fn an_expired_request_is_refused_and_a_cancelled_one_leaves_the_queue() {
 }
 
 #[test]
+fn a_report_made_before_a_request_ended_is_not_the_work_of_other_coordinators() {
+    let mut rig = Rig::new(Policy::default(), &["a"]);
+    let queue = |rig: &Rig| rig.balancer.workers(rig.now)[0].queue_seconds;
+    let request = rig.request("t", 160, chain([]));
+    let (ticket, _) = rig.submit(request).unwrap();
+    rig.balancer.started(rig.now, ticket, 0);
+    rig.balancer.ended(rig.now, ticket, 0);
+    let before = LoadReport { running: 1, pending_prefill_tokens: 160, ..report(1) };
+    rig.balancer.load(rig.now, &node("a"), before.clone(), 0);
+    assert_eq!(queue(&rig), 0.0);
+    // The same in the next report can only be of others.
+    rig.balancer.load(rig.now, &node("a"), before, 0);
+    assert!(queue(&rig) > 0.08, "160 tokens at 2,000 per second");
+}
+
+#[test]
 fn without_a_worker_a_request_is_refused_at_once() {
     let mut rig = Rig::new(Policy::default(), &[]);
     let request = rig.request("t", 10, chain([]));

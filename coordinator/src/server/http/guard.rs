@@ -17,10 +17,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::io::poll_read_buf;
 
-/// Bytes per read while a head is expected.
+/// Minimum bytes per read, and those of a connection's first read.
 const READ_BYTES: usize = 8 << 10;
-/// Bytes per read of a body. hyper's own buffer has only [`READ_BYTES`], and a read costs more than a copy.
-const READ_BODY_BYTES: usize = 64 << 10;
+/// Maximum bytes per read.
+const MAX_READ_BYTES: usize = 64 << 10;
 /// How long a refused client may still send, so that it gets the response and not a connection reset.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -41,8 +41,11 @@ pub(super) struct Guarded<S> {
     activity: Arc<ConnectionActivity>,
     timeouts: ClientTimeouts,
     refuse: Refuse,
-    /// Received and not passed on yet.
+    /// Received and not passed on yet. Allocated only while it holds bytes.
     buffer: BytesMut,
+    /// Bytes per read while a head is expected: the size of the last request. So the next one of that size
+    /// arrives in one read and reaches hyper in one piece.
+    head_read_bytes: usize,
     position: Position,
     /// The client has closed its sending direction.
     ended: bool,
@@ -79,6 +82,12 @@ enum Closing {
     Linger(Pin<Box<Sleep>>),
 }
 
+/// Bytes per read for a request of which `left` bytes are to come: one more, since a read that fills its
+/// buffer is followed by one that finds nothing.
+fn read_size(left: u64) -> usize {
+    usize::try_from(left).unwrap_or(MAX_READ_BYTES).saturating_add(1).clamp(READ_BYTES, MAX_READ_BYTES)
+}
+
 impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
     pub(super) fn new(
         stream: S,
@@ -92,6 +101,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
             timeouts,
             refuse,
             buffer: BytesMut::new(),
+            head_read_bytes: READ_BYTES,
             position: Position::head(),
             ended: false,
             timer: Box::pin(sleep_until(Instant::now() + timeouts.idle)),
@@ -102,7 +112,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
     /// Reads about `bytes` bytes into the buffer. Returns `false` at the end of the stream.
     fn fill(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<io::Result<bool>> {
         self.buffer.reserve(bytes);
-        let read = ready!(poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.buffer))?;
+        let Poll::Ready(read) = poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.buffer) else {
+            if self.buffer.is_empty() {
+                self.buffer = BytesMut::new();
+            }
+            return Poll::Pending;
+        };
+        let read = read?;
         self.ended = read == 0;
         Poll::Ready(Ok(read > 0))
     }
@@ -174,8 +190,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
                         Err(error) => self.refuse(&error),
                         Ok(_) if !self.activity.begin() => self.position = Position::End,
                         Ok(Framing::Sized(length)) => {
-                            self.position =
-                                Position::Body { left: length.saturating_add(end as u64), chunks: None };
+                            let left = length.saturating_add(end as u64);
+                            self.head_read_bytes = read_size(left);
+                            self.position = Position::Body { left, chunks: None };
                         }
                         Ok(Framing::Chunked) => {
                             self.position = Position::Body { left: end as u64, chunks: Some(Chunks::START) };
@@ -195,7 +212,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
                 None if partial => *started.insert(now) + self.timeouts.head,
                 None => now + self.timeouts.idle.saturating_sub(self.activity.idle_for()),
             };
-            match self.fill(cx, READ_BYTES) {
+            match self.fill(cx, self.head_read_bytes) {
                 Poll::Ready(Ok(_)) => {}
                 Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                 Poll::Pending => {
@@ -234,10 +251,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
                 }
                 Position::Body { left: 0, chunks: None | Some(Chunks::Done) } => {
                     this.position = Position::head();
-                    // An idle connection holds no buffer.
-                    if this.buffer.is_empty() {
-                        this.buffer = BytesMut::new();
-                    }
                     continue;
                 }
                 // hyper refuses an invalid body and closes the connection.
@@ -257,13 +270,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
                 out.put_slice(this.buffer.get(..bytes).unwrap_or_default());
                 this.buffer.advance(bytes);
                 bytes
-            } else if left == u64::MAX || left >= out.remaining() as u64 && out.remaining() >= READ_BODY_BYTES
+            } else if left == u64::MAX || left >= out.remaining() as u64 && out.remaining() >= MAX_READ_BYTES
             {
                 // All bytes that fit belong to the body: read directly, without the buffer.
                 let before = out.filled().len();
                 ready!(Pin::new(&mut this.stream).poll_read(cx, out))?;
                 out.filled().len() - before
-            } else if ready!(this.fill(cx, (left as usize).clamp(READ_BYTES, READ_BODY_BYTES)))? {
+            } else if ready!(this.fill(cx, read_size(left)))? {
                 continue;
             } else {
                 0
@@ -460,5 +473,25 @@ mod tests {
         drop(sent.await.unwrap());
         activity.end();
         assert_eq!(read(&mut guarded).await, "");
+    }
+
+    #[tokio::test]
+    async fn a_request_as_large_as_the_last_one_is_passed_on_in_one_piece() {
+        let (mut client, mut guarded, activity) = connection();
+        let head = "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 30000\r\n\r\n";
+        let request = [head, &"b".repeat(30_000)].concat();
+        let mut pieces = Vec::new();
+        for _ in 0..2 {
+            client.write_all(request.as_bytes()).await.unwrap();
+            pieces.clear();
+            while pieces.iter().sum::<usize>() < request.len() {
+                pieces.push(read(&mut guarded).await.len());
+            }
+            // It is complete: nothing more is passed on, and an idle connection has no buffer.
+            assert!(waits(&mut guarded));
+            assert_eq!(guarded.buffer.capacity(), 0);
+            activity.end();
+        }
+        assert_eq!(pieces, [request.len()]);
     }
 }

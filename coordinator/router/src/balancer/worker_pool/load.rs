@@ -46,8 +46,12 @@ pub(super) struct Load {
     prompts: VecDeque<PendingPrompt>,
     /// When the worker started the first of `prompts`.
     since: Instant,
+    /// Sum of the tokens of `prompts`.
+    prompt_tokens: u64,
     /// Sequences from this coordinator that the worker decodes.
     running: u32,
+    /// Maxima since the last report. The next report may have been made at any time since then.
+    peak: OwnWork,
     /// Work from other coordinators, by the last report.
     foreign: Foreign,
     pub(super) pulls: PullTerms,
@@ -121,6 +125,14 @@ struct Foreign {
     waiting: u32,
 }
 
+/// Unfinished work from this coordinator.
+#[derive(Debug, Default, Clone, Copy)]
+struct OwnWork {
+    /// Tokens of prompts that are not computed yet.
+    prompt_tokens: u64,
+    sequences: u32,
+}
+
 /// Recently assigned uncached prompt tokens, with exponential decay.
 #[derive(Debug, Clone, Copy)]
 struct RecentPrefill {
@@ -138,7 +150,9 @@ impl Load {
             resumes: None,
             prompts: VecDeque::new(),
             since: now,
+            prompt_tokens: 0,
             running: 0,
+            peak: OwnWork::default(),
             foreign: Foreign::default(),
             pulls: PullTerms::default(),
             sends: Sends::default(),
@@ -160,12 +174,13 @@ impl Load {
         self.reported = now;
         // A worker does not know yet how much of a waiting prompt it will find in its cache, so it reports
         // whole prompts.
-        let prompts: u64 = self.prompts.iter().map(PendingPrompt::tokens).sum();
-        let ours = self.running + self.prompts.len() as u32;
+        // Work that ended here meanwhile may be in the report, and is not that of others.
+        let own = self.own_work();
+        let ours = std::mem::replace(&mut self.peak, own);
         self.foreign = Foreign {
-            pending: report.pending_prefill_tokens.saturating_sub(prompts),
-            running: report.running.saturating_sub(ours),
-            waiting: report.waiting.saturating_sub(ours.saturating_sub(report.running)),
+            pending: report.pending_prefill_tokens.saturating_sub(ours.prompt_tokens),
+            running: report.running.saturating_sub(ours.sequences),
+            waiting: report.waiting.saturating_sub(ours.sequences.saturating_sub(report.running)),
         };
         self.report = Some(report);
     }
@@ -189,7 +204,15 @@ impl Load {
         }
         self.recent_prefill =
             RecentPrefill { tokens: self.recent_prefill_tokens(now) + prompt.uncached as f64, at: now };
+        self.prompt_tokens += prompt.tokens();
         self.prompts.push_back(prompt);
+        let own = self.own_work();
+        self.peak.prompt_tokens = self.peak.prompt_tokens.max(own.prompt_tokens);
+        self.peak.sequences = self.peak.sequences.max(own.sequences);
+    }
+
+    fn own_work(&self) -> OwnWork {
+        OwnWork { prompt_tokens: self.prompt_tokens, sequences: self.inflight() }
     }
 
     /// The worker has computed the prompt.
@@ -213,7 +236,9 @@ impl Load {
         if at == 0 {
             self.since = now;
         }
-        self.prompts.remove(at).is_some()
+        let Some(prompt) = self.prompts.remove(at) else { return false };
+        self.prompt_tokens -= prompt.tokens();
+        true
     }
 
     /// Whether no request from this coordinator is counted here.
