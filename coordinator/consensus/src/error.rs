@@ -2,7 +2,6 @@
 
 use super::core::ProposeError;
 
-/// Why a request has no outcome.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConsensusError {
     /// No majority agreed before the deadline. A change may still be applied later; it is safe to send the
