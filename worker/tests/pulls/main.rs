@@ -135,7 +135,7 @@ async fn a_slow_holder_is_canceled_at_the_time_limit() {
     let answer = worker.generate(&prompt(), Some(holder.source(SERVED))).await;
     assert_same("silent", &answer, &expected);
     assert!(answer.cached <= 48, "{}", answer.lookup);
-    assert_eq!(worker.metric("kvasir_block_transfer_failures_total{reason=\"patience\"}").await, 1.0);
+    assert_eq!(worker.metric("kvasir_block_transfer_failures_total{reason=\"timed_out\"}").await, 1.0);
     // If not even the connection was established in time, there are no notices.
     if answer.cached > 0 {
         assert_eq!(with_timeout("pieces", holder.notices.recv()).await, Some(Notice::Silent));
