@@ -182,7 +182,8 @@ pub struct Events {
 }
 
 impl Events {
-    /// The next event; `None` after `[DONE]`. A stream that ends without `[DONE]` is an error.
+    /// The next event; `None` after `[DONE]`. An event named `error` is an error, and so is an end without
+    /// `[DONE]`.
     pub fn next_event(&mut self) -> anyhow::Result<Option<Value>> {
         while !self.done {
             let mut text = String::new();
@@ -194,7 +195,11 @@ impl Events {
                     let value: Value = serde_json::from_str(data).with_context(|| data.to_owned())?;
                     return Ok(Some(value));
                 }
-                None => ensure!(text.is_empty() || text.starts_with(':'), "not an event line: {text:?}"),
+                None => {
+                    let named = text.starts_with("event:") && text != "event: error";
+                    let expected = text.is_empty() || text.starts_with(':') || named;
+                    ensure!(expected, "not an event line: {text:?}");
+                }
             }
         }
         Ok(None)

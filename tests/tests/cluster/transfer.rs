@@ -53,12 +53,22 @@ fn a_prompt_that_is_computed_elsewhere_is_answered_the_same() {
     let status = cluster.status().unwrap();
     let roles: Vec<_> = status["workers"].as_array().unwrap().iter().map(|w| w["role"].clone()).collect();
     assert_eq!(roles, ["prefill", "decode"]);
+    let dashboard = http::get(cluster.coordinator().ops, "/admin/v1/dashboard/events").unwrap();
+    let mut updates = dashboard.events().unwrap();
+    let [_initial, _first_metrics] = [(); 2].map(|()| updates.next_event().unwrap());
     for (seed, expected) in expected.iter().enumerate() {
         let (tokens, cached, worker, route) = complete(&cluster, seed);
         assert_eq!(tokens, *expected, "prompt {seed}");
         assert_eq!((cached, &*worker), (PULLED, "worker-1"), "prompt {seed}: {route}");
         assert!(route.ends_with("predicted=448"), "{route}");
     }
+    // The dashboard shows who pulls and who sends, one update a second.
+    let rate = |update: &Value, worker: usize, name: &str| update["workers"][worker][name].as_f64();
+    let mut updates = std::iter::from_fn(|| updates.next_event().unwrap()).take(30);
+    let shown = |update: &Value| {
+        rate(update, 1, "pulled_per_s") > Some(0.0) && rate(update, 0, "sent_per_s") > Some(0.0)
+    };
+    assert!(updates.any(|update| shown(&update)));
     let [prefill, decode] = &cluster.nodes().workers[..] else { panic!("two workers") };
     let metric = |worker: std::net::SocketAddr, name: &str| http::metric(worker, name).unwrap() as u64;
     let sent = metric(prefill.ops, "kvasir_block_transfer_bytes_total");

@@ -169,7 +169,7 @@ impl Observer {
             "weight_bytes": self.engines.last(node).map_or(0.0, |e| e.get("kvasir_weight_bytes")),
             "fetched_per_s": rate("kvasir_shard_fetched_bytes_total"),
             "served_per_s": rate("kvasir_shard_served_bytes_total"),
-            "pulled_per_s": self.engines.label_rate(node, "kvasir_block_transfer_bytes_total", "received").map(rounded),
+            "pulled_per_s": self.engines.label_rate(node, "kvasir_block_transfer_bytes_total", "pulled").map(rounded),
             "sent_per_s": self.engines.label_rate(node, "kvasir_block_transfer_bytes_total", "sent").map(rounded),
         })
     }
