@@ -174,7 +174,7 @@ impl Replicas {
             let now = Instant::now();
             let mut seen = self.seen.lock();
             let leads_since = *seen.leads_since.get_or_insert(now);
-            let away = |node: &NodeId| match seen.workers.get(node) {
+            let is_gone = |node: &NodeId| match seen.workers.get(node) {
                 Some(last) => now.saturating_duration_since(*last) > AWAY_AFTER,
                 None => now.saturating_duration_since(leads_since) > UNSEEN_AFTER,
             };
@@ -182,11 +182,11 @@ impl Replicas {
                 let leads = seen.reports.get(lead)?.leads.as_ref()?;
                 (leads.plan_index == plan_index).then_some(leads)
             };
-            let bad = |plan_index: u64, lead: &NodeId| {
+            let unusable_file = |plan_index: u64, lead: &NodeId| {
                 let leads = report_of(plan_index, lead)?;
                 (leads.state == LeadState::BadFile).then(|| leads.reason.clone())
             };
-            let fails = |plan_index: u64, lead: &NodeId| {
+            let setup_failed = |plan_index: u64, lead: &NodeId| {
                 report_of(plan_index, lead).is_some_and(|leads| leads.state == LeadState::Waiting)
             };
             let view = View {
@@ -194,9 +194,9 @@ impl Replicas {
                 targets: &targets,
                 shards: self.shards,
                 nodes: &nodes,
-                away: &away,
-                bad: &bad,
-                fails: &fails,
+                is_gone: &is_gone,
+                unusable_file: &unusable_file,
+                setup_failed: &setup_failed,
             };
             decide::decide(&view)
         };

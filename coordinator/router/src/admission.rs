@@ -69,12 +69,13 @@ pub trait Waiting {
 
 /// The result of offering a request for placement.
 #[derive(Debug)]
-pub enum Offered<T> {
-    Taken,
+pub enum PlacementOutcome<T> {
+    /// Placed or refused.
+    Done,
     /// The request cannot be placed now.
-    Stuck(T),
+    Blocked(T),
     /// The request can be placed, but should wait if another one can be placed instead.
-    Yields(T),
+    Deferrable(T),
 }
 
 /// The rank of a request from its arrival and priority (lower is more urgent). All requests gain urgency at
@@ -161,7 +162,7 @@ impl<T: Waiting> Queue<T> {
     /// offered, as far as they may overtake it: the next few of the same priority, and none once it was
     /// overtaken `MAX_OVERTAKEN` times. If none of them can be placed without yielding too, the first one
     /// that can be placed is. A lane of which nothing can be placed is skipped; the others go on.
-    pub fn drain(&mut self, mut place: impl FnMut(T, bool) -> Offered<T>) {
+    pub fn drain(&mut self, mut place: impl FnMut(T, bool) -> PlacementOutcome<T>) {
         let next = |lanes: &[Lane<T>]| {
             let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked && !lane.items.is_empty());
             open.min_by_key(|(_, lane)| lane.served).map(|(at, _)| at)
@@ -250,21 +251,21 @@ impl<T: Waiting> Queue<T> {
 
 impl<T: Waiting> Lane<T> {
     /// Places one of the first requests and returns its tokens. `None` if none can be placed.
-    fn offer(&mut self, place: &mut impl FnMut(T, bool) -> Offered<T>) -> Option<u64> {
+    fn offer(&mut self, place: &mut impl FnMut(T, bool) -> PlacementOutcome<T>) -> Option<u64> {
         let first = self.items.first_key_value().map(|(_, item)| item.inner.priority())?;
         let positions: Vec<LanePosition> = self.items.keys().take(LOOKED_AT).copied().collect();
         let mut yielded = None;
         for (passed, at) in positions.iter().enumerate() {
             let Some(Item { inner, overtaken }) = self.items.remove(at) else { break };
             let (tokens, same) = (inner.tokens(), inner.priority() == first);
-            let offered = if same { place(inner, true) } else { Offered::Stuck(inner) };
+            let offered = if same { place(inner, true) } else { PlacementOutcome::Blocked(inner) };
             let back = match offered {
-                Offered::Taken => {
+                PlacementOutcome::Done => {
                     self.overtake(&positions[..passed]);
                     return Some(tokens);
                 }
-                Offered::Stuck(inner) => inner,
-                Offered::Yields(inner) => {
+                PlacementOutcome::Blocked(inner) => inner,
+                PlacementOutcome::Deferrable(inner) => {
                     yielded = yielded.or(Some(passed));
                     inner
                 }
@@ -279,11 +280,11 @@ impl<T: Waiting> Lane<T> {
         let Item { inner, overtaken } = self.items.remove(at)?;
         let tokens = inner.tokens();
         match place(inner, false) {
-            Offered::Taken => {
+            PlacementOutcome::Done => {
                 self.overtake(before);
                 Some(tokens)
             }
-            Offered::Stuck(inner) | Offered::Yields(inner) => {
+            PlacementOutcome::Blocked(inner) | PlacementOutcome::Deferrable(inner) => {
                 self.items.insert(*at, Item { inner, overtaken });
                 None
             }

@@ -12,7 +12,9 @@ pub mod recent;
 mod tests;
 mod worker_pool;
 
-use crate::admission::{self, Offered, Queue, QueueLimits, TenantView, TenantWeights, Waiting, retry_after};
+use crate::admission::{
+    self, PlacementOutcome, Queue, QueueLimits, TenantView, TenantWeights, Waiting, retry_after,
+};
 use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{GapRepair, IndexSize, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
@@ -457,8 +459,8 @@ impl Balancer {
         for state in self.worker_pool.take_ended_waits(now) {
             random = mix(random);
             match self.worker_pool.place(now, state, false, random, &mut actions) {
-                Offered::Taken => {}
-                Offered::Stuck(state) | Offered::Yields(state) => self.requeue(state),
+                PlacementOutcome::Done => {}
+                PlacementOutcome::Blocked(state) | PlacementOutcome::Deferrable(state) => self.requeue(state),
             }
         }
         actions

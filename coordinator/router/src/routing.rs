@@ -23,7 +23,7 @@ mod tests;
 pub mod transfer;
 
 use crate::slot::Slot;
-use pace::Pace;
+use pace::DecodePace;
 use proto::block::HASH_UNIT_TOKENS;
 use serde::{Deserialize, Serialize};
 use transfer::is_worth_pulling;
@@ -77,7 +77,7 @@ pub struct Candidate {
     /// Seconds since the prefill rate was measured.
     pub prefill_age_s: f32,
     /// Measured decode pace.
-    pub pace: Pace,
+    pub pace: DecodePace,
     /// Seconds since the pace was measured.
     pub pace_age_s: f32,
     /// Recently assigned uncached prompt tokens, with exponential decay.
@@ -233,7 +233,7 @@ pub struct Outlook {
     /// Weighted geometric mean of the measured prefill rates, in tokens per second.
     rate: f64,
     /// Weighted mean of the measured paces.
-    pace: Pace,
+    pace: DecodePace,
     /// Weight of the prefill that a request brings, at least 1.
     work_weight: f64,
 }
@@ -245,7 +245,7 @@ impl Outlook {
         let paces = || candidates.iter().filter(|c| c.pace.seconds > 0.0);
         let seconds = geometric_mean(paces().map(|c| (c.pace.seconds, trust(c.pace_age_s))));
         let share = paces().map(|c| c.pace.share).sum::<f64>() / paces().count().max(1) as f64;
-        let pace = seconds.map_or_else(Pace::default, |seconds| Pace { seconds, share });
+        let pace = seconds.map_or_else(DecodePace::default, |seconds| DecodePace { seconds, share });
         let busy = candidates.iter().filter(|c| c.pending_tokens > 0).count();
         let work_weight = 1.0 + DELAY_WEIGHT * busy as f64 / candidates.len().max(1) as f64;
         Self { rate: rate.unwrap_or(ASSUMED_PREFILL_RATE), pace, work_weight }
@@ -257,12 +257,15 @@ impl Outlook {
             * deviation(f64::from(candidate.prefill_rate) / self.rate, candidate.prefill_age_s, SAME_RATE)
     }
 
-    fn pace(&self, candidate: &Candidate) -> Pace {
+    fn pace(&self, candidate: &Candidate) -> DecodePace {
         if self.pace.seconds <= 0.0 {
             return self.pace;
         }
         let ratio = candidate.pace.seconds / self.pace.seconds;
-        Pace { seconds: self.pace.seconds * deviation(ratio, candidate.pace_age_s, SAME_PACE), ..self.pace }
+        DecodePace {
+            seconds: self.pace.seconds * deviation(ratio, candidate.pace_age_s, SAME_PACE),
+            ..self.pace
+        }
     }
 
     /// Seconds until the worker could start the prompt.
@@ -362,14 +365,14 @@ impl<'a> Estimates<'a> {
         let tokens = self.query.output_tokens;
         let decode = self.outlook.decode(candidate, tokens) + self.outlook.delays(candidate, tokens);
         let work = own / rate + candidate.pull_seconds();
-        let begins = self.outlook.queue(candidate) + candidate.awaits();
+        let begins = self.outlook.queue(candidate) + candidate.wait_seconds();
         begins + self.outlook.work_weight * work + decode + (replica + given) / rate
     }
 
     fn parts(&self, candidate: &Candidate) -> CostEstimate {
         let cached = self.cached(candidate);
         CostEstimate {
-            queue: self.outlook.queue(candidate) + candidate.awaits(),
+            queue: self.outlook.queue(candidate) + candidate.wait_seconds(),
             prefill: f64::from(self.query.prompt_tokens - cached) / self.outlook.rate(candidate),
             transfer: candidate.pull_seconds(),
             decode: self.outlook.decode(candidate, self.query.output_tokens),
@@ -381,7 +384,7 @@ impl<'a> Estimates<'a> {
     /// Estimated seconds until the first token.
     fn ttft(&self, candidate: &Candidate) -> f64 {
         let own = f64::from(self.query.prompt_tokens - self.cached(candidate));
-        let begins = self.outlook.queue(candidate) + candidate.awaits();
+        let begins = self.outlook.queue(candidate) + candidate.wait_seconds();
         begins + candidate.pull_seconds() + own / self.outlook.rate(candidate)
     }
 

@@ -63,11 +63,11 @@ pub(super) struct View<'a> {
     pub(super) shards: Option<usize>,
     pub(super) nodes: &'a [Node<'a>],
     /// Whether a worker has been away for too long to wait for it.
-    pub(super) away: &'a dyn Fn(&NodeId) -> bool,
+    pub(super) is_gone: &'a dyn Fn(&NodeId) -> bool,
     /// Why the first stage of this replica epoch reports its file as unusable, if it does.
-    pub(super) bad: &'a dyn Fn(u64, &NodeId) -> Option<String>,
+    pub(super) unusable_file: &'a dyn Fn(u64, &NodeId) -> Option<String>,
     /// Whether the first stage of this replica epoch reports that the last setup failed.
-    pub(super) fails: &'a dyn Fn(u64, &NodeId) -> bool,
+    pub(super) setup_failed: &'a dyn Fn(u64, &NodeId) -> bool,
 }
 
 /// The next change, and for each model why no further replica can be planned.
@@ -84,7 +84,7 @@ impl View<'_> {
     fn block(&self) -> Option<Change> {
         self.table.replicas().iter().find_map(|(&plan_index, plan)| {
             let lead = &plan.stages.first()?.node;
-            let mut reason = (self.bad)(plan_index, lead)?;
+            let mut reason = (self.unusable_file)(plan_index, lead)?;
             reason.truncate(reason.floor_char_boundary(MAX_REASON));
             let (model_digest, node) = (plan.model_digest, lead.clone());
             Some(Change::ModelBlocked(ModelBlocked { model_digest, node, reason }))
@@ -97,10 +97,11 @@ impl View<'_> {
     fn replace(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
         self.table.replicas().iter().find_map(|(&plan_index, plan)| {
             let operator_planned = self.table.operator_plans().contains_key(&plan.model);
-            let lost = plan.stages.iter().any(|stage| (self.away)(&stage.node));
-            let fails = plan.stages.first().is_some_and(|lead| (self.fails)(plan_index, &lead.node));
+            let lost = plan.stages.iter().any(|stage| (self.is_gone)(&stage.node));
+            let setup_failed =
+                plan.stages.first().is_some_and(|lead| (self.setup_failed)(plan_index, &lead.node));
             let target = self.targets.iter().find(|target| *target.model == plan.model)?;
-            let crowded = !lost && fails && self.has_no_room_for_drafter(target, plan);
+            let crowded = !lost && setup_failed && self.has_no_room_for_drafter(target, plan);
             if operator_planned || !(lost || crowded) {
                 return None;
             }

@@ -37,7 +37,7 @@ fn drained(queue: &mut Queue<Item>) -> Vec<&'static str> {
     let mut order = Vec::new();
     queue.drain(|item, _| {
         order.push(item.name);
-        Offered::Taken
+        PlacementOutcome::Done
     });
     order
 }
@@ -74,7 +74,7 @@ fn a_late_tenant_gets_no_credit_for_earlier_service_of_others() {
     let mut placed = 0;
     q.drain(|item, _| {
         placed += 1;
-        if placed > 3 { Offered::Stuck(item) } else { Offered::Taken }
+        if placed > 3 { PlacementOutcome::Blocked(item) } else { PlacementOutcome::Done }
     });
     (0..3).for_each(|_| q.push("b", item("b", 100, now)));
     (0..2).for_each(|_| q.push("a", item("a", 100, now)));
@@ -90,10 +90,10 @@ fn a_blocked_lane_does_not_block_the_others() {
     let mut order = Vec::new();
     q.drain(|item, _| {
         if item.name.starts_with('a') {
-            return Offered::Stuck(item);
+            return PlacementOutcome::Blocked(item);
         }
         order.push(item.name);
-        Offered::Taken
+        PlacementOutcome::Done
     });
     assert_eq!(order, ["b1", "b2"]);
     assert_eq!((q.requests(), q.tokens()), (2, 10));
@@ -131,12 +131,12 @@ fn urgent_requests_overtake_those_that_have_not_waited_long() {
 fn offer_one(queue: &mut Queue<Item>, verdict: impl Fn(&str) -> Verdict) -> Option<&'static str> {
     let mut taken = None;
     queue.drain(|item, yields| match verdict(item.name) {
-        _ if taken.is_some() => Offered::Stuck(item),
-        Verdict::Stays => Offered::Stuck(item),
-        Verdict::Yields if yields => Offered::Yields(item),
+        _ if taken.is_some() => PlacementOutcome::Blocked(item),
+        Verdict::Stays => PlacementOutcome::Blocked(item),
+        Verdict::Yields if yields => PlacementOutcome::Deferrable(item),
         Verdict::Yields | Verdict::Goes => {
             taken = Some(item.name);
-            Offered::Taken
+            PlacementOutcome::Done
         }
     });
     taken
@@ -189,9 +189,9 @@ fn tenants_get_tokens_by_their_weights() {
     q.drain(|item, _| match taken.len() < 80 {
         true => {
             taken.push(item.name);
-            Offered::Taken
+            PlacementOutcome::Done
         }
-        false => Offered::Stuck(item),
+        false => PlacementOutcome::Blocked(item),
     });
     let heavy = taken.iter().filter(|name| **name == "heavy").count();
     assert_eq!((heavy, taken.len() - heavy), (60, 20));
@@ -228,8 +228,8 @@ proptest! {
             // One worker is free.
             let mut taken = None;
             q.drain(|item, _| match &taken {
-                None => { taken = Some(item); Offered::Taken }
-                Some(_) => Offered::Stuck(item),
+                None => { taken = Some(item); PlacementOutcome::Done }
+                Some(_) => PlacementOutcome::Blocked(item),
             });
             let item = taken.unwrap();
             let tenant = TENANTS.iter().position(|name| *name == item.name).unwrap();
@@ -265,10 +265,10 @@ proptest! {
             }
             let mut taken = None;
             q.drain(|item, yields| match (item.tokens + u64::from(answer)) % 4 {
-                _ if taken.is_some() => Offered::Stuck(item),
-                0 => Offered::Stuck(item),
-                1 | 2 if yields => Offered::Yields(item),
-                _ => { taken = Some(item.tokens); Offered::Taken }
+                _ if taken.is_some() => PlacementOutcome::Blocked(item),
+                0 => PlacementOutcome::Blocked(item),
+                1 | 2 if yields => PlacementOutcome::Deferrable(item),
+                _ => { taken = Some(item.tokens); PlacementOutcome::Done }
             });
             let Some(at) = waiting.iter().position(|(_, number, ..)| Some(*number) == taken) else { continue };
             let (rank, number, priority, _) = waiting.remove(at);

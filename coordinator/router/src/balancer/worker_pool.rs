@@ -12,7 +12,7 @@ pub use peers::{PeerExport, PeerImport};
 
 use super::recent::{Decided, Ending, Outcome, Recent};
 use super::{Action, Assignment, Explained, Policy, Refusal, RequestState, Ticket, WorkerView};
-use crate::admission::Offered;
+use crate::admission::PlacementOutcome;
 use crate::prefix_index::{GapRepair, IndexSize, PrefixIndex, ReservationId, StreamError, StreamView};
 use crate::routing::demand::{CommonKey, Demand};
 use crate::routing::groups::Groups;
@@ -196,7 +196,7 @@ impl WorkerPool {
         yields: bool,
         random: u64,
         actions: &mut Vec<Action>,
-    ) -> Offered<RequestState> {
+    ) -> PlacementOutcome<RequestState> {
         let request = Arc::clone(&state.request);
         let offers = |member, load| {
             let offers = |operation| operations::offers(member, load, operation, &request.model);
@@ -206,13 +206,13 @@ impl WorkerPool {
         let eligible: Vec<(&Member, &Load)> =
             serving.filter(|(m, load)| state.accepts(m) && offers(m, load)).collect();
         if eligible.is_empty() && self.expects(now, &request.model) {
-            return Offered::Stuck(state);
+            return PlacementOutcome::Blocked(state);
         }
         if eligible.is_empty() {
             let declined = !state.declined_by.is_empty() && self.serves(&request.model);
             let refusal = if declined { Refusal::AttemptsFailed } else { Refusal::NoWorker };
             actions.push(Action::Refuse(state.ticket, refusal));
-            return Offered::Taken;
+            return PlacementOutcome::Done;
         }
         let lively = |&&(_, load): &&(&Member, &Load)| self.is_responsive(now, load);
         let any_lively = eligible.iter().any(|w| lively(&w));
@@ -230,7 +230,7 @@ impl WorkerPool {
         // holds or expects.
         let cached = candidates.iter().map(|c| predicted_tokens(request.prompt_tokens, c.units)).max();
         if !candidates.is_empty() && self.holds_back(&candidates, &state, cached.unwrap_or(0)) {
-            return Offered::Stuck(state);
+            return PlacementOutcome::Blocked(state);
         }
         self.offer_pulls(now, &state, &eligible, &overlap, &mut candidates);
         let common = state.common(&candidates);
@@ -248,19 +248,19 @@ impl WorkerPool {
         };
         let choice = routing::choose(&query, &candidates);
         let Some((mut choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
-            return Offered::Stuck(state);
+            return PlacementOutcome::Blocked(state);
         };
         if self.holds_back(&candidates, &state, choice.predicted) {
-            return Offered::Stuck(state);
+            return PlacementOutcome::Blocked(state);
         }
         let pull = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
-        if let Some(pull) = pull.filter(|pull| pull.awaits.is_some()) {
+        if let Some(pull) = pull.filter(|pull| pull.wait_seconds.is_some()) {
             let measured = candidates.iter().all(|c| c.prefill_rate > 0.0);
             self.wait_for_prefix(now, state, choice.slot, &pull, measured);
-            return Offered::Taken;
+            return PlacementOutcome::Done;
         }
         if yields && self.computes_twice(&candidates, &state, &choice) {
-            return Offered::Yields(state);
+            return PlacementOutcome::Deferrable(state);
         }
         let group = state.group();
         if choice.reason == Reason::Prefix && group.is_some_and(|key| self.groups.leads(key, choice.slot)) {
@@ -305,7 +305,7 @@ impl WorkerPool {
         });
         actions.push(Action::Assign(state.ticket, assignment));
         self.assign(now, state, &choice, &supply, number);
-        Offered::Taken
+        PlacementOutcome::Done
     }
 
     fn explained(&self, now: Instant, query: &Query, candidates: &[Candidate]) -> Explained {

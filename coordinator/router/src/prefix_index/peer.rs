@@ -19,12 +19,12 @@ use std::collections::VecDeque;
 
 /// Approximate content of a frame. It bounds the time for which the index is locked.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Pace {
+pub(super) struct FrameSize {
     pub(super) strands: u32,
     pub(super) units: usize,
 }
 
-impl Pace {
+impl FrameSize {
     const USUAL: Self = Self { strands: 4_096, units: 4_096 };
 }
 
@@ -63,7 +63,7 @@ pub struct Export {
     slot: Slot,
     epoch: Epoch,
     roots: Vec<BlockId>,
-    pub(super) pace: Pace,
+    pub(super) size: FrameSize,
     part: TransferPart,
 }
 
@@ -95,7 +95,7 @@ impl Export {
             slot,
             epoch,
             roots,
-            pace: Pace::USUAL,
+            size: FrameSize::USUAL,
             part: TransferPart::Head(node),
         })
     }
@@ -122,7 +122,7 @@ impl Export {
                 Ok(Some(frame))
             }
             TransferPart::Body(sending) => {
-                let Some(frame) = sending.next_frame(index, self.pace) else {
+                let Some(frame) = sending.next_frame(index, self.size) else {
                     let digest = *sending.hasher.finalize().as_bytes();
                     self.part = TransferPart::Done;
                     return encode(&PeerIndexFrame::End { digest }).map(Some);
@@ -137,13 +137,13 @@ impl Export {
 }
 
 impl Sending {
-    fn next_frame(&mut self, index: &PrefixIndex, pace: Pace) -> Option<PeerIndexFrame> {
+    fn next_frame(&mut self, index: &PrefixIndex, size: FrameSize) -> Option<PeerIndexFrame> {
         let held = index.lanes.of(self.slot)?.held;
         let (mut runs, mut units, mut strands) = (Vec::<KvRun>::new(), 0, 0);
-        while units < pace.units && strands < pace.strands {
+        while units < size.units && strands < size.strands {
             match self.rest.pop_front() {
                 Some((Before::Start(Some(parent)) | Before::After(parent), mut ids)) => {
-                    let tail = ids.split_off(ids.len().min(pace.units));
+                    let tail = ids.split_off(ids.len().min(size.units));
                     units += ids.len();
                     if let (Some(&last), false) = (ids.last(), tail.is_empty()) {
                         self.rest.push_front((Before::After(last), tail));

@@ -130,6 +130,7 @@ impl Units {
     }
 
     /// Assigns `id` to `unit`, whose chunk was taken. Returns `false` if another unit has the id.
+    #[inline]
     pub(super) fn insert(&mut self, id: BlockId, unit: u32) -> bool {
         let (shard, hash) = hash(&id);
         let shard = &mut self.shards[shard];
@@ -147,6 +148,7 @@ impl Units {
         added
     }
 
+    #[inline]
     pub(super) fn remove(&mut self, unit: u32) {
         let (shard, hash) = hash(self.id(unit));
         let shard = &mut self.shards[shard];

@@ -1,4 +1,4 @@
-//! Pace of a worker: the time per generated token as a function of the number of concurrent generations.
+//! DecodePace of a worker: the time per generated token as a function of the number of concurrent generations.
 //!
 //! The model is linear: `seconds * (1 + share * (n - 8))`. Both parameters are learned from the tokens that a
 //! worker generated between two load reports.
@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 
 /// Number of generations at which paces are compared.
 const AT: f64 = 8.0;
-/// Initial share: the cost of one more generation relative to [`Pace::seconds`].
+/// Initial share: the cost of one more generation relative to [`DecodePace::seconds`].
 const ASSUMED_SHARE: f64 = 0.05;
 /// Upper bound of the share. A larger one would give an empty worker a token time of almost 0.
 const MAX_SHARE: f64 = 0.12;
 /// Seconds per token assumed while no worker has measured one.
 const ASSUMED_S: f64 = 0.01;
-/// Time constant of the average of [`Pace::seconds`].
+/// Time constant of the average of [`DecodePace::seconds`].
 const MEMORY: Duration = Duration::from_secs(5);
-/// Time constant of the average of [`Pace::share`].
+/// Time constant of the average of [`DecodePace::share`].
 const SHARE_MEMORY: Duration = Duration::from_secs(120);
 /// Weight of the assumed share as evidence, in seconds times squared generations.
 const PRIOR: f64 = 50.0;
@@ -27,20 +27,20 @@ const LONGEST: Duration = Duration::from_secs(5);
 
 /// Measured decode pace of a worker.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Pace {
+pub struct DecodePace {
     /// Seconds per token with 8 generations; 0 if unknown.
     pub seconds: f64,
     /// Added time per further generation, relative to `seconds`.
     pub share: f64,
 }
 
-impl Default for Pace {
+impl Default for DecodePace {
     fn default() -> Self {
         Self { seconds: 0.0, share: ASSUMED_SHARE }
     }
 }
 
-impl Pace {
+impl DecodePace {
     /// Seconds per token with `n` generations. Workers without a measurement share one assumed pace.
     pub fn token_s(&self, n: f64) -> f64 {
         self.seconds_or_assumed() * (1.0 + self.share * (n - AT)).max(0.0)
@@ -58,7 +58,7 @@ impl Pace {
 
 /// A worker's counters at the time of a load report.
 #[derive(Debug, Clone, Copy)]
-pub struct Done {
+pub struct DecodeSample {
     pub at: Instant,
     /// Tokens generated since the worker's start.
     pub tokens: u64,
@@ -69,9 +69,9 @@ pub struct Done {
 
 /// Learns a worker's pace from its load reports.
 #[derive(Debug)]
-pub struct PaceMeter {
-    pace: Pace,
-    last: Option<Done>,
+pub struct DecodePaceMeter {
+    pace: DecodePace,
+    last: Option<DecodeSample>,
     measured: Option<Instant>,
     clean: Option<Instant>,
     /// Weighted sums for the share: deviation × generations, and generations², with generations counted from
@@ -79,14 +79,14 @@ pub struct PaceMeter {
     sums: (f64, f64),
 }
 
-impl Default for PaceMeter {
+impl Default for DecodePaceMeter {
     fn default() -> Self {
-        Self { pace: Pace::default(), last: None, measured: None, clean: None, sums: (0.0, 0.0) }
+        Self { pace: DecodePace::default(), last: None, measured: None, clean: None, sums: (0.0, 0.0) }
     }
 }
 
-impl PaceMeter {
-    pub fn update(&mut self, done: Done) {
+impl DecodePaceMeter {
+    pub fn update(&mut self, done: DecodeSample) {
         let Some(last) = self.last.replace(done) else { return };
         let took = done.at.saturating_duration_since(last.at);
         let tokens = done.tokens.saturating_sub(last.tokens);
@@ -122,7 +122,7 @@ impl PaceMeter {
         self.pace.seconds = if old > 0.0 { old + weight * (seconds - old) } else { seconds };
     }
 
-    pub fn pace(&self) -> Option<Pace> {
+    pub fn pace(&self) -> Option<DecodePace> {
         self.measured.map(|_| self.pace)
     }
 
@@ -138,7 +138,7 @@ mod tests {
 
     /// Simulates load reports, two per second, of a worker whose tokens take `base + slope * n` seconds.
     struct Worker {
-        meter: PaceMeter,
+        meter: DecodePaceMeter,
         now: Instant,
         tokens: f64,
     }
@@ -154,12 +154,12 @@ mod tests {
         }
 
         fn report(&mut self, running: u32, prefills: bool) {
-            self.meter.update(Done { at: self.now, tokens: self.tokens as u64, running, prefills });
+            self.meter.update(DecodeSample { at: self.now, tokens: self.tokens as u64, running, prefills });
         }
     }
 
     fn worker() -> Worker {
-        Worker { meter: PaceMeter::default(), now: Instant::now(), tokens: 0.0 }
+        Worker { meter: DecodePaceMeter::default(), now: Instant::now(), tokens: 0.0 }
     }
 
     fn near(found: f64, expected: f64) {

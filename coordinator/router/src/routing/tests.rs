@@ -1,4 +1,4 @@
-use super::pace::Pace;
+use super::pace::DecodePace;
 use super::*;
 use proptest::prelude::*;
 
@@ -21,7 +21,7 @@ fn idle(index: usize) -> Candidate {
         slots: 0,
         prefill_rate: 2_000.0,
         prefill_age_s: 0.0,
-        pace: Pace { seconds: 0.008, share: 0.05 },
+        pace: DecodePace { seconds: 0.008, share: 0.05 },
         pace_age_s: 0.0,
         pull: None,
         given_tokens: 0.0,
@@ -212,7 +212,7 @@ fn candidates(workers: &[Numbers]) -> Vec<Candidate> {
             slots: 0,
             prefill_rate,
             prefill_age_s: 0.0,
-            pace: Pace { seconds: token_s, share: 0.05 },
+            pace: DecodePace { seconds: token_s, share: 0.05 },
             pace_age_s: 0.0,
             given_tokens,
             pull: None,

@@ -36,12 +36,12 @@ pub struct Pull {
     /// Seconds from now until the pull is complete.
     pub seconds: f64,
     /// Engine time of the copies on both workers, in seconds.
-    pub work: f64,
+    pub copy_seconds: f64,
     /// Seconds for which the puller would be idle: latency beyond the prompts that it has to compute first.
-    pub idle: f64,
+    pub idle_seconds: f64,
     /// Seconds for which the puller could start but the holder does not have the prefix yet. `None`: it is
     /// announced.
-    pub awaits: Option<f64>,
+    pub wait_seconds: Option<f64>,
 }
 
 /// Cost of a pull from a worker.
@@ -84,9 +84,9 @@ impl PullPrice<'_> {
             from: holder.slot,
             units: holder.units,
             seconds,
-            work: 2.0 * bytes / COPY_RATE,
-            idle: (seconds - begins.max(ready)).max(0.0),
-            awaits: holder.ready.map(|ready| (ready - begins).max(0.0)),
+            copy_seconds: 2.0 * bytes / COPY_RATE,
+            idle_seconds: (seconds - begins.max(ready)).max(0.0),
+            wait_seconds: holder.ready.map(|ready| (ready - begins).max(0.0)),
         }
     }
 }
@@ -94,7 +94,7 @@ impl PullPrice<'_> {
 impl Pull {
     /// Seconds that the pull adds to a request, without the time for which it is awaited.
     pub(super) fn cost(&self) -> f64 {
-        self.work + self.idle
+        self.copy_seconds + self.idle_seconds
     }
 }
 
@@ -124,7 +124,7 @@ pub fn best(
         }
         let pull = price.pull(&holder, have, tokens, begins);
         let computing = f64::from(tokens - have) / rate;
-        let gain = counts * computing - pull.awaits.unwrap_or(0.0) - pull.cost();
+        let gain = counts * computing - pull.wait_seconds.unwrap_or(0.0) - pull.cost();
         (gain > 0.0 && pull.cost() < computing).then_some((gain, pull))
     };
     holders.into_iter().filter_map(gain).max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, pull)| pull)
@@ -142,15 +142,15 @@ impl Candidate {
     }
 
     /// Seconds for which the worker could start but the prefix to pull is not available yet.
-    pub(super) fn awaits(&self) -> f64 {
-        self.pull.and_then(|pull| pull.awaits).unwrap_or(0.0)
+    pub(super) fn wait_seconds(&self) -> f64 {
+        self.pull.and_then(|pull| pull.wait_seconds).unwrap_or(0.0)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::routing::pace::Pace;
+    use crate::routing::pace::DecodePace;
     use crate::routing::{Query, Reason, Routing, RoutingDecision};
     use proto::ids::ModelId;
 
@@ -168,7 +168,7 @@ mod tests {
             slots: 0,
             prefill_rate: 1_000.0,
             prefill_age_s: 0.0,
-            pace: Pace::default(),
+            pace: DecodePace::default(),
             pace_age_s: 0.0,
             given_tokens: 0.0,
             pull: None,
@@ -215,7 +215,10 @@ mod tests {
         assert_eq!((pull.from, pull.units), (slot(2), 60), "the one that holds most, and not itself");
         let bytes = 960.0 * 20_000.0 + 1e6;
         assert!((pull.seconds - (OVERHEAD_S + bytes / 1e9)).abs() < 1e-9, "{}", pull.seconds);
-        assert!((pull.work - 2.0 * bytes / COPY_RATE).abs() < 1e-9 && pull.idle == pull.seconds, "{pull:?}");
+        assert!(
+            (pull.copy_seconds - 2.0 * bytes / COPY_RATE).abs() < 1e-9 && pull.idle_seconds == pull.seconds,
+            "{pull:?}"
+        );
         // Computing 960 tokens takes 1 s; a pull at 10 MB/s takes 2 s.
         assert_eq!(best(1_000, &here, &PullPrice { cost: &cost, rate: 1e7 }, holders), None);
         // A held prefix is not pulled again, and a small gain does not justify a pull.
@@ -247,9 +250,9 @@ mod tests {
         let slow = PullPrice { cost: &cost, rate: 1e7 };
         let busy = |pending_tokens| Candidate { pending_tokens, ..candidate(0, 0) };
         let pull = best(1_000, &busy(3_000), &slow, [idle(1, 60)]).unwrap();
-        assert!(pull.seconds > 2.0 && pull.idle == 0.0, "{pull:?}");
+        assert!(pull.seconds > 2.0 && pull.idle_seconds == 0.0, "{pull:?}");
         let pull = best(1_000, &busy(1_500), &slow, [idle(1, 60)]).unwrap();
-        assert!((pull.idle - (pull.seconds - 1.5)).abs() < 1e-9, "{pull:?}");
+        assert!((pull.idle_seconds - (pull.seconds - 1.5)).abs() < 1e-9, "{pull:?}");
         assert_eq!(best(1_000, &busy(500), &slow, [idle(1, 60)]), None);
     }
 
@@ -263,12 +266,15 @@ mod tests {
         let in_flight = |ready| Holder { ready: Some(ready), ..idle(1, 60) };
         let max_wait = RECOMPUTE_WEIGHT * 0.96 - takes;
         let pull = best(1_000, &candidate(0, 0), &price, [in_flight(max_wait - 0.001)]).unwrap();
-        assert!(pull.awaits == Some(max_wait - 0.001) && (pull.cost() - takes).abs() < 1e-9, "{pull:?}");
+        assert!(
+            pull.wait_seconds == Some(max_wait - 0.001) && (pull.cost() - takes).abs() < 1e-9,
+            "{pull:?}"
+        );
         assert_eq!(best(1_000, &candidate(0, 0), &price, [in_flight(max_wait + 0.001)]), None);
         // While the worker has other prompts to compute, waiting is free.
         let busy = Candidate { pending_tokens: 1_500, ..candidate(0, 0) };
         let pull = best(1_000, &busy, &price, [in_flight(max_wait + 0.001)]).unwrap();
-        assert!((pull.awaits.unwrap() - (max_wait + 0.001 - 1.5)).abs() < 1e-9, "{pull:?}");
+        assert!((pull.wait_seconds.unwrap() - (max_wait + 0.001 - 1.5)).abs() < 1e-9, "{pull:?}");
         // A held prefix is preferred if the awaited one brings little more.
         let half = |units| Holder { slot: slot(2), ..idle(2, units) };
         let from = |units| best(1_000, &candidate(0, 0), &price, [in_flight(0.9), half(units)]).unwrap().from;

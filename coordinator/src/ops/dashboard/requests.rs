@@ -169,7 +169,7 @@ mod tests {
     use proto::ids::{Attempt, ModelId, RequestId};
     use router::balancer::recent::Names;
     use router::balancer::{Output, RouteRequest};
-    use router::routing::pace::Pace;
+    use router::routing::pace::DecodePace;
     use router::routing::{Query, Routing, choose};
     use std::sync::Arc;
     use std::time::Duration;
@@ -226,7 +226,7 @@ mod tests {
             slots: 0,
             prefill_rate: 1_000.0,
             prefill_age_s: 0.0,
-            pace: Pace::default(),
+            pace: DecodePace::default(),
             pace_age_s: 0.0,
             given_tokens: 0.0,
             pull: None,

@@ -36,10 +36,10 @@ struct Rig {
     workers: Vec<(NodeId, Capacity)>,
     /// The drafter of the model on every worker that has a file.
     drafter: Option<OfferedDrafter>,
-    away: Vec<NodeId>,
+    gone: Vec<NodeId>,
     draining: Vec<NodeId>,
-    bad: Option<String>,
-    fails: bool,
+    unusable_file: Option<String>,
+    setup_failed: bool,
 }
 
 impl Rig {
@@ -62,10 +62,10 @@ impl Rig {
             costs: costs("llama/llama-f32.gguf"),
             workers,
             drafter: None,
-            away: Vec::new(),
+            gone: Vec::new(),
             draining: Vec::new(),
-            bad: None,
-            fails: false,
+            unusable_file: None,
+            setup_failed: false,
         }
     }
 
@@ -87,9 +87,9 @@ impl Rig {
             targets: &targets,
             shards: Some(shards),
             nodes: &nodes,
-            away: &|node| self.away.contains(node),
-            bad: &|_, _| self.bad.clone(),
-            fails: &|_, _| self.fails,
+            is_gone: &|node| self.gone.contains(node),
+            unusable_file: &|_, _| self.unusable_file.clone(),
+            setup_failed: &|_, _| self.setup_failed,
         })
     }
 
@@ -125,7 +125,7 @@ fn a_lost_worker_is_replaced_if_another_is_free_and_otherwise_its_plan_stays() {
     let mut rig = Rig::new(&["a", "b"]);
     let first = rig.settle(2);
     let lost = node(&first[0][1]);
-    rig.away.push(lost.clone());
+    rig.gone.push(lost.clone());
     rig.workers.retain(|(name, _)| *name != lost);
     assert_eq!(rig.settle(2), first, "its plan stands");
     rig.workers.push((node("c"), capacity(1 << 30, DIGEST)));
@@ -133,7 +133,7 @@ fn a_lost_worker_is_replaced_if_another_is_free_and_otherwise_its_plan_stays() {
     assert_eq!(after.len(), 1);
     assert!(after[0].contains(&"c".to_owned()) && !after[0].contains(&lost.to_string()), "{after:?}");
     // A worker that returns is a spare: a working plan stays.
-    rig.away.clear();
+    rig.gone.clear();
     rig.workers.push((lost, capacity(1 << 30, DIGEST)));
     assert_eq!(rig.settle(2), after);
 }
@@ -153,12 +153,12 @@ fn a_plan_is_dropped_if_its_workers_have_another_file() {
 fn a_file_that_is_no_model_is_placed_nowhere_and_another_one_is() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.settle(2);
-    rig.bad = Some("é".repeat(MAX_REASON));
+    rig.unusable_file = Some("é".repeat(MAX_REASON));
     assert!(matches!(rig.decide(2).0, Some(Change::ModelBlocked(_))));
     assert!(rig.settle(2).is_empty());
     let blocked = &rig.table.blocked()[&DIGEST];
     assert!(blocked.reason.len() <= MAX_REASON, "also where it is cut inside of a character");
-    rig.bad = None;
+    rig.unusable_file = None;
     rig.workers.push((node("c"), capacity(1 << 30, [2; 32])));
     rig.workers.push((node("d"), capacity(1 << 30, [2; 32])));
     assert_eq!(rig.settle(2).len(), 1, "with other weights under the same name");
@@ -230,7 +230,7 @@ fn a_plan_from_before_the_drafter_is_cut_anew_once_it_fails() {
     assert_eq!(rig.settle(3).len(), 1);
     rig.drafter = drafter(1, 1000);
     assert_eq!(rig.decide(2).0, None, "what serves stands");
-    rig.fails = true;
+    rig.setup_failed = true;
     assert_eq!(rig.settle(2).len(), 1);
     assert_eq!(first_ranges(&rig), [(0, 1), (1, 3)]);
     assert_eq!(rig.decide(2).0, None, "it fails for something else now");

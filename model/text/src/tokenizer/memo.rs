@@ -341,6 +341,7 @@ impl Memo {
     }
 
     /// End of the piece that begins at `start`, which is before the end of the text.
+    #[inline]
     fn piece_end(&self, text: &[u8], start: usize) -> usize {
         // A newline may be just before the first possible cut point.
         let from = (start + self.grain.min_piece).saturating_sub(1).max(start);

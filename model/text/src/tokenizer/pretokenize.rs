@@ -191,6 +191,7 @@ fn search(c: char) -> Properties {
 }
 
 /// Calls `emit` with every word of `text`, in order. The words together are the text.
+#[inline]
 pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a str)) {
     match style {
         Style::Gpt2 => words(text, gpt2_word, emit),

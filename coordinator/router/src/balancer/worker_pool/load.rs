@@ -4,7 +4,7 @@ use super::operations::Offers;
 use super::pulls::{PullTerms, Sends};
 use crate::balancer::{RouteRequest, Ticket};
 use crate::routing::Candidate;
-use crate::routing::pace::{Done, PaceMeter};
+use crate::routing::pace::{DecodePaceMeter, DecodeSample};
 use crate::slot::Slot;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::worker::{LoadReport, WorkerState};
@@ -58,7 +58,7 @@ pub(super) struct Load {
     pub(super) sends: Sends,
     pub(super) offers: Offers,
     rate: PrefillRate,
-    pace: PaceMeter,
+    pace: DecodePaceMeter,
     /// Maximum of concurrently decoded sequences if sequences waited at the last report; else 0.
     slots: u32,
     /// Sequences that wait here for a prefix that this worker will pull.
@@ -158,7 +158,7 @@ impl Load {
             sends: Sends::default(),
             offers: Offers::default(),
             rate: PrefillRate { mean: 0.0, last: 0.0, measured: now, strays: 0 },
-            pace: PaceMeter::default(),
+            pace: DecodePaceMeter::default(),
             slots: 0,
             waiting_for_prefix: 0,
             tenants: HashMap::new(),
@@ -169,7 +169,7 @@ impl Load {
     pub(super) fn take(&mut self, now: Instant, report: LoadReport) {
         self.rate.update(now, seconds(now, self.reported), report.prefill_rate);
         let prefills = report.pending_prefill_tokens > 0;
-        self.pace.update(Done { at: now, tokens: report.tokens, running: report.running, prefills });
+        self.pace.update(DecodeSample { at: now, tokens: report.tokens, running: report.running, prefills });
         self.slots = if report.waiting > 0 { report.running } else { 0 };
         self.reported = now;
         // A worker does not know yet how much of a waiting prompt it will find in its cache, so it reports

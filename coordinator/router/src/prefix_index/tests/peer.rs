@@ -2,7 +2,7 @@
 
 use super::churn::{Both, op};
 use super::*;
-use crate::prefix_index::peer::{Export, Import, Pace, PeerError};
+use crate::prefix_index::peer::{Export, FrameSize, Import, PeerError};
 use proto::codec::{self, Cap};
 use proto::event::PeerIndexFrame;
 use proto::ids::NodeId;
@@ -165,7 +165,7 @@ proptest! {
             return Ok(());
         };
         // Minimal frames, so that many operations happen in between.
-        export.pace = Pace { strands: 1, units: 3 };
+        export.size = FrameSize { strands: 1, units: 3 };
         let mut to = PrefixIndex::new(1 << 22);
         to.join(slot(7), Epoch(epoch));
         let mut import = Import::new(slot(7), node(worker), Epoch(epoch));

@@ -95,13 +95,13 @@ fn an_absent_worker_of_an_operators_replica_is_not_replaced() {
     rig.set_plan("m", &[A_B]);
     assert_eq!(rig.settle(2), [["a", "b"]], "nor are others made of those who are free");
     let plan_indices = rig.plan_indices();
-    rig.away.push(node("b"));
+    rig.gone.push(node("b"));
     let b = rig.without("b");
     assert_eq!(
         (rig.settle(2), rig.plan_indices()),
         (vec![vec!["a".to_owned(), "b".into()]], plan_indices.clone())
     );
-    rig.away.clear();
+    rig.gone.clear();
     rig.workers.push(b);
     assert_eq!(rig.settle(2).len(), 1);
     assert_eq!(rig.plan_indices(), plan_indices);
@@ -145,7 +145,7 @@ fn a_withdrawn_plan_leaves_the_model_to_the_leader() {
     rig.make(Change::OperatorPlanWithdrawn(ModelId::new("m").unwrap()));
     let after = rig.settle(2);
     assert_eq!((after.len(), rig.plan_indices()[0]), (2, plan_indices[0]), "what stands may stand");
-    rig.away.push(node("a"));
+    rig.gone.push(node("a"));
     rig.without("a");
     rig.workers.push((node("e"), capacity(1 << 30, DIGEST)));
     let healed = rig.settle(2);
@@ -197,10 +197,10 @@ fn workers_without_the_file_receive_it_and_blocked_files_are_not_placed() {
     assert_eq!(rig.settle(2).len(), 1);
     assert!(rig.table.replicas().values().all(|plan| plan.model_digest == [2; 32]));
     // A blocked file is not placed.
-    rig.bad = Some("no words".into());
+    rig.unusable_file = Some("no words".into());
     assert!(rig.settle(2).is_empty());
     assert!(!rig.why("m").is_empty());
-    rig.bad = None;
+    rig.unusable_file = None;
     rig.models.clear();
     assert!(rig.why("m").contains("does not offer"), "{}", rig.why("m"));
 }
