@@ -7,12 +7,12 @@ use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use cuda::Gpu;
+use engine::decoder::{CacheGroup, CacheKind, Decoder};
 use kernels::backend::{BlockTable, StepInput, StepSequence, StepState};
 use kernels::bandwidth::BandwidthProbe;
 use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
 use std::time::Instant;
-use worker::decoder::{CacheGroup, CacheKind, Decoder};
 use worker::load::EngineOptions;
 
 /// Measures prefill, decode at depth and batched decode

@@ -361,7 +361,7 @@ impl Coordinator {
 /// waking another thread for each task costs more than the task. The other CPUs serve the kernel's network
 /// stack and local workers.
 fn runtime() -> std::io::Result<Runtime> {
-    let threads = ::worker::cgroup::cpus().get() / 2;
+    let threads = engine::cgroup::cpus().get() / 2;
     // A single-threaded runtime runs tasks strictly in turn. A multi-threaded one runs the most recently
     // woken task first, and moves half of a thread's tasks to a shared queue at more than 256 of them.
     let mut builder = if threads > 1 { Builder::new_multi_thread() } else { Builder::new_current_thread() };

@@ -85,7 +85,7 @@ impl<'de> serde::Deserialize<'de> for CpuSet {
 
 /// Number of threads that can run at once: usable CPUs, reduced by a quota.
 pub(crate) fn capacity() -> usize {
-    worker::cgroup::cpus().get()
+    engine::cgroup::cpus().get()
 }
 
 /// Threads of each worker and its CPUs. If there are too few CPUs, all workers share them.

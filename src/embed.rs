@@ -4,6 +4,7 @@ use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
 use anyhow::{Context, Result, bail};
+use engine::encoder::{Encoder, Text};
 use model::spec::Pooling;
 use proto::served_model::ModelTask;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
@@ -11,7 +12,6 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use text::Tokenizer;
-use worker::encoder::{Encoder, Text};
 use worker::load::{self, EngineOptions};
 
 /// Computes the vectors of texts, or the scores of pairs of texts

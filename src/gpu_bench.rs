@@ -146,7 +146,7 @@ fn attention(speed: &Speed, rows: &mut Rows) -> Result<()> {
 }
 
 fn decode(speed: &Speed, info: &GpuInfo, rows: &mut Rows) -> Result<()> {
-    let threads = ::worker::cgroup::cpus().get();
+    let threads = engine::cgroup::cpus().get();
     let mut model = speed.model(info.arch, DecodeShape::LLAMA_8B, (PROMPT_ROWS, 40_000), threads)?;
     for (batch, context, prompt) in [
         (1, 511, 1),

@@ -5,13 +5,13 @@ use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Context, Result};
+use engine::engine::{Engine, EngineRequest, StepOutcome};
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 use text::tokenizer::Tokenizer;
-use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{EngineOptions, LoadedModel};
 
 /// Arithmetic and memory of a local engine. All commands that run a model have these flags and defaults.

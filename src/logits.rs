@@ -7,17 +7,17 @@ use crate::models::resolve_or_pull;
 use crate::replica;
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
+use engine::decoder::LayerState;
+use engine::engine::{EngineRequest, Sink};
+use engine::kv_cache::Placement;
+use engine::speculation::SpeculativeMethod;
 use kernels::ops::is_drawable;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
 use proto::stage::ActivationType;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use worker::decoder::LayerState;
-use worker::engine::{EngineRequest, Sink};
-use worker::kv_cache::Placement;
 use worker::load;
-use worker::speculation::SpeculativeMethod;
 
 /// Writes the logits of every prompt token
 #[derive(Debug, clap::Args)]

@@ -199,19 +199,28 @@ fn main() -> ExitCode {
 fn is_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
     cause.is::<UsageError>()
         || matches!(cause.downcast_ref(), Some(PlacementError::Shards { .. }))
-        || matches!(cause.downcast_ref(), Some(::worker::Error::Shards { .. }))
+        || matches!(cause.downcast_ref(), Some(::worker::Error::Shards(_)))
+        || matches!(cause.downcast_ref(), Some(pipeline::Error::Shards(_)))
+}
+
+/// The error of an engine that a library failed with, if the cause is one.
+fn engine_error<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a engine::Error> {
+    match (cause.downcast_ref(), cause.downcast_ref()) {
+        (Some(::worker::Error::Engine(error)), _) | (_, Some(pipeline::Error::Engine(error))) => Some(error),
+        _ => cause.downcast_ref(),
+    }
 }
 
 /// Whether the error is an invalid setting in a file, a flag or the environment.
 fn is_configuration(cause: &(dyn std::error::Error + 'static)) -> bool {
-    use ::worker::Error;
-    let of_worker = cause.downcast_ref::<Error>();
-    let of_speech = match of_worker {
-        Some(Error::Speech(error)) => Some(error),
+    let of_engine = engine_error(cause);
+    let of_speech = match of_engine {
+        Some(engine::Error::Speech(error)) => Some(error),
         _ => cause.downcast_ref(),
     };
     cause.is::<ConfigError>()
-        || matches!(of_worker, Some(Error::Config { .. } | Error::Backend(_)))
+        || matches!(of_engine, Some(engine::Error::Config { .. }))
+        || matches!(cause.downcast_ref(), Some(::worker::Error::Backend(_)))
         || matches!(of_speech, Some(speech::Error::Config { .. } | speech::Error::Backend(_)))
 }
 

@@ -16,7 +16,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 /// speed uses two threads: one for the socket and one for encryption. A process with a single CPU gets one
 /// thread, because a second one would compete for that CPU.
 pub(crate) fn io_runtime(lanes: usize) -> std::io::Result<Runtime> {
-    let cpus = worker::cgroup::cpus().get();
+    let cpus = engine::cgroup::cpus().get();
     Builder::new_multi_thread().worker_threads(cpus.min(2 * lanes.max(1))).enable_all().build()
 }
 

@@ -1,8 +1,8 @@
 //! Flags that select a numeric class, shared by all commands that run a model.
 
 use crate::config::ConfigError;
+use engine::decoder::StateType;
 use serde::{Deserialize, Serialize};
-use worker::decoder::StateType;
 use worker::load::DeviceChoice;
 
 /// Element type of the KV cache.
@@ -93,7 +93,7 @@ pub(crate) enum Device {
 
 impl Device {
     /// Resolves `auto` on this machine and gives the reason.
-    pub(crate) fn chosen(choice: DeviceChoice, gpu: u32) -> Result<(Self, String), worker::Error> {
+    pub(crate) fn chosen(choice: DeviceChoice, gpu: u32) -> Result<(Self, String), engine::Error> {
         let (choice, reason) = choice.resolve(gpu)?;
         let chosen = match choice {
             DeviceChoice::Cuda => Self::Cuda,

@@ -3,6 +3,7 @@
 use crate::config::UsageError;
 use crate::models::resolve_bundle;
 use anyhow::{Context, Result};
+use engine::cgroup::cpus;
 use hound::{SampleFormat, WavReader};
 use proto::operation::{
     MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeechOptions, TranscribeOptions,
@@ -12,7 +13,6 @@ use serde_json::{Value, json};
 use speech::{encode_speech, load_audio_model};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use worker::cgroup::cpus;
 
 /// Longest file in samples: an hour at 16 kHz.
 const MAX_SAMPLES: usize = 3600 * 16_000;

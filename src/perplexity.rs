@@ -2,12 +2,12 @@
 
 use crate::local::{self, EngineArgs};
 use anyhow::{Context, Result, bail};
+use engine::engine::{EngineRequest, Sink};
 use kernels::ops::is_drawable;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use worker::engine::{EngineRequest, Sink};
 
 /// Measures how well a model predicts a text
 #[derive(Debug, clap::Args)]

@@ -6,6 +6,8 @@ use crate::stage::StageAnnouncement;
 use crate::up::child;
 use anyhow::Context;
 use clap::ValueEnum;
+use engine::speculation::SpeculativeMethod;
+use pipeline::Replica;
 use pki::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use proto::stage::{ActivationType, StageAddress};
@@ -14,8 +16,6 @@ use std::time::SystemTime;
 use tempfile::TempDir;
 use tokio::process::Child;
 use tokio::runtime::Runtime;
-use worker::pipeline::Replica;
-use worker::speculation::SpeculativeMethod;
 
 /// Child processes of the later stages; killed when this is dropped.
 pub(crate) struct LaterProcesses {

@@ -3,12 +3,12 @@
 use crate::local::{self, EngineArgs};
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
+use engine::engine::EngineRequest;
 use proto::message::{Finished, GenerateFrame, Sampling, Stop, TenantTurn};
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 use text::chat_template::{ChatTemplate, Message};
-use worker::engine::EngineRequest;
 use worker::load::EngineOptions;
 
 /// Streams a completion in one process, without a cluster

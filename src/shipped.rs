@@ -6,13 +6,13 @@ use crate::home;
 use crate::models::{DIGEST, Resolved, resolve_named};
 use anyhow::Context;
 use model::shard::{ChunkId, ShardStore};
+use pipeline::weight_distribution::{self, ShippingConfig};
 use pki::Identity;
 use proto::ids::ModelId;
 use proto::shard::ModelRef;
 use std::net::SocketAddr;
 use std::path::Path;
 use worker::defaults::Explained;
-use worker::weight_distribution::{self, ShippingConfig};
 
 /// Default size of the shard store.
 pub(crate) const STORE_BYTES: ByteSize = ByteSize(256 << 30);

@@ -1,10 +1,10 @@
 //! `--spec`: selects the drafter, the same flag for all commands that generate.
 
 use crate::models::resolve_or_pull;
+use engine::speculation::SpeculativeMethod;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 use std::str::FromStr;
-use worker::speculation::SpeculativeMethod;
 
 /// The drafter.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -6,12 +6,12 @@ use crate::node::{self, StopSignals};
 use crate::otlp;
 use crate::shipped;
 use crate::spec::SpecArg;
+use pipeline::weight_distribution::ShippingConfig;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use worker::load::EngineOptions;
 use worker::rank_server::{StageConfig, StageService};
-use worker::weight_distribution::ShippingConfig;
 
 /// Runs one stage of a replica: a layer range of a model, for a first stage such as `kvasir logits --shards 2`
 #[derive(Debug, clap::Args)]

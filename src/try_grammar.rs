@@ -1,12 +1,12 @@
 //! `kvasir try-grammar`: compiles a grammar in a process that can be killed, before the worker compiles it
-//! itself (`worker::grammar::trial`).
+//! itself (`engine::grammar::trial`).
 #![allow(unsafe_code)]
 
 use anyhow::Context;
+use engine::grammar::COMPILE_TIME;
+use engine::grammar::trial::{self, Program};
 use std::path::PathBuf;
 use std::ptr::null_mut;
-use worker::grammar::COMPILE_TIME;
-use worker::grammar::trial::{self, Program};
 
 const NAME: &str = "try-grammar";
 /// On a shared CPU, a third of an engine thread's share. At the lowest priority a grammar of a few

@@ -14,18 +14,18 @@ use crate::shipped;
 use crate::spec::SpecArg;
 use crate::try_grammar;
 use dispatch::models::ModelEntry;
+use engine::decoder::StateType;
+use engine::snapshot::store::StoreConfig;
+use engine::tiers::{DiskConfig, TiersConfig};
+use pipeline::weight_distribution::ShippingConfig;
 use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
 use speech::SessionLimits;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use worker::decoder::StateType;
 use worker::load::{self, EngineOptions};
 use worker::service::{OwnModel, PoolOffer, WorkerConfig, WorkerService};
-use worker::snapshot::store::StoreConfig;
-use worker::tiers::{DiskConfig, TiersConfig};
-use worker::weight_distribution::ShippingConfig;
 
 /// More concurrent sequences would only lengthen every step.
 const MAX_SEQS: usize = 4096;

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "docs/config.md", *ROOT.glob("docs/guides/*.md"), ROOT / "docs/runbooks.md", *ROOT.glob("deploy/k8s/**/README.md")]
 SOURCES = [
     path
-    for crate in ("src", "coordinator", "worker/src", "worker/speech/src", "model", "proto", "kernels/cuda/src")
+    for crate in ("src", "coordinator", "worker", "model", "proto", "kernels/cuda/src")
     for path in (ROOT / crate).rglob("*.rs")
     if "tests" not in path.parts
 ]

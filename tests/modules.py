@@ -27,6 +27,8 @@ CRATES = [
     ("text", "model/text/src"),
     ("hub", "model/hub/src"),
     ("speech", "worker/speech/src"),
+    ("engine", "worker/engine/src"),
+    ("pipeline", "worker/pipeline/src"),
     ("worker", "worker/src"),
     ("kvasir", "src"),
 ]

@@ -7,6 +7,9 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
+use engine::engine::{Engine, EngineRequest, StepOutcome};
+use engine::telemetry::StageLabel;
+use pipeline::Replica;
 use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
 use proto::ids::{ClusterName, NodeId, Role};
@@ -19,10 +22,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Instant, SystemTime};
 use tokio::runtime::{Builder, Runtime};
-use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{self, EngineOptions};
-use worker::pipeline::Replica;
-use worker::telemetry::StageLabel;
 
 mod wire;
 

@@ -2,20 +2,18 @@
 //! that is left.
 
 use crate::Error;
-use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, StateType, Widths};
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
-use crate::engine::Engine;
-use crate::executor::{Executor, LocalExecutor};
-use crate::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
-use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
-use crate::kv_events::EventLog;
-use crate::pipeline::{DownstreamRanks, PipelineExecutor, Replica};
-use crate::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
-use crate::snapshot::Origin;
-use crate::speculation::{Speculation, SpeculativeMethod};
-use crate::tiers::{Tiers, TiersConfig};
-use crate::weight_distribution::Arrivals;
-use crate::weights::{Packs, TensorSource, TensorView};
+use engine::decoder::{CacheGroup, Decoder, DecoderConfig, StateType, Widths};
+use engine::engine::Engine;
+use engine::executor::{Executor, LocalExecutor};
+use engine::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
+use engine::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+use engine::kv_events::EventLog;
+use engine::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
+use engine::snapshot::Origin;
+use engine::speculation::{Speculation, SpeculativeMethod};
+use engine::tiers::{Tiers, TiersConfig};
+use engine::weights::{Packs, TensorSource, TensorView};
 use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -25,6 +23,8 @@ use model::costs::{DrafterCosts, ModelCosts};
 use model::file::DigestCache;
 use model::shard::{ShardStore, TensorMemory};
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
+use pipeline::weight_distribution::Arrivals;
+use pipeline::{DownstreamRanks, PipelineExecutor, Replica};
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
 use proto::message::PullCost;
@@ -200,9 +200,9 @@ pub fn backend(
     let (device, reason) = options.device.resolve_with(options.gpu, environment)?;
     tracing::debug!(?device, reason, "device selected");
     match device {
-        DeviceChoice::Cuda => device::gpu(options),
+        DeviceChoice::Cuda => Ok(device::gpu(options)?),
         #[cfg(feature = "ptx-sim")]
-        DeviceChoice::PtxSim => device::simulated(options),
+        DeviceChoice::PtxSim => Ok(device::simulated(options)?),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let config = CpuConfig::select(options.activations, environment)?;
             let pool = PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads(options)) };
@@ -219,7 +219,7 @@ pub(crate) fn environment(name: &str) -> Option<String> {
 
 /// Task of the model in a file.
 pub fn task(path: &Path) -> Result<ModelTask, Error> {
-    Ok(crate::encoder::task(&ModelSpec::from_file(&ModelFile::open(path)?)?))
+    Ok(engine::encoder::task(&ModelSpec::from_file(&ModelFile::open(path)?)?))
 }
 
 fn generates(spec: &ModelSpec) -> Result<(), Error> {
@@ -242,7 +242,7 @@ pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
 /// without costs.
 ///
 /// # Errors
-/// [`Error::Config`] for a drafter of another model, or a model without an MTP head.
+/// [`engine::Error::Config`] for a drafter of another model, or a model without an MTP head.
 pub fn drafter_costs(
     path: &Path,
     speculative_method: &SpeculativeMethod,
@@ -302,8 +302,9 @@ fn prepare_on(
     };
     let rows = rows.max(chunk).max(max_sequences);
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
-    let refused =
-        |refused: crate::kv_cache::memory::MemoryRefused| Error::KvMemory { reason: refused.to_string() };
+    let refused = |refused: engine::kv_cache::memory::MemoryRefused| engine::Error::KvMemory {
+        reason: refused.to_string(),
+    };
     let model_digest = digest(&gguf, options)?;
     let metadata = gguf.metadata().clone();
     let wire = replica.as_ref().and_then(Replica::class);
@@ -334,7 +335,7 @@ fn prepare_on(
     };
     let memory = memory.behind(decoder.backend().memory(), options)?;
     floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
-    let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();
+    let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(CacheGroup::spec).collect();
     if let Some(joining) = &mut joining {
         let own: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
         for (group, bytes) in groups.iter_mut().zip(joining.block_bytes(&own)?) {
@@ -342,7 +343,7 @@ fn prepare_on(
         }
     }
     let cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
-    cache.validate().map_err(|error| Error::KvMemory { reason: error.to_string() })?;
+    cache.validate().map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
     let downstream = match joining {
         None => {
             decoder.allocate_kv(arena_bytes as usize)?;
@@ -361,11 +362,11 @@ fn prepare_on(
     };
     // Only used to find the longest sequence that fits. The real scheduler is created with the cluster key.
     let probe = Scheduler::new(scheduler.clone(), cache.clone(), ClusterKey([0; 32]))
-        .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
+        .map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
     let max_model_len = len_limit.min(probe.max_sequence_tokens() as usize);
     if max_model_len < 2 {
         let reason = format!("{arena_bytes} bytes hold no sequence of two tokens");
-        return Err(Error::KvMemory { reason });
+        return Err(engine::Error::KvMemory { reason }.into());
     }
     Ok(Prepared {
         decoder,
@@ -433,7 +434,7 @@ impl Prepared {
         let origin = self.origin();
         let tiers = Tiers::open(&self.tiers, &origin)?;
         let scheduler = Scheduler::new(self.scheduler, self.cache, key)
-            .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
+            .map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
         let executor: Box<dyn Executor> = match self.downstream {
             Some((downstream, _)) => Box::new(PipelineExecutor::new(self.decoder, downstream)),
@@ -475,7 +476,7 @@ fn describe(
         layers: (0, decoder.spec().layers.len() as u32),
         numeric_class,
         block_tokens: block_tokens as u32,
-        task: crate::encoder::task(decoder.spec()),
+        task: engine::encoder::task(decoder.spec()),
     }
 }
 
@@ -492,20 +493,6 @@ fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) ->
 fn base_class(info: &BackendInfo, model_digest: &[u8; 32], kv_type: KvType) -> String {
     let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name())
-}
-
-/// The cache's specification of a layer group.
-pub(crate) fn group_spec(group: &CacheGroup) -> GroupSpec {
-    GroupSpec {
-        kind: match group.kind {
-            CacheKind::Full => GroupKind::Full,
-            CacheKind::Sliding(window) => {
-                GroupKind::Sliding { window: u32::try_from(window).unwrap_or(u32::MAX) }
-            }
-            CacheKind::State => GroupKind::State,
-        },
-        block_bytes: group.block_bytes as u64,
-    }
 }
 
 fn load_decoder(
@@ -528,7 +515,7 @@ fn load_decoder(
         None => Packs::Off,
         store => {
             let size = |name: &str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
-            let bytes = crate::weights::tensors_of(&spec, config.layers.clone()).into_iter().map(size).sum();
+            let bytes = engine::weights::tensors_of(&spec, config.layers.clone()).into_iter().map(size).sum();
             let digest = digest(gguf, options)?;
             Packs::open(store.as_ref(), backend.as_ref(), &digest, &config.layers, bytes)
         }
@@ -539,10 +526,10 @@ fn load_decoder(
         Some(arriving) => arriving,
     };
     match watched(options)? {
-        None => Decoder::load(spec, config, (source, packs), backend, progress),
+        None => Ok(Decoder::load(spec, config, (source, packs), backend, progress)?),
         Some(HostFloor { floor, memory }) => {
             let staged = Staged::new(source, floor, memory.as_ref());
-            Decoder::load(spec, config, (&staged, packs), backend, progress)
+            Ok(Decoder::load(spec, config, (&staged, packs), backend, progress)?)
         }
     }
 }
@@ -566,7 +553,7 @@ struct Arriving<'a> {
 }
 
 impl TensorSource for Arriving<'_> {
-    fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>, engine::Error> {
         self.arrivals.wait(name);
         let gathered = self.arrivals.gathered(name).and_then(TensorMemory::bytes);
         match (gathered, self.file.tensor(name)) {
@@ -581,7 +568,7 @@ impl TensorSource for Arriving<'_> {
         TensorSource::forget(self.file, name);
     }
 
-    fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
+    fn shared(&self, name: &str) -> Result<Option<SharedBytes>, engine::Error> {
         self.arrivals.wait(name);
         match self.arrivals.gathered(name).and_then(TensorMemory::stored) {
             Some(bytes) => Ok(Some(bytes)),
@@ -589,7 +576,7 @@ impl TensorSource for Arriving<'_> {
         }
     }
 
-    fn measure(&self, name: &str) -> Result<(u32, u64), Error> {
+    fn measure(&self, name: &str) -> Result<(u32, u64), engine::Error> {
         self.file.measure(name)
     }
 }
@@ -610,14 +597,14 @@ fn digest(gguf: &ModelFile, options: &EngineOptions) -> Result<[u8; 32], Error> 
 }
 
 fn threads(options: &EngineOptions) -> NonZeroUsize {
-    let usable = crate::cgroup::cpus();
+    let usable = engine::cgroup::cpus();
     options.threads.and_then(NonZeroUsize::new).unwrap_or(usable)
 }
 
 /// Memory, CPUs and GPU of this machine, as a worker may use them.
 pub fn host(options: &EngineOptions) -> Result<Host, Error> {
     let (memory, gpu) = Memory::and_gpu(options)?;
-    let available = memory.available_bytes().map_err(|source| Error::Io {
+    let available = memory.available_bytes().map_err(|source| engine::Error::Io {
         what: "cannot read the free memory of this host".to_owned(),
         source,
     })?;
@@ -673,7 +660,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         activation_bytes_per_row: activation_bytes(spec) + mtp_head_rows,
         max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
     };
-    Ok(Plan { defaults: defaults(host, needs), host, needs, task: crate::encoder::task(spec) })
+    Ok(Plan { defaults: defaults(host, needs), host, needs, task: engine::encoder::task(spec) })
 }
 
 /// Bytes of activation buffers per row: f32 and the 8-bit form.

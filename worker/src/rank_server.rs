@@ -4,23 +4,23 @@
 mod block_server;
 
 use crate::Error;
-use crate::decoder::{Blocks, Decoder};
-use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
-use crate::pipeline::Claims;
-use crate::pipeline::activations::{self, Gathered};
-use crate::pipeline::draft;
-use crate::pipeline::handshake::{arena, dial};
-use crate::pipeline::send_queue::{SendQueue, Writes};
-use crate::pipeline::step::{self, Uncounted};
-use crate::pipeline::wait_policy::WaitPolicy;
-use crate::sampling::Sampler;
-use crate::speculation::SpeculativeMethod;
-use crate::telemetry::ShippingMetrics;
-use crate::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use block_server::{BlockServer, BlockTask};
+use engine::decoder::{Blocks, Decoder};
+use engine::kv_cache::Slabs;
+use engine::sampling::Sampler;
+use engine::speculation::SpeculativeMethod;
+use engine::telemetry::ShippingMetrics;
 use kernels::backend::NO_INDEX;
 use parking_lot::Mutex;
+use pipeline::Claims;
+use pipeline::activations::{self, Gathered};
+use pipeline::draft;
+use pipeline::handshake::{arena, dial};
+use pipeline::send_queue::{SendQueue, Writes};
+use pipeline::step::{self, Uncounted};
+use pipeline::wait_policy::WaitPolicy;
+use pipeline::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use pki::Identity;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
@@ -99,7 +99,7 @@ impl StageService {
     pub fn start(config: StageConfig, identity: &Identity) -> Result<Self, Error> {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(since_1970.as_micros() as u64);
-        let quic = crate::pipeline::attentive(EndpointConfig::new(epoch, [Role::Worker]));
+        let quic = pipeline::attentive(EndpointConfig::new(epoch, [Role::Worker]));
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
         let metrics = ShippingMetrics::default();
         let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, metrics.clone());
@@ -279,7 +279,7 @@ async fn run_stage(
         Some(path) => Ok(path.clone()),
         None => server.holds.shipper.locate(&join.model_digest).await,
     };
-    let model_path = located.map_err(|error| load_failure(&error))?;
+    let model_path = located.map_err(|error| load_failure(&error.into()))?;
     let speculative_method =
         server.speculative_method(join.drafter).await.map_err(|error| load_failure(&error))?;
     let options =
@@ -296,8 +296,8 @@ async fn run_stage(
     let needed = WantedLayers { layers: Some(layers), speculative_method, embedding: join.drafter.is_some() };
     let loaded = server.holds.shipper.load(&model_path, needed, load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
-        Error::StageStep { .. } => StageFailure::Layers,
-        Error::EngineStopped => StageFailure::Stops,
+        Error::Engine(engine::Error::StageStep { .. }) => StageFailure::Layers,
+        Error::Engine(engine::Error::EngineStopped) => StageFailure::Stops,
         error => load_failure(&error),
     })?;
     let mut decoder = decoder.ok_or(StageFailure::OtherClass { class })?;
@@ -360,8 +360,8 @@ async fn run_stage(
     let (_end, ended) = oneshot::channel();
     let (failed, mut failure) = oneshot::channel();
     // The receiver is gone if the replica has already ended.
-    crate::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
-        .map_err(|error| load_failure(&error))?;
+    engine::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
+        .map_err(|error| load_failure(&error.into()))?;
     let mut next_connection = std::pin::pin!(next_stage_lost(next_connection));
     loop {
         let order = tokio::select! {
@@ -631,7 +631,7 @@ impl Stage {
 
     /// Computes the logits of a returned row for the tokens from `from` on. Sends them, or with `best` only
     /// the largest one.
-    fn rest(&mut self, step: u64, row: u32, from: usize, best: bool) -> Result<(), Error> {
+    fn rest(&mut self, step: u64, row: u32, from: usize, best: bool) -> Result<(), engine::Error> {
         let since = Instant::now();
         let range = from..self.decoder.spec().vocab;
         self.decoder.make_part(row, &range)?;
@@ -684,7 +684,7 @@ impl Stage {
         &mut self,
         step: &StageStep,
         samplers: &[(u32, Sampler)],
-    ) -> Result<(StageDrawn, Vec<u8>), Error> {
+    ) -> Result<(StageDrawn, Vec<u8>), engine::Error> {
         let mut tokens = Vec::with_capacity(step.argmax.len());
         if !step.argmax.is_empty() {
             self.decoder.argmax(&step.argmax, &mut tokens)?;
@@ -719,7 +719,7 @@ impl Stage {
         step: &StageStep,
         samplers: &[(u32, Sampler)],
         drawn: &mut StageDrawn,
-    ) -> Result<(), Error> {
+    ) -> Result<(), engine::Error> {
         if step.draft_requests.is_empty() {
             return Ok(());
         }
@@ -734,12 +734,14 @@ impl Stage {
     }
 }
 
-fn failed(error: Error) -> StageFailure {
+fn failed(error: engine::Error) -> StageFailure {
     let reason = error.to_string();
     if error.is_device_lost() {
         // On another thread, so that the failure is sent before the process exits. A restarted process may
         // get the device back.
-        let _ = crate::progress::spawn("kvasir-end", move || crate::progress::end_process(&error));
+        let _ = engine::progress::spawn("kvasir-end", move || {
+            engine::progress::end_process(&error, error.exit_code())
+        });
     }
     StageFailure::Step { reason }
 }

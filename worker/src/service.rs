@@ -5,16 +5,16 @@
 //! registration, so the engine starts only then.
 
 use crate::Error;
-use crate::encoder::Encoder;
-use crate::engine::thread::Broken;
-use crate::kv_cache::memory::HostFloor;
 use crate::load::{EngineOptions, Prepared};
-use crate::progress::end_process;
 use crate::rank_server::{Holds, StageConfig};
-use crate::snapshot::store::{SnapshotStore, StoreConfig};
-use crate::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
-use crate::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
+use engine::encoder::Encoder;
+use engine::engine::thread::{Broken, EXIT_DEVICE_LOST};
+use engine::kv_cache::memory::HostFloor;
+use engine::progress::end_process;
+use engine::snapshot::store::{SnapshotStore, StoreConfig};
+use engine::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
 use parking_lot::Mutex;
+use pipeline::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use pki::{Expected, Identity};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -27,10 +27,11 @@ use proto::served_model::{ModelTask, ServedModel};
 use proto::shard::{MAX_STRUCK, ShippingReport};
 use proto::worker::{LoadReport, Register, WorkerInfo, WorkerState, WorkerStatus};
 use speech::{Bundle, Operations, SessionLimits};
+use std::fmt::Display;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -326,13 +327,13 @@ impl WorkerService {
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let epoch = current_epoch();
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
-        let quic = if config.pool.is_some() { crate::pipeline::attentive(quic) } else { quic };
+        let quic = if config.pool.is_some() { pipeline::attentive(quic) } else { quic };
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
         let (bundles, limits) = (config.bundles, config.sessions);
         let operations =
-            move || Operations::load(&bundles, limits, crate::load::environment, crate::cgroup::cpus());
+            move || Operations::load(&bundles, limits, crate::load::environment, engine::cgroup::cpus());
         let operations =
-            tokio::task::spawn_blocking(operations).await.map_err(|_| Error::EngineStopped)??;
+            tokio::task::spawn_blocking(operations).await.map_err(|_| engine::Error::EngineStopped)??;
         let shipping = ShippingMetrics::default();
         let mut registry = Registry::default();
         shipping.register(&mut registry);
@@ -355,10 +356,12 @@ impl WorkerService {
             shipping.clone(),
         ));
         let shipper = Arc::new(Shipper::new(Arc::clone(&endpoint), &config.shipping, shipping.clone()));
-        let listener = tokio::net::TcpListener::bind(config.ops)
-            .await
-            .map_err(|source| Error::Io { what: format!("cannot listen on {}", config.ops), source })?;
-        let ops = listener.local_addr().map_err(|source| Error::Io { what: "ops address".into(), source })?;
+        let listener = tokio::net::TcpListener::bind(config.ops).await.map_err(|source| {
+            engine::Error::Io { what: format!("cannot listen on {}", config.ops), source }
+        })?;
+        let ops = listener
+            .local_addr()
+            .map_err(|source| engine::Error::Io { what: "ops address".into(), source })?;
         let pool = match config.pool {
             None => None,
             Some(PoolOffer { memory, bandwidth, compute }) => {
@@ -369,8 +372,9 @@ impl WorkerService {
                         let digest = crate::load::model_digest(&path, &options)?;
                         Ok::<_, Error>((digest, crate::load::offered_drafter(&path, &options)?))
                     };
-                    let digests =
-                        tokio::task::spawn_blocking(read_digests).await.map_err(|_| Error::EngineStopped)?;
+                    let digests = tokio::task::spawn_blocking(read_digests)
+                        .await
+                        .map_err(|_| engine::Error::EngineStopped)?;
                     let (digest, offered) = digests?;
                     files.push(OfferedModelFile { model: id, digest });
                     drafter = offered;
@@ -438,7 +442,7 @@ impl WorkerService {
             (None, None) if !context.operations.is_empty() => Ok((Loaded::Nothing, None)),
             (None, None) => {
                 let reason = "a worker that is not in the pool needs a model or operations".to_owned();
-                Err(Error::Config { option: "model", reason })
+                Err(engine::Error::Config { option: "model", reason }.into())
             }
         };
         match loaded {
@@ -571,29 +575,16 @@ impl Node {
                 false => Err(Error::OtherKey),
             };
         }
-        let loaded = prepared.take().ok_or(Error::EngineStopped)?;
+        let loaded = prepared.take().ok_or(engine::Error::EngineStopped)?;
         let runner = Runner::start(loaded, &key, epoch, self.stall_floor, self.failure_handler())?;
         self.engine.send_replace(Some((key, runner.clone())));
         Ok(runner)
     }
 
-    /// Handler for an engine failure. Forwards the reason so that another epoch can start, or ends the
-    /// process if there is no receiver or the device is lost.
+    /// Handler for an engine failure: see [`end_epoch`].
     fn failure_handler(self: &Arc<Self>) -> Broken {
         let (node, reason_tx) = (Arc::downgrade(self), self.broken.clone());
-        Box::new(move |error| {
-            let lost = error.is_device_lost();
-            // Close the connections first, so that coordinators treat running requests as lost and not as
-            // refused.
-            if let Some(node) = node.upgrade() {
-                node.close_links(if lost { CloseCode::DeviceLost } else { CloseCode::Shutdown });
-            }
-            match reason_tx {
-                // The send fails if the epoch has already ended.
-                Some(reason_tx) if !lost => drop(reason_tx.send(error.to_string())),
-                _ => end_process(error),
-            }
-        })
+        Box::new(move |error| end_epoch(&node, reason_tx.as_ref(), error, error.exit_code()))
     }
 
     fn state(&self) -> WorkerState {
@@ -645,7 +636,7 @@ impl Node {
             stalled_ms: engine.as_ref().map_or(0, |engine| engine.stalled().as_millis() as u64),
             prefill_rate: load.prefill_rate,
             step_ms: load.step_ms,
-            rss: crate::memory::resident_bytes(),
+            rss: engine::memory::resident_bytes(),
             pulls: match &engine {
                 Some(Runner::Generates(engine)) => engine.transfers().report(),
                 Some(Runner::Encodes(_) | Runner::Waits(_)) | None => PullReport::default(),
@@ -682,5 +673,25 @@ impl Node {
     /// Ready: the engine runs, a coordinator has accepted this worker, and the worker does not drain.
     fn ready(&self) -> bool {
         self.state() == WorkerState::Ready && *self.joined.borrow() > 0 && self.alive()
+    }
+}
+
+/// Ends a node's epoch after an unrecoverable error: sends the reason to `reason_tx` so that another epoch can
+/// start, or ends the process with `exit_code` if there is no receiver or the device is lost.
+fn end_epoch(
+    node: &Weak<Node>,
+    reason_tx: Option<&mpsc::UnboundedSender<String>>,
+    error: &dyn Display,
+    exit_code: i32,
+) {
+    let lost = exit_code == EXIT_DEVICE_LOST;
+    // Close the connections first, so that coordinators treat running requests as lost and not as refused.
+    if let Some(node) = node.upgrade() {
+        node.close_links(if lost { CloseCode::DeviceLost } else { CloseCode::Shutdown });
+    }
+    match reason_tx {
+        // The send fails if the epoch has already ended.
+        Some(reason_tx) if !lost => drop(reason_tx.send(error.to_string())),
+        _ => end_process(error, exit_code),
     }
 }

@@ -4,6 +4,10 @@ use crate::pulls::{PullRates, PullRequest, Pulling, Pulls};
 use crate::rates::Rates;
 use crate::routers::EPOCH;
 use anyhow::{Context, Result, anyhow};
+use engine::kv_cache::{CacheSpec, GroupKind, GroupSpec};
+use engine::scheduler::{
+    LogitRows, QueuePosition, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan,
+};
 use proto::block::{BlockId, ClusterKey};
 use proto::event::KvEvent;
 use proto::message::{PullReport, TenantTurn};
@@ -11,10 +15,6 @@ use proto::pull::SENDS_AT_ONCE;
 use proto::worker::{LoadReport, WorkerState};
 use std::collections::HashMap;
 use std::time::Duration;
-use worker::kv_cache::{CacheSpec, GroupKind, GroupSpec};
-use worker::scheduler::{
-    LogitRows, QueuePosition, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan,
-};
 
 /// Configuration of a worker.
 #[derive(Debug, Clone, Copy)]
@@ -200,7 +200,7 @@ impl Node {
         let Some(plan) = self.scheduler.plan().map_err(|broken| anyhow!("{broken}"))? else {
             return Ok(None);
         };
-        let is_prompt = |s: &worker::scheduler::PlannedSequence| {
+        let is_prompt = |s: &engine::scheduler::PlannedSequence| {
             self.live.get(&s.id).is_some_and(|live| s.context_before < live.prompt)
         };
         let (seconds, prompt_rows) = self.build.rates.of(&plan, is_prompt);

@@ -1,11 +1,11 @@
-//! KV transfers as workers make and serve them (`worker/src/engine/kv_receive.rs`,
+//! KV transfers as workers make and serve them (`worker/engine/src/engine/kv_receive.rs`,
 //! `worker/src/service/peers.rs`), with simulated time and no data. A transfer waits for the holder's gap
 //! between two steps, then for its link, then for the requesting worker's step.
 
+use engine::scheduler::Scheduler;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use std::sync::Arc;
 use std::time::Duration;
-use worker::scheduler::Scheduler;
 
 /// Fewest tokens that a pull must save.
 const MIN_GAIN: u32 = 32;

@@ -1,10 +1,10 @@
 //! Step times: a linear model fitted to measurements of `kvasir bench`.
 
 use anyhow::{Context, Result, bail};
+use engine::scheduler::StepPlan;
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
-use worker::scheduler::StepPlan;
 
 /// Prompt rows per step of the bench; its default.
 const BENCH_CHUNK: f64 = 512.0;
@@ -79,7 +79,7 @@ impl Rates {
     pub(crate) fn of(
         &self,
         plan: &StepPlan,
-        is_prompt: impl Fn(&worker::scheduler::PlannedSequence) -> bool,
+        is_prompt: impl Fn(&engine::scheduler::PlannedSequence) -> bool,
     ) -> (f64, u32) {
         let mut counts = [1.0, 0.0, 0.0, 0.0];
         let mut prompt_rows = 0;

@@ -87,7 +87,7 @@ fn sec_unsafe_is_listed() {
         "tests/src/signal.rs",
         "tests/src/testnet/host.rs",
         "tests/src/testnet/switch.rs",
-        "worker/src/memory.rs",
+        "worker/engine/src/memory.rs",
     ];
     let manifest = fs::read_to_string(root().join("Cargo.toml")).unwrap();
     assert!(manifest.lines().any(|line| line.replace(' ', "") == "unsafe_code=\"deny\""), "it is not denied");

@@ -63,7 +63,7 @@ fn the_code_and_the_document_name_the_same_metrics() {
     let code: String = [
         "coordinator/dispatch/src/metrics",
         "coordinator/consensus/src/telemetry",
-        "worker/src/telemetry",
+        "worker/engine/src/telemetry",
         "worker/speech/src/metrics",
     ]
     .iter()

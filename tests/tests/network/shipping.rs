@@ -21,7 +21,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 use transport::{Endpoint, EndpointConfig, Incoming, ShardCall};
 
-/// Maximum bytes in flight of a worker with one lane (`worker::weight_distribution::schedule::Limits`).
+/// Maximum bytes in flight of a worker with one lane (`pipeline::weight_distribution::schedule::Limits`).
 const WINDOW: u64 = 32 << 20;
 /// Maximum bytes in flight of a worker with four lanes.
 const WINDOW_OF_FOUR: u64 = 64 << 20;

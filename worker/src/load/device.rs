@@ -1,11 +1,11 @@
 //! Selects the compute device and determines whose memory weights and caches use.
 
 use super::{EngineOptions, environment, threads};
-use crate::Error;
 use crate::defaults::HostGpu;
-use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
-use crate::memory::GroupMemory;
 use cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, Device, Gpu, Survey, gpus};
+use engine::Error;
+use engine::kv_cache::memory::{MemInfo, ProcMemInfo};
+use engine::memory::GroupMemory;
 use kernels::backend::{Backend, MemoryUse};
 use std::io;
 
@@ -216,10 +216,10 @@ impl Memory {
     pub(super) fn total_bytes(self) -> u64 {
         match self {
             Self::Host => {
-                let total = crate::memory::total_bytes();
+                let total = engine::memory::total_bytes();
                 GroupMemory::read().map_or(total, |group| group.limit.min(total))
             }
-            Self::Unified => crate::memory::total_bytes(),
+            Self::Unified => engine::memory::total_bytes(),
             Self::Own { total, .. } => total,
         }
     }

@@ -5,15 +5,15 @@ use super::{
     load_decoder,
 };
 use crate::Error;
-use crate::decoder::Decoder;
-use crate::engine::DraftModel;
-use crate::kv_cache::memory::MemoryFloor;
-use crate::pipeline::LastStageDrafter;
-use crate::speculation::SpeculativeMethod;
-use crate::weight_distribution::Arrivals;
-use crate::weights::TensorSource;
+use engine::decoder::Decoder;
+use engine::engine::DraftModel;
+use engine::kv_cache::memory::MemoryFloor;
+use engine::speculation::SpeculativeMethod;
+use engine::weights::TensorSource;
 use model::costs::{DrafterCosts, DrafterStage};
 use model::spec::{AssistantSpec, MtpHeadSpec};
+use pipeline::LastStageDrafter;
+use pipeline::weight_distribution::Arrivals;
 use proto::placement::{Drafter, OfferedDrafter};
 use proto::stage::StageDrafter;
 use std::path::Path;
@@ -33,14 +33,14 @@ const ROWS: usize = 512;
 /// The MTP head of the model in `file`, which has architecture `arch`.
 ///
 /// # Errors
-/// [`Error::Config`] if the model has none.
+/// [`engine::Error::Config`] if the model has none.
 pub(super) fn mtp_head(file: &ModelFile, arch: &str) -> Result<MtpHeadSpec, Error> {
     MtpHeadSpec::from_file(file)?.ok_or_else(|| {
         let reason = format!(
             "draft-mtp uses the model's own MTP head, and this {arch} has none \
              ({arch}.nextn_predict_layers is not there or 0); a drafter's file is named by draft-mtp:MODEL"
         );
-        Error::Config { option: "spec", reason }
+        engine::Error::Config { option: "spec", reason }.into()
     })
 }
 
@@ -56,7 +56,7 @@ pub(super) fn drafter(
     let admit = |purpose: &'static str, bytes: u64| {
         let memory = Memory::of(options)?.behind(decoder.backend().memory(), options)?;
         let admitted = floor.admit(&memory, purpose, bytes);
-        admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
+        Ok::<_, Error>(admitted.map_err(|refused| engine::Error::KvMemory { reason: refused.to_string() })?)
     };
     match &options.speculative_method {
         SpeculativeMethod::Off => Ok(LoadedDrafter::Off),
@@ -101,7 +101,7 @@ fn load_mtp_head(
     sequences: usize,
 ) -> Result<(), Error> {
     let spec = mtp_head(file, &decoder.spec().arch)?;
-    with_source(options, file, |source| decoder.load_mtp_head(&spec, source, sequences))
+    Ok(with_source(options, file, |source| decoder.load_mtp_head(&spec, source, sequences))?)
 }
 
 /// Loads a drafter that reads the caches in the decoder. The first file is the model, the second the drafter.
@@ -114,9 +114,9 @@ fn load_assistant(
 ) -> Result<(), Error> {
     let arrivals = options.arrivals.as_ref().map(Arrivals::of_drafter);
     let of_drafter = EngineOptions { arrivals, ..options.clone() };
-    with_source(options, model, |model| {
+    Ok(with_source(options, model, |model| {
         with_source(&of_drafter, drafter, |drafter| decoder.load_assistant(spec, (drafter, model), rows))
-    })
+    })?)
 }
 
 /// Opens a drafter that reads a model's caches.
@@ -138,8 +138,10 @@ fn draft_model(path: &Path) -> Result<(ModelFile, ModelSpec), Error> {
 /// model. Errors of the shard store stay, since missing chunks can be fetched again.
 fn of_file<T>(path: &Path, read: Result<T, impl Into<Error>>) -> Result<T, Error> {
     read.map_err(|error| match error.into() {
-        error @ Error::Model(model::Error::Store(_)) => error,
-        error => Error::Config { option: "spec", reason: format!("{}: {error}", path.display()) },
+        error @ Error::Engine(engine::Error::Model(model::Error::Store(_))) => error,
+        error => {
+            engine::Error::Config { option: "spec", reason: format!("{}: {error}", path.display()) }.into()
+        }
     })
 }
 
@@ -151,7 +153,7 @@ pub(crate) fn digest_of(path: &Path, options: &EngineOptions) -> Result<[u8; 32]
 /// Costs of the drafter `speculative_method` next to the model in `file`. `None` for drafters without costs.
 ///
 /// # Errors
-/// [`Error::Config`] for a drafter of another model, or a model without an MTP head.
+/// [`engine::Error::Config`] for a drafter of another model, or a model without an MTP head.
 pub(super) fn costs(
     speculative_method: &SpeculativeMethod,
     (file, spec): (&ModelFile, &ModelSpec),
@@ -213,7 +215,7 @@ fn with_source<T>(options: &EngineOptions, file: &ModelFile, load: impl FnOnce(&
 /// there.
 ///
 /// # Errors
-/// [`Error::Config`] for a drafter of another model.
+/// [`engine::Error::Config`] for a drafter of another model.
 pub(super) fn from_layer(
     speculative_method: &SpeculativeMethod,
     spec: &ModelSpec,
@@ -225,7 +227,7 @@ pub(super) fn from_layer(
 
 fn of_another_model(path: &Path) -> Error {
     let reason = format!("{} is a drafter for layers that this model does not have", path.display());
-    Error::Config { option: "spec", reason }
+    engine::Error::Config { option: "spec", reason }.into()
 }
 
 /// The drafter that the last stage of the model with `spec` must load. `None` if the first stage drafts.
@@ -253,7 +255,7 @@ pub(super) fn last_stage_drafter(
 /// the drafter's file, if it has one.
 ///
 /// # Errors
-/// [`Error::Config`] if the drafter does not fit the stage's layers.
+/// [`engine::Error::Config`] if the drafter does not fit the stage's layers.
 pub(super) fn at_last_stage(
     drafter: StageDrafter,
     options: &EngineOptions,
@@ -264,13 +266,14 @@ pub(super) fn at_last_stage(
         return load_mtp_head(options, file, decoder, sequences as usize);
     }
     let SpeculativeMethod::Assistant(path) = &options.speculative_method else {
-        return Err(Error::Invariant("this stage runs the drafter, but has no drafter file".to_owned()));
+        let reason = "this stage runs the drafter, but has no drafter file".to_owned();
+        return Err(engine::Error::Invariant(reason).into());
     };
     let (own, spec) = assistant(path)?;
     let floor = MemoryFloor { bytes: crate::defaults::floor(host(options)?).value };
     let memory = Memory::of(options)?;
     let admitted = floor.admit(&memory, "the drafter", own.total_tensor_bytes());
-    admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })?;
+    admitted.map_err(|refused| engine::Error::KvMemory { reason: refused.to_string() })?;
     load_assistant(options, (file, &own), &spec, decoder, usize::MAX)
 }
 
@@ -289,5 +292,5 @@ fn check_vocabulary(
         "the vocabulary of the drafter {} ({vocab} tokens) differs from the model's ({expected})",
         path.display()
     );
-    Err(Error::Config { option: "spec", reason })
+    Err(engine::Error::Config { option: "spec", reason }.into())
 }

@@ -6,9 +6,9 @@ use super::{
 };
 use crate::Error;
 use crate::defaults::Defaults;
-use crate::encoder::{Encoder, Layout, Limits, task};
-use crate::kv_cache::memory::{MemoryFloor, MemoryRefused};
-use crate::scheduler::MAX_CONTEXT;
+use engine::encoder::{Encoder, Layout, Limits, task};
+use engine::kv_cache::memory::{MemoryFloor, MemoryRefused};
+use engine::scheduler::MAX_CONTEXT;
 use kernels::isa::Isa;
 use model::ModelFile;
 use model::spec::ModelSpec;
@@ -59,7 +59,7 @@ impl Read {
         {
             let reason =
                 format!("the model returns {width} values for a text, must be 1 to {MAX_ENCODED_WIDTH}");
-            return Err(Error::Config { option: "model", reason });
+            return Err(engine::Error::Config { option: "model", reason }.into());
         }
         let tokenizer = Arc::new(Tokenizer::from_metadata(file.metadata())?);
         let Plan { defaults, .. } = plan_for(&file, &spec, options)?;
@@ -84,7 +84,7 @@ pub(super) fn onnx_encoder(
     let Read { file: gguf, spec, tokenizer, defaults, limits } = Read::new(path, options)?;
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let bytes = std::fs::metadata(file).map_or(0, |file| file.len());
-    let refused = |refused: MemoryRefused| Error::KvMemory { reason: refused.to_string() };
+    let refused = |refused: MemoryRefused| engine::Error::KvMemory { reason: refused.to_string() };
     floor.admit(&Memory::of(options)?, "weights", bytes).map_err(refused)?;
     let (model_digest, runs) = (digest(&gguf, options)?, file_digest(file)?);
     let hex = |digest: &[u8; 32]| digest[..8].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
@@ -98,15 +98,15 @@ pub(super) fn onnx_encoder(
         block_tokens: options.block_tokens as u32,
         task: task(&spec),
     };
-    let threads = options.threads.unwrap_or_else(|| crate::cgroup::cpus().get());
+    let threads = options.threads.unwrap_or_else(|| engine::cgroup::cpus().get());
     let threads = (threads, options.cpus.as_deref());
-    Encoder::of_onnx(file, operation, &spec, tokenizer, limits, served, threads)
+    Ok(Encoder::of_onnx(file, operation, &spec, tokenizer, limits, served, threads)?)
 }
 
 fn file_digest(path: &Path) -> Result<[u8; 32], Error> {
     let mut hasher = blake3::Hasher::new();
     let read = std::fs::File::open(path).and_then(|file| hasher.update_reader(file).map(drop));
-    read.map_err(|source| Error::Io { what: format!("cannot read {}", path.display()), source })?;
+    read.map_err(|source| engine::Error::Io { what: format!("cannot read {}", path.display()), source })?;
     Ok(hasher.finalize().into())
 }
 
@@ -119,7 +119,7 @@ pub(super) fn kernel_encoder(
     let Read { file: gguf, spec, tokenizer, defaults, limits } = Read::new(path, options)?;
     let Limits { text_tokens, step_tokens, step_texts, .. } = limits;
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
-    let refused = |refused: MemoryRefused| Error::KvMemory { reason: refused.to_string() };
+    let refused = |refused: MemoryRefused| engine::Error::KvMemory { reason: refused.to_string() };
     let memory = Memory::of(options)?;
     floor.admit(&memory, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
     let model_digest = digest(&gguf, options)?;
@@ -130,7 +130,7 @@ pub(super) fn kernel_encoder(
     let bytes = layout.bytes() as u64;
     if let Some(limit) = options.kv_bytes.filter(|limit| *limit < bytes) {
         let reason = format!("a step of {step_tokens} tokens needs {bytes} bytes, the limit is {limit}");
-        return Err(Error::KvMemory { reason });
+        return Err(engine::Error::KvMemory { reason }.into());
     }
     let memory = memory.behind(decoder.backend().memory(), options)?;
     floor.admit(&memory, "keys and values of a step", bytes).map_err(refused)?;

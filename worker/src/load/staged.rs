@@ -1,8 +1,8 @@
 //! Loads weights where they share memory with the page cache of their file, as on a GPU with unified memory.
 
-use crate::Error;
-use crate::kv_cache::memory::{MemInfo, MemoryFloor};
-use crate::weights::{TensorSource, TensorView};
+use engine::Error;
+use engine::kv_cache::memory::{MemInfo, MemoryFloor};
+use engine::weights::{TensorSource, TensorView};
 use std::cell::RefCell;
 
 /// A source that reads one tensor at a time. Before each tensor it checks that there is memory for it, since

@@ -5,12 +5,12 @@ use super::{
     base_class, drafter, environment, generates, load_decoder, plan, prepare_on,
 };
 use crate::Error;
-use crate::decoder::Decoder;
 use crate::defaults::{MIB, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE, arena_cap, max_sequences};
-use crate::kv_cache::memory::MemoryFloor;
-use crate::pipeline::{Replica, stage_ranges};
-use crate::speculation::SpeculativeMethod;
+use engine::decoder::Decoder;
+use engine::kv_cache::memory::MemoryFloor;
+use engine::speculation::SpeculativeMethod;
 use kernels::backend::BackendInfo;
+use pipeline::{Replica, stage_ranges};
 use proto::stage::StageDrafter;
 use std::ops::Range;
 use std::path::Path;
@@ -20,8 +20,8 @@ use std::path::Path;
 /// the replica's runtime.
 ///
 /// # Errors
-/// [`Error::Shards`] if the model cannot be cut into that many ranges, [`Error::StageLost`] if another stage
-/// refuses or fails.
+/// [`Error::Shards`] if the model cannot be cut into that many ranges,
+/// [`engine::Error::StageLost`] if another stage refuses or fails.
 pub fn open_replica(
     path: &Path,
     options: &EngineOptions,
@@ -34,9 +34,9 @@ pub fn open_replica(
 
 /// Refuses options that do not work with several stages.
 fn check_options(options: &EngineOptions) -> Result<(), Error> {
-    if options.placement == crate::kv_cache::Placement::Contiguous {
+    if options.placement == engine::kv_cache::Placement::Contiguous {
         let reason = "consecutive blocks require that all layers are in one process".to_owned();
-        return Err(Error::Config { option: "contiguous", reason });
+        return Err(engine::Error::Config { option: "contiguous", reason }.into());
     }
     Ok(())
 }
@@ -77,20 +77,21 @@ pub(crate) fn prepare_replica(
 /// Checks that the model in a file can be cut into `shards` layer ranges with this drafter.
 ///
 /// # Errors
-/// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that does not generate text; [`Error::Config`]
-/// for a drafter of another model.
+/// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that does not generate text;
+/// [`engine::Error::Config`] for a drafter of another model.
 pub fn check_shards(path: &Path, speculative_method: &SpeculativeMethod, shards: usize) -> Result<(), Error> {
     let spec = ModelSpec::from_file(&ModelFile::open(path)?)?;
     generates(&spec)?;
-    stage_ranges(&spec, drafter::from_layer(speculative_method, &spec)?, shards).map(drop)
+    stage_ranges(&spec, drafter::from_layer(speculative_method, &spec)?, shards)?;
+    Ok(())
 }
 
 /// Loads a layer range and its drafter if the numeric class is `class`. Returns the actual class; the decoder
 /// is `None` if it differs.
 ///
 /// # Errors
-/// [`Error::StageStep`] for a range that cannot be cut out, [`Error::Config`] for a drafter that does not
-/// fit.
+/// [`engine::Error::StageStep`] for a range that cannot be cut out, [`engine::Error::Config`] for a drafter
+/// that does not fit.
 pub(crate) fn stage(
     path: &Path,
     options: &EngineOptions,
@@ -104,7 +105,7 @@ pub(crate) fn stage(
     let ends = |layer: usize| layer == spec.layers.len() || cuts.contains(&layer);
     if layers.is_empty() || !cuts.contains(&layers.start) || !ends(layers.end) {
         let reason = format!("layers {layers:?} cannot be cut out of {}", spec.layers.len());
-        return Err(Error::StageStep { reason });
+        return Err(engine::Error::StageStep { reason }.into());
     }
     let backend = backend(options, &environment)?;
     let own = self::class(backend.info(), &gguf.digest()?, options);
@@ -123,7 +124,7 @@ pub(crate) fn stage(
 pub(crate) fn admit_kv(path: &Path, options: &EngineOptions, bytes: u64) -> Result<(), Error> {
     let floor = MemoryFloor { bytes: plan(path, options)?.defaults.floor_bytes.value };
     let admitted = floor.admit(&Memory::of(options)?, "a stage's KV cache", bytes);
-    admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
+    Ok(admitted.map_err(|refused| engine::Error::KvMemory { reason: refused.to_string() })?)
 }
 
 /// The numeric class that all stages of a replica must share. It contains the requested state type, because
@@ -133,5 +134,25 @@ pub(super) fn class(info: &BackendInfo, model_digest: &[u8; 32], options: &Engin
     match options.state_type.class() {
         Some(state) => format!("{class}/{state}"),
         None => class,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stage_of_another_numeric_class_is_not_loaded() {
+        let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+        let options = EngineOptions { threads: Some(1), max_rows: Some(8), ..EngineOptions::default() };
+        for arch in ["llama", "granitehybrid", "gemma4"] {
+            let path = tiny.join(arch).join(format!("{arch}-f32.gguf"));
+            let spec = ModelSpec::from_file(&ModelFile::open(&path).unwrap()).unwrap();
+            let layers = spec.cut_points()[0]..spec.layers.len();
+            let (class, other) = stage(&path, &options, layers.clone(), ("another", None)).unwrap();
+            assert!(other.is_none(), "{arch}: a stage of class {class}");
+            let (_, own) = stage(&path, &options, layers.clone(), (&class, None)).unwrap();
+            assert_eq!(own.unwrap().spec().arch, spec.arch);
+        }
     }
 }

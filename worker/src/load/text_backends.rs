@@ -4,7 +4,7 @@
 use super::encoder::{kernel_encoder, onnx_encoder};
 use super::{DeviceChoice, EngineOptions, Progress};
 use crate::Error;
-use crate::encoder::Encoder;
+use engine::encoder::Encoder;
 use kernels::backend::KvType;
 use kernels::registry::{Operation as Served, Refusal, Registry};
 use proto::operation::Operation;
@@ -53,7 +53,7 @@ where
 {
     let kernels: Box<LoadEncoder> =
         Box::new(|model, progress| kernel_encoder(&model.path, &model.options, progress));
-    let fault = |refusal: Refusal| Error::Config { option: "operation", reason: refusal.to_string() };
+    let fault = |refusal: Refusal| engine::Error::Config { option: "operation", reason: refusal.to_string() };
     let onnx: Box<LoadEncoder> = Box::new(move |model, _| {
         let file = the_file(&model.folder(operation), "").map_err(fault)?;
         onnx_encoder(&model.path, &file, operation, &model.options)
@@ -114,7 +114,7 @@ pub(super) fn load_encoder(
         Operation::Rerank => rerank().select(model, environment)?.service()(model, progress),
         other => {
             let reason = format!("{other} is not for texts");
-            Err(Error::Config { option: "operation", reason })
+            Err(engine::Error::Config { option: "operation", reason }.into())
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Lets the first stage read and write this stage's blocks. Blocks are named by number. Every order is
 //! checked. The compute thread executes it, between two steps or between two layers of a step.
 
-use crate::Error;
-use crate::decoder::{Blocks, LayerState};
-use crate::kv_cache::{NULL_OFFSET, Slabs};
-use crate::pipeline::activations;
+use engine::Error;
+use engine::decoder::{Blocks, LayerState};
+use engine::kv_cache::{NULL_OFFSET, Slabs};
+use pipeline::activations;
 use proto::stage::ActivationType;
 use proto::stage::blocks::{StageBlock, StageBlocksOrder, StageBlocksReport, StageLayerState};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -63,7 +63,7 @@ impl BlockServer {
         &mut self,
         order: StageBlocksOrder,
         call: &mut StageBlocksCall,
-    ) -> Result<Option<(StageBlocksReport, Vec<u8>)>, Error> {
+    ) -> Result<Option<(StageBlocksReport, Vec<u8>)>, crate::Error> {
         match order {
             StageBlocksOrder::Read(blocks) => {
                 let (locations, all) = self.locate(&blocks)?;
@@ -95,7 +95,7 @@ impl BlockServer {
             StageBlocksOrder::Behind(step) => {
                 // The wait fails if the compute thread has ended.
                 let counted = self.counted.wait_for(|counted| *counted >= step).await;
-                counted.map(|_| None).map_err(|_| Error::EngineStopped)
+                Ok(counted.map(|_| None).map_err(|_| Error::EngineStopped)?)
             }
             StageBlocksOrder::States(number) => {
                 let group = self.block_bytes.len().saturating_sub(1);

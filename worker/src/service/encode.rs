@@ -2,8 +2,8 @@
 
 use super::Node;
 use super::runner::Runner;
-use crate::encoder::Text;
-use crate::encoder::thread::EncodeResult;
+use engine::encoder::Text;
+use engine::encoder::thread::EncodeResult;
 use proto::message::{EncodeRequest, EncodeText, GenerateError};
 use proto::trace::follow;
 use proto::worker::WorkerState;

@@ -1,8 +1,8 @@
 //! Refuses new work while free memory is low. A host whose GPU shares its memory locks up when it runs out
 //! (fault F22).
 
-use crate::kv_cache::memory::{HostFloor, MemoryFloor};
-use crate::telemetry::HostMetrics;
+use engine::kv_cache::memory::{HostFloor, MemoryFloor};
+use engine::telemetry::HostMetrics;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

@@ -3,11 +3,11 @@
 use super::Node;
 use super::peers::Holder;
 use super::runner::Runner;
-use crate::Error;
-use crate::engine::thread::EngineHandle;
-use crate::engine::{EngineRequest, Sink};
-use crate::pull::Source;
-use crate::scheduler::SeqId;
+use engine::Error;
+use engine::engine::thread::EngineHandle;
+use engine::engine::{EngineRequest, Sink};
+use engine::pull::Source;
+use engine::scheduler::SeqId;
 use proto::message::{GenerateError, GenerateFrame, GrammarSpec, MAX_TOKENS_PER_FRAME};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;

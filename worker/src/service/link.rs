@@ -2,7 +2,8 @@
 //! opens.
 
 use super::runner::Runner;
-use super::{Node, Offer, UnderWay, encode, generate, operation, sequences};
+use super::{Node, Offer, UnderWay, encode, end_epoch, generate, operation, sequences};
+use engine::engine::thread::EXIT_BROKEN;
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::log::Repeats;
@@ -63,7 +64,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
             // No coordinator with the earlier key is connected any more: end this epoch, so that the next one
             // starts with the key in use.
             if matches!(error, crate::Error::OtherKey) && *node.joined.borrow() == 0 {
-                node.failure_handler()(&error);
+                end_epoch(&Arc::downgrade(node), node.broken.as_ref(), &error, EXIT_BROKEN);
             }
             return;
         }

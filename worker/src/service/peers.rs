@@ -5,11 +5,11 @@
 
 use super::Node;
 use super::runner::Runner;
-use crate::engine::kv_send::SentPiece;
-use crate::engine::thread::EngineHandle;
-use crate::pieces::Namer;
-use crate::pull::{PullDelivery, PullFailure, PullOrder, Source};
-use crate::telemetry::Direction;
+use engine::engine::kv_send::SentPiece;
+use engine::engine::thread::EngineHandle;
+use engine::pieces::Namer;
+use engine::pull::{PullDelivery, PullFailure, PullOrder, Source};
+use engine::telemetry::Direction;
 use parking_lot::Mutex;
 use pki::Expected;
 use proto::ids::{NodeId, Role};

@@ -9,11 +9,11 @@
 use super::{Loaded, Node, NodeContext, NodeRun, current_epoch};
 use crate::Error;
 use crate::load::{self, EngineOptions, Prepared};
-use crate::pipeline::{Claims, Replica, ReplicaClaim};
 use crate::rank_server::{Holds, RankServer, StageConfig};
-use crate::speculation::SpeculativeMethod;
-use crate::weight_distribution::{Shipper, WantedLayers};
+use engine::speculation::SpeculativeMethod;
 use parking_lot::Mutex;
+use pipeline::weight_distribution::{Shipper, WantedLayers};
+use pipeline::{Claims, Replica, ReplicaClaim};
 use pki::Identity;
 use proto::ids::Epoch;
 use proto::placement::{
@@ -176,7 +176,9 @@ impl Pool {
     /// Path of the planned model's file. Fetches its manifest from other workers if this worker has no file
     /// of its own.
     async fn locate(&self, lead: &Lead) -> Result<PathBuf, Error> {
-        let Some(path) = &self.model_path else { return self.shipper.locate(&lead.model_digest).await };
+        let Some(path) = &self.model_path else {
+            return Ok(self.shipper.locate(&lead.model_digest).await?);
+        };
         let (own, options) = (path.clone(), self.engine.clone());
         // The file may have been replaced since it was offered.
         let found = tokio::task::spawn_blocking(move || load::model_digest(&own, &options)).await;
@@ -184,7 +186,7 @@ impl Pool {
             return Ok(path.clone());
         }
         let reason = "this worker's file differs from the plan's model".to_owned();
-        Err(Error::Config { option: "model", reason })
+        Err(engine::Error::Config { option: "model", reason }.into())
     }
 
     /// How the replica drafts, with the path of the draft model. The order's drafter takes precedence over
@@ -248,8 +250,8 @@ impl Pool {
                 forming.await
             }
         };
-        let prepared = formed.map_err(|_| Error::EngineStopped)?;
-        if let Err(Error::StageLost(stage_lost)) = &prepared
+        let prepared = formed.map_err(|_| engine::Error::EngineStopped)?;
+        if let Err(Error::Engine(engine::Error::StageLost(stage_lost))) = &prepared
             && let transport::Error::StageClaimed(ClaimRefusal::Stale { plan_index, epoch: latest }) =
                 &stage_lost.source
             && *plan_index == lead.plan_index
@@ -262,10 +264,11 @@ impl Pool {
 }
 
 fn another_plan() -> Error {
-    Error::Config {
+    engine::Error::Config {
         option: "model",
         reason: "another plan arrived while the model was being fetched".to_owned(),
     }
+    .into()
 }
 
 /// An epoch after `last`.

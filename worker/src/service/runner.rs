@@ -2,10 +2,10 @@
 
 use super::Loaded;
 use crate::Error;
-use crate::encoder::thread::EncoderHandle;
-use crate::engine::EngineLoad;
-use crate::engine::thread::{Broken, EngineHandle};
-use crate::kv_events::EventLog;
+use engine::encoder::thread::EncoderHandle;
+use engine::engine::EngineLoad;
+use engine::engine::thread::{Broken, EngineHandle};
+use engine::kv_events::EventLog;
 use parking_lot::Mutex;
 use proto::block::ClusterKey;
 use proto::ids::Epoch;
@@ -50,9 +50,11 @@ impl Runner {
         match loaded {
             Loaded::Generator(prepared) => {
                 let engine = prepared.engine(key.clone(), epoch)?;
-                EngineHandle::start_with(engine, stall_floor, Some(broken)).map(Self::Generates)
+                Ok(Self::Generates(EngineHandle::start_with(engine, stall_floor, Some(broken))?))
             }
-            Loaded::Encoder(encoder) => EncoderHandle::start(*encoder, epoch, stall_floor).map(Self::Encodes),
+            Loaded::Encoder(encoder) => {
+                Ok(Self::Encodes(EncoderHandle::start(*encoder, epoch, stall_floor)?))
+            }
             Loaded::Nothing => {
                 let events = Mutex::new(EventLog::new(epoch, 0));
                 Ok(Self::Waits(Arc::new(Waiting { events, updates: watch::Sender::new(0) })))

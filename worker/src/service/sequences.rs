@@ -3,9 +3,9 @@
 
 use super::Node;
 use super::runner::Runner;
-use crate::engine::resume::{Reply, SequenceKey};
-use crate::engine::thread::EngineHandle;
-use crate::snapshot::Snapshot;
+use engine::engine::resume::{Reply, SequenceKey};
+use engine::engine::thread::EngineHandle;
+use engine::snapshot::Snapshot;
 use proto::sequence::{
     MAX_LISTED, SequenceError, SequenceInfo, SequenceList, SequenceOperation, SequenceReply, SequenceRequest,
 };
@@ -162,7 +162,7 @@ async fn restore(
 /// Runs a call on the engine's thread that needs no step.
 async fn call_engine<T: Send + 'static>(
     engine: &EngineHandle,
-    call: impl FnOnce(&mut crate::engine::Engine) -> T + Send + 'static,
+    call: impl FnOnce(&mut engine::engine::Engine) -> T + Send + 'static,
 ) -> Result<T, SequenceError> {
     engine.call(call).await.map_err(|_| SequenceError::Internal)
 }
@@ -170,7 +170,7 @@ async fn call_engine<T: Send + 'static>(
 /// Runs a call on the engine's thread that may need steps before it replies.
 async fn computed<T: Send + 'static>(
     engine: &EngineHandle,
-    call: impl FnOnce(&mut crate::engine::Engine, Reply<T>) + Send + 'static,
+    call: impl FnOnce(&mut engine::engine::Engine, Reply<T>) + Send + 'static,
 ) -> Result<T, SequenceError> {
     let (reply, answer) = oneshot::channel();
     call_engine(engine, move |engine| call(engine, reply)).await?;

@@ -1,8 +1,8 @@
 //! The other texts of a step change no bit of a text's result.
 
 use crate::{open, options};
+use engine::encoder::{Encoder, Text};
 use kernels::backend::KvType;
-use kvasir_worker::encoder::{Encoder, Text};
 use kvasir_worker::load::EngineOptions;
 
 /// Texts with lengths around block boundaries, with and without a second part.

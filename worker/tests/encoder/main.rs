@@ -5,8 +5,8 @@ mod exactness;
 mod oracle;
 mod serving;
 
+use engine::encoder::{Encoder, Text};
 use kernels::backend::KvType;
-use kvasir_worker::encoder::{Encoder, Text};
 use kvasir_worker::load::{self, EngineOptions};
 use safetensors::{Dtype, SafeTensors};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Vectors and scores compared with an independent implementation.
 
 use crate::{Reference, open, options, text, worst};
-use kvasir_worker::encoder::Text;
+use engine::encoder::Text;
 use proto::served_model::ModelTask;
 
 const MAX_DIFFERENCE: f32 = 1e-4;

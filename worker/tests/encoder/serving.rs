@@ -1,9 +1,9 @@
 //! The encoder's thread: concurrent requests, cancellation, limits, metrics.
 
 use crate::{model, open, options, text};
+use engine::encoder::Text;
+use engine::encoder::thread::EncoderHandle;
 use kvasir_worker::Error;
-use kvasir_worker::encoder::Text;
-use kvasir_worker::encoder::thread::EncoderHandle;
 use kvasir_worker::load::{self, EngineOptions};
 use proto::ids::{Epoch, ModelId};
 use proto::message::GenerateError;
@@ -126,5 +126,5 @@ fn a_model_reports_its_task_and_is_refused_for_another() {
     assert!(encoding.to_string().contains("kvasir embed"), "{encoding}");
     let cramped = EngineOptions { kv_bytes: Some(1000), ..options() };
     let refused = load::encoder(&model("bert"), &cramped, &mut |_, _| {}).err().unwrap();
-    assert!(matches!(refused, Error::KvMemory { .. }), "{refused}");
+    assert!(matches!(refused, Error::Engine(engine::Error::KvMemory { .. })), "{refused}");
 }

@@ -2,7 +2,7 @@
 //! for each.
 
 use crate::harness::{Request, Submitted, TINY, options, path, prompt, run_to_end, submit};
-use kvasir_worker::engine::Engine;
+use engine::engine::Engine;
 use kvasir_worker::load::{self, EngineOptions};
 use std::time::Instant;
 

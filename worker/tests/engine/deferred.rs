@@ -2,8 +2,8 @@
 //! afterwards.
 
 use crate::harness::{options, path, prompt};
+use engine::decoder::{CacheKind, Decoder};
 use kernels::backend::{BlockTable, MAX_DEFERRED_ROWS, StepInput, StepSequence, StepState};
-use kvasir_worker::decoder::{CacheKind, Decoder};
 use kvasir_worker::load;
 
 const MODELS: [&str; 4] = [

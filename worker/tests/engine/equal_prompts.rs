@@ -3,7 +3,7 @@
 use crate::harness::{
     Output, Request, cramped, one_by_one, open, options, prompt, run_to_end, submit, submit_at, together,
 };
-use kvasir_worker::engine::StepOutcome;
+use engine::engine::StepOutcome;
 use kvasir_worker::load::EngineOptions;
 use proto::message::{GenerateError, Sampling};
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! Logits and tokens are equal bit by bit, however a sequence is computed.
 
 use crate::harness::{Output, QUANT, Request, TINY, cramped, one_by_one, open, options, prompt, together};
-use kvasir_worker::engine::Engine;
-use kvasir_worker::kv_cache::Placement;
+use engine::engine::Engine;
+use engine::kv_cache::Placement;
 use kvasir_worker::load::EngineOptions;
 
 const GENERATE: u32 = 12;

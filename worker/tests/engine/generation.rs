@@ -4,7 +4,7 @@ use crate::harness::{
     Output, QUANT, Request, Submitted, TINY, one_by_one, open, options, prompt, run_to_end, submit,
     submit_at, together,
 };
-use kvasir_worker::engine::{EngineRequest, StepOutcome};
+use engine::engine::{EngineRequest, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use proto::block::BlockId;
 use proto::message::{FinishReason, GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
@@ -133,7 +133,7 @@ fn a_cancelled_request_frees_its_blocks_within_a_step() {
     assert!(engine.load().kv_used > before);
     engine.cancel(long.id.unwrap());
     engine.cancel(short.id.unwrap());
-    let holds_one_sequence = |engine: &kvasir_worker::engine::Engine| {
+    let holds_one_sequence = |engine: &engine::engine::Engine| {
         // At most 40 + 40 positions.
         let block: u64 = engine.decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
         engine.load().kv_used <= 5 * block

@@ -8,10 +8,10 @@ use crate::harness::{
 use crate::simulated::{simulated, small};
 use crate::stages::Workers;
 use cuda::Arch;
-use kvasir_worker::engine::{Engine, StepOutcome};
-use kvasir_worker::grammar::{COMPILE_TIME, Grammars, Guide};
+use engine::engine::{Engine, StepOutcome};
+use engine::grammar::{COMPILE_TIME, Grammars, Guide};
+use engine::telemetry::{Refused, RefusedLabel};
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::telemetry::{Refused, RefusedLabel};
 use proto::message::{FinishReason, GenerateError, GrammarSpec, GrammarSyntax, Sampling, Stop, TenantTurn};
 use serde_json::{Value, json};
 use std::sync::Arc;

@@ -1,13 +1,13 @@
 //! Models, prompts, and a sink that records everything.
 
+use engine::decoder::StateType;
+use engine::engine::{Engine, EngineRequest, Sink, StepOutcome};
+use engine::grammar::Guide;
+use engine::pull::Source;
+use engine::scheduler::SeqId;
 use kernels::backend::{ActivationMode, Backend, KvType};
 use kvasir_worker::Error;
-use kvasir_worker::decoder::StateType;
-use kvasir_worker::engine::{Engine, EngineRequest, Sink, StepOutcome};
-use kvasir_worker::grammar::Guide;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::pull::Source;
-use kvasir_worker::scheduler::SeqId;
 use proto::block::BlockId;
 use proto::message::{
     Finished, GenerateError, GenerateFrame, Sampling, Started, Stop, TenantTurn, TokenLogprobs,
@@ -81,7 +81,7 @@ pub(crate) fn cramped(model: &str, options: &EngineOptions, tokens: usize) -> En
         match load::open(&path(model), &options, &mut |_, _| {}) {
             Ok(loaded) => loaded.max_model_len >= tokens,
             // An arena that holds no sequence is refused.
-            Err(Error::KvMemory { .. }) => false,
+            Err(Error::Engine(engine::Error::KvMemory { .. })) => false,
             Err(error) => panic!("{model}: {error}"),
         }
     };

@@ -10,12 +10,12 @@ use crate::simulated::{simulated, small};
 use crate::snapshots::{generate, key, save};
 use crate::stages::{Workers, max_shards};
 use cuda::Arch;
+use engine::engine::Engine;
+use engine::kv_cache::Placement;
+use engine::snapshot::Snapshot;
+use engine::speculation::SpeculativeMethod;
 use kvasir_worker::Error;
-use kvasir_worker::engine::Engine;
-use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::snapshot::Snapshot;
-use kvasir_worker::speculation::SpeculativeMethod;
 use proto::message::Sampling;
 use tempfile::TempDir;
 
@@ -240,7 +240,7 @@ fn the_simulated_device_drafts_like_the_cpu() {
 #[test]
 fn a_model_without_an_mtp_head_is_refused() {
     let refused = |loaded: Result<(), Error>| match loaded {
-        Err(Error::Config { option: "spec", reason }) => reason,
+        Err(Error::Engine(engine::Error::Config { option: "spec", reason })) => reason,
         other => panic!("{other:?}"),
     };
     for (model, key) in [(HYBRID, "qwen35.nextn_predict_layers"), ("tiny/llama/llama-f32", "llama")] {

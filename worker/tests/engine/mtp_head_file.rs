@@ -28,11 +28,17 @@ const DAMPED_TENSORS: [&str; 5] = [
     "ffn_down_shexp.weight",
 ];
 
+/// Folder of the set. This file is compiled into several crates, whose folders have different depths.
+fn fixtures() -> PathBuf {
+    let mut above =
+        Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().map(|folder| folder.join("tests/fixtures"));
+    let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
+    named.unwrap_or_else(|| above.find(|folder| folder.is_dir()).expect("tests/fixtures of the workspace"))
+}
+
 /// Writes a model of the set with such a head into a folder.
 pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
-    let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
-    let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
-    let file = ModelFile::open(root.join(format!("tiny/{arch}/{arch}-f32.gguf"))).unwrap();
+    let file = ModelFile::open(fixtures().join(format!("tiny/{arch}/{arch}-f32.gguf"))).unwrap();
     let blocks: u32 = file.metadata().require(&format!("{arch}.block_count")).unwrap();
     let hidden: u32 = file.metadata().require(&format!("{arch}.embedding_length")).unwrap();
     let (at, hidden) = (blocks, u64::from(hidden));

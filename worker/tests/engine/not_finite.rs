@@ -3,9 +3,9 @@
 use crate::harness::{Output, ROOT, Request, open, options, prompt, run_to_end, submit, together};
 use crate::stages::Workers;
 use crate::tiers::{disk, finish};
+use engine::pieces::Namer;
+use engine::speculation::SpeculativeMethod;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::pieces::Namer;
-use kvasir_worker::speculation::SpeculativeMethod;
 use model::gguf::writer::Writer;
 use model::{GgmlType, ModelFile};
 use proto::message::{GenerateError, Sampling};

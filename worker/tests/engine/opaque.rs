@@ -4,8 +4,8 @@ use crate::harness::{
     Output, QUANT, Request, TINY, cramped, one_by_one, open, open_on, options, path, prompt, submit, together,
 };
 use crate::opaque_device::{Ledger, OpaqueDevice, Refuses};
+use engine::engine::Engine;
 use kernels::backend::BufferId;
-use kvasir_worker::engine::Engine;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::{Error, load};
 use proto::message::Sampling;
@@ -114,7 +114,7 @@ fn a_refusal_of_the_device_is_reported() {
         load::open_on(&path(model), &options, Box::new(device), &mut |_, _| {})
     };
     let refusal = |model: &str, refuses| match load(model, refuses).err().unwrap() {
-        Error::Kernel(refused) => refused.to_string(),
+        Error::Engine(engine::Error::Kernel(refused)) => refused.to_string(),
         other => panic!("{other}"),
     };
     const Q6_K: u32 = 14;
@@ -127,6 +127,7 @@ fn a_refusal_of_the_device_is_reported() {
     let mut engine = load(TINY[0], Refuses::Attention).unwrap().engine;
     let submitted = submit(&mut engine, &Request::greedy(prompt(1, 20), 5));
     let failed = engine.step(Instant::now()).unwrap_err();
-    assert!(matches!(failed, Error::Kernel(kernels::Error::Unsupported { what: "attention" })), "{failed}");
+    let engine::Error::Kernel(failed) = failed else { panic!("{failed}") };
+    assert!(matches!(failed, kernels::Error::Unsupported { what: "attention" }), "{failed}");
     assert!(submitted.output().tokens.is_empty());
 }

@@ -1,7 +1,7 @@
 //! Prefixes that are computed ahead and pinned.
 
 use crate::harness::{ROOT, Request, cramped, open, options, prompt, run_to_end, together};
-use kvasir_worker::engine::Engine;
+use engine::engine::Engine;
 use kvasir_worker::load::EngineOptions;
 use proto::block::BlockId;
 use proto::sequence::{PinInfo, SequenceError};

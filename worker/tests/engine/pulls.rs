@@ -4,12 +4,12 @@ use crate::harness::{
     Output, ROOT, Request, Submitted, cramped, one_by_one, open, options, prompt, submit, submit_pulling,
 };
 use crate::tiers::{disk, pieces};
-use kvasir_worker::engine::{Engine, StepOutcome};
+use engine::engine::{Engine, StepOutcome};
+use engine::pieces::Namer;
+use engine::pull::{PullDelivery, PullFailure, PullOrder, Source};
+use engine::telemetry::Direction;
+use engine::tiers::TiersConfig;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::pieces::Namer;
-use kvasir_worker::pull::{PullDelivery, PullFailure, PullOrder, Source};
-use kvasir_worker::telemetry::Direction;
-use kvasir_worker::tiers::TiersConfig;
 use proto::pull::PulledPiece;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

@@ -7,10 +7,10 @@ use cuda::{
     Arch, Compiled, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, DevicePtr, KernelId,
     Launch, SimDevice, source,
 };
+use engine::engine::thread::{EXIT_DEVICE_LOST, EngineHandle};
+use engine::speculation::Speculation;
 use kernels::backend::Backend;
-use kvasir_worker::engine::thread::{EXIT_DEVICE_LOST, EngineHandle};
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::speculation::Speculation;
 use proto::message::Sampling;
 use std::io::{BufRead, BufReader};
 use std::path::Path;

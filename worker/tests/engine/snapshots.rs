@@ -4,12 +4,12 @@
 use crate::harness::{
     Output, ROOT, Request, cramped, one_by_one, open, options, prompt, run_to_end, together,
 };
+use engine::decoder::{CacheKind, StateType};
+use engine::engine::Engine;
+use engine::engine::resume::SequenceKey;
+use engine::snapshot::{Snapshot, SnapshotError};
 use kernels::backend::KvType;
-use kvasir_worker::decoder::{CacheKind, StateType};
-use kvasir_worker::engine::Engine;
-use kvasir_worker::engine::resume::SequenceKey;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::snapshot::{Snapshot, SnapshotError};
 use proto::ids::RequestId;
 use proto::sequence::{SequenceError, SequenceName};
 use tokio::sync::oneshot;

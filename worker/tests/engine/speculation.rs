@@ -5,11 +5,11 @@ use crate::harness::{
     Output, Request, cramped, one_by_one, open, options, path, prompt, run_to_end, submit, together,
 };
 use crate::stages::{Workers, max_shards};
+use engine::engine::Engine;
+use engine::kv_cache::Placement;
+use engine::speculation::{Speculation, SpeculativeMethod};
 use kvasir_worker::Error;
-use kvasir_worker::engine::Engine;
-use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::speculation::{Speculation, SpeculativeMethod};
 use proto::message::{FinishReason, Sampling, Stop};
 
 const LLAMA: &str = "tiny/llama/llama-f32";
@@ -367,7 +367,7 @@ fn drafters_that_cannot_serve_are_refused() {
         let options = EngineOptions { speculative_method, ..options(model) };
         let loaded = load::open(&path(model), &options, &mut |_, _| {});
         match loaded.map(drop) {
-            Err(Error::Config { option: "spec", reason }) => reason,
+            Err(Error::Engine(engine::Error::Config { option: "spec", reason })) => reason,
             other => panic!("{model}: {other:?}"),
         }
     };

@@ -4,16 +4,17 @@ use crate::exactness::assert_same;
 use crate::harness::{Output, Request, cramped, one_by_one, open, options, path, prompt, submit, together};
 use crate::speculation::{counts, plain, requests};
 use crate::stages::Workers;
+use engine::engine::Engine;
+use engine::kv_cache::Placement;
+use engine::speculation::SpeculativeMethod;
 use kvasir_worker::Error;
-use kvasir_worker::engine::Engine;
-use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::rank_server::StageConfig;
-use kvasir_worker::speculation::SpeculativeMethod;
-use kvasir_worker::weight_distribution::ShippingConfig;
 use model::shard::{ChunkId, Manifest, ShardStore};
 use model::spec::AssistantSpec;
 use model::{ModelFile, ModelSpec};
+use pipeline::ShardCountError;
+use pipeline::weight_distribution::ShippingConfig;
 use proto::message::Sampling;
 use proto::stage::StageFailure;
 use std::collections::HashSet;
@@ -190,7 +191,7 @@ fn a_last_stage_that_is_lost_while_it_drafts_ends_the_replica() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(&error, Error::StageLost(failure) if failure.stage == 1), "{error}");
+    assert!(matches!(&error, engine::Error::StageLost(failure) if failure.stage == 1), "{error}");
 }
 
 /// Names of the chunks of some tensors of a file.
@@ -251,7 +252,7 @@ fn a_drafter_that_no_worker_has_is_refused() {
     let refusal = |stage: &EngineOptions, lead: &EngineOptions| {
         let workers = Workers::start(MODEL, 1, stage);
         let refused = workers.engine(MODEL, lead).err().unwrap();
-        let Error::StageLost(lost) = &refused else { panic!("{refused}") };
+        let Error::Engine(engine::Error::StageLost(lost)) = &refused else { panic!("{refused}") };
         let transport::Error::StageFailed(StageFailure::Load { reason }) = &lost.source else {
             panic!("{refused}")
         };
@@ -271,8 +272,9 @@ fn a_drafter_that_no_worker_has_is_refused() {
     // With a model that the drafter does not fit, it is refused before any stage is contacted.
     let llama = "tiny/llama/llama-f32";
     let refused = load::check_shards(&path(llama), &drafting().speculative_method, 2).unwrap_err();
-    assert!(matches!(refused, Error::Config { option: "spec", .. }), "{refused}");
+    assert!(matches!(refused, Error::Engine(engine::Error::Config { option: "spec", .. })), "{refused}");
     load::check_shards(&path(MODEL), &drafting().speculative_method, 2).unwrap();
     let refused = load::check_shards(&path(MODEL), &drafting().speculative_method, 3).unwrap_err();
-    assert!(matches!(refused, Error::Shards { shards: 3, most: 2 }), "{refused}");
+    let shards = matches!(refused, Error::Shards(ShardCountError { shards: 3, most: 2 }));
+    assert!(shards, "{refused}");
 }

@@ -7,9 +7,9 @@ use crate::snapshots::{assert_continues, key, save, undisturbed};
 use crate::speculation::{counts, plain, requests};
 use crate::stages::{Workers, max_shards};
 use crate::tiers::{self, host, small};
-use kvasir_worker::engine::{Engine, StepOutcome};
+use engine::engine::{Engine, StepOutcome};
+use engine::speculation::Speculation;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::speculation::Speculation;
 use proto::message::Sampling;
 use std::time::Instant;
 

@@ -2,16 +2,16 @@
 
 use crate::exactness::{assert_same, models, requests, undisturbed};
 use crate::harness::{Output, Request, cramped, one_by_one, open, options, path, prompt, submit, together};
+use engine::engine::{Engine, StepOutcome};
+use engine::kv_cache::Placement;
+use engine::telemetry::StageLabel;
 use kvasir_worker::Error;
-use kvasir_worker::engine::{Engine, StepOutcome};
-use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::pipeline::Replica;
 use kvasir_worker::rank_server::{StageConfig, StageService};
-use kvasir_worker::telemetry::StageLabel;
-use kvasir_worker::weight_distribution::ShippingConfig;
 use model::ModelFile;
 use model::spec::ModelSpec;
+use pipeline::weight_distribution::ShippingConfig;
+use pipeline::{Replica, ShardCountError};
 use pki::Identity;
 use pki::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
@@ -98,7 +98,7 @@ impl Workers {
         loop {
             match self.engine(model, options) {
                 Ok(engine) => return engine,
-                Err(Error::StageLost(lost)) if is_busy(&lost.source) && Instant::now() < deadline => {
+                Err(error) if is_busy(&error) && Instant::now() < deadline => {
                     std::thread::yield_now();
                 }
                 Err(error) => panic!("{model}: {error}"),
@@ -107,8 +107,9 @@ impl Workers {
     }
 }
 
-fn is_busy(error: &transport::Error) -> bool {
-    matches!(error, transport::Error::StageFailed(StageFailure::Busy))
+fn is_busy(error: &Error) -> bool {
+    let busy = |error: &_| matches!(error, transport::Error::StageFailed(StageFailure::Busy));
+    matches!(error, Error::Engine(engine::Error::StageLost(lost)) if busy(&lost.source))
 }
 
 pub(crate) fn max_shards(model: &str) -> usize {
@@ -333,7 +334,7 @@ fn bfloat16_between_stages_is_close_and_independent_of_chunks() {
         let mut engine = loop {
             match workers.engine_over(model, &options, ActivationType::Bf16) {
                 Ok(engine) => break engine,
-                Err(Error::StageLost(lost)) if is_busy(&lost.source) && Instant::now() < deadline => {}
+                Err(error) if is_busy(&error) && Instant::now() < deadline => {}
                 Err(error) => panic!("{error}"),
             }
         };
@@ -354,7 +355,7 @@ fn a_stage_of_another_class_or_an_impossible_split_is_refused() {
     let other = EngineOptions { kv_type: kernels::backend::KvType::F16, ..options(model) };
     let workers = Workers::start(model, 1, &other);
     let refused = workers.engine(model, &options(model)).err().unwrap();
-    let Error::StageLost(lost) = &refused else { panic!("{refused}") };
+    let Error::Engine(engine::Error::StageLost(lost)) = &refused else { panic!("{refused}") };
     let source = &lost.source;
     assert!(matches!(source, transport::Error::StageFailed(StageFailure::OtherClass { .. })), "{source}");
     assert_eq!(lost.stage, 1);
@@ -363,13 +364,17 @@ fn a_stage_of_another_class_or_an_impossible_split_is_refused() {
     let workers = Workers::start(model, max, &options(model));
     let refused = workers.engine(model, &options(model)).err().unwrap();
     assert!(
-        matches!(refused, Error::Shards { shards, most: m } if shards == max + 1 && m == max),
+        matches!(
+            refused,
+            Error::Shards(ShardCountError { shards, most: m }) if shards == max + 1 && m == max
+        ),
         "{refused}"
     );
 
     let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
     let refused = workers.engine(model, &contiguous).err().unwrap();
-    assert!(matches!(refused, Error::Config { option: "contiguous", .. }), "{refused}");
+    let config = matches!(refused, Error::Engine(engine::Error::Config { option: "contiguous", .. }));
+    assert!(config, "{refused}");
 }
 
 #[test]
@@ -378,7 +383,7 @@ fn a_worker_holds_one_stage_at_a_time() {
     let workers = Workers::start(model, 1, &options(model));
     let first = workers.engine(model, &options(model)).unwrap();
     let refused = workers.engine(model, &options(model)).err().unwrap();
-    assert!(matches!(&refused, Error::StageLost(lost) if is_busy(&lost.source)), "{refused}");
+    assert!(is_busy(&refused), "{refused}");
     drop(first);
     let mut second = workers.next_engine(model, &options(model));
     let outputs = together(&mut second, &[Request::greedy(prompt(1, 20), 4)]);
@@ -404,7 +409,7 @@ fn a_lost_stage_ends_the_replica_within_three_seconds() {
                 Err(error) => break error,
             }
         };
-        assert!(matches!(&error, Error::StageLost(failure) if failure.stage == lost + 1), "{error}");
+        assert!(matches!(&error, engine::Error::StageLost(failure) if failure.stage == lost + 1), "{error}");
         assert!(since.elapsed() < 3 * Duration::from_secs(3), "{:?}", since.elapsed());
         // A new replica with another worker in its place has nothing of the steps in flight.
         drop(engine);

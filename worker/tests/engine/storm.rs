@@ -5,11 +5,11 @@
 use crate::harness::{
     Output, QUANT, ROOT, Request, Submitted, TINY, cramped, one_by_one, open, options, prompt, submit,
 };
-use kvasir_worker::engine::resume::{Capture, SequenceKey};
-use kvasir_worker::engine::{Engine, StepOutcome};
-use kvasir_worker::kv_cache::Placement;
+use engine::engine::resume::{Capture, SequenceKey};
+use engine::engine::{Engine, StepOutcome};
+use engine::kv_cache::Placement;
+use engine::snapshot::Snapshot;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::snapshot::Snapshot;
 use proto::ids::RequestId;
 use proto::message::FinishReason;
 use proto::sequence::{SequenceError, SequenceName};

@@ -2,11 +2,11 @@
 //! Damaged pieces and those of another origin are computed again.
 
 use crate::harness::{Output, Request, Submitted, cramped, one_by_one, open, options, prompt, submit};
+use engine::decoder::StateType;
+use engine::engine::{Engine, StepOutcome};
+use engine::tiers::{DiskConfig, TiersConfig};
 use kernels::backend::KvType;
-use kvasir_worker::decoder::StateType;
-use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::tiers::{DiskConfig, TiersConfig};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 

@@ -1,11 +1,11 @@
 //! A scripted coordinator, and worker services that have joined it.
 
+use engine::snapshot::store::StoreConfig;
 use kernels::backend::{ActivationMode, KvType};
 use kvasir_worker::Error;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
-use kvasir_worker::snapshot::store::StoreConfig;
-use kvasir_worker::weight_distribution::ShippingConfig;
+use pipeline::weight_distribution::ShippingConfig;
 use pki::Identity;
 use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey};

@@ -1,11 +1,11 @@
 //! A faulty holder of a prefix.
 
 use crate::cluster::{Cluster, ROOT, options, path};
+use engine::engine::kv_send::SentPiece;
+use engine::engine::{Engine, EngineRequest};
+use engine::pieces::Namer;
 use kernels::backend::KvType;
-use kvasir_worker::engine::kv_send::SentPiece;
-use kvasir_worker::engine::{Engine, EngineRequest};
 use kvasir_worker::load;
-use kvasir_worker::pieces::Namer;
 use proto::ids::NodeId;
 use proto::message::{GenerateFrame, Sampling, Stop, TenantTurn};
 use proto::pull::{PullHead, PullRefusal, PullRequest, PullSource, PulledPiece};

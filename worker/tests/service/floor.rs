@@ -1,7 +1,7 @@
 //! A worker on a host with little free memory.
 
 use crate::{TIMEOUT, pair_above, request};
-use kvasir_worker::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor};
+use engine::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor};
 use proto::message::{GenerateError, GenerateFrame};
 use proto::worker::WorkerState;
 use std::io;

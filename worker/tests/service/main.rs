@@ -5,11 +5,11 @@ mod drain;
 mod floor;
 mod operations;
 
-use kvasir_worker::kv_cache::memory::HostFloor;
+use engine::kv_cache::memory::HostFloor;
+use engine::snapshot::store::StoreConfig;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
-use kvasir_worker::snapshot::store::StoreConfig;
-use kvasir_worker::weight_distribution::ShippingConfig;
+use pipeline::weight_distribution::ShippingConfig;
 use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};

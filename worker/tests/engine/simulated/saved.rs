@@ -5,11 +5,11 @@ use crate::harness::{self, Output, Request, one_by_one, open, open_on, path, pro
 use crate::snapshots::{generate, key, save};
 use crate::tiers::{assert_same, disk, finish};
 use cuda::Arch;
+use engine::decoder::CacheKind;
+use engine::engine::Engine;
+use engine::snapshot::{Snapshot, SnapshotError};
 use kvasir_worker::Error;
-use kvasir_worker::decoder::CacheKind;
-use kvasir_worker::engine::Engine;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::snapshot::{Snapshot, SnapshotError};
 
 /// Keys and values, also with windows, and recurrent states.
 const MODELS: [(&str, Arch); 3] = [
@@ -73,7 +73,7 @@ fn cramped(model: &str, arch: Arch, tokens: usize) -> EngineOptions {
         let options = options(*blocks);
         match load::open_on(&path(model), &options, simulated(arch, &options), &mut |_, _| {}) {
             Ok(loaded) => loaded.max_model_len >= tokens,
-            Err(Error::KvMemory { .. }) => false,
+            Err(Error::Engine(engine::Error::KvMemory { .. })) => false,
             Err(error) => panic!("{model}: {error}"),
         }
     };

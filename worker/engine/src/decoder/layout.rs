@@ -1,0 +1,338 @@
+//! Layout of a layer range's caches and activations.
+
+use super::DecoderConfig;
+use crate::Error;
+use crate::kv_cache::{GroupKind, GroupSpec};
+use crate::weights::Weights;
+use kernels::backend::{
+    Backend, BufferId, HeadType, KvLayerId, KvShape, StateKind, StateLayerId, StateShape,
+};
+use model::spec::{AttentionSpec, FfnSpec, KvSpec, LayerSpec, MixerSpec, ModelSpec, OutputSpec};
+
+/// Layers whose cache blocks are allocated and freed together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheGroup {
+    pub kind: CacheKind,
+    /// Bytes of one block, or of one sequence's state, summed over the group's layers in this range. A
+    /// multiple of 64; 0 if the range has none of its layers.
+    pub block_bytes: usize,
+    /// Layers of the group that have their own cache.
+    pub layers: usize,
+}
+
+impl CacheGroup {
+    /// The specification of the group's caches, for the scheduler.
+    pub fn spec(&self) -> GroupSpec {
+        GroupSpec {
+            kind: match self.kind {
+                CacheKind::Full => GroupKind::Full,
+                CacheKind::Sliding(window) => {
+                    GroupKind::Sliding { window: u32::try_from(window).unwrap_or(u32::MAX) }
+                }
+                CacheKind::State => GroupKind::State,
+            },
+            block_bytes: self.block_bytes as u64,
+        }
+    }
+}
+
+/// Kind of a [`CacheGroup`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheKind {
+    /// Keys and values of every position.
+    Full,
+    /// Keys and values of the last positions only; the value is the window in tokens.
+    Sliding(usize),
+    /// A recurrent state of constant size.
+    State,
+}
+
+/// One layer's cache on the device.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum LayerCache {
+    Kv(KvLayerId),
+    State(StateLayerId),
+}
+
+/// Placement of the caches of a layer range.
+#[derive(Debug)]
+pub(super) struct Placed {
+    pub(super) groups: Vec<CacheGroup>,
+    pub(super) caches: Vec<LayerCache>,
+    /// Group of each layer's keys and values, and the byte offset of the layer in its blocks.
+    pub(super) kv_locations: Vec<Option<(usize, usize)>>,
+    /// Number of heads with a narrow state.
+    pub(super) narrow_heads: usize,
+}
+
+/// Groups layers by how long their cache entries are needed, and places each layer inside its group's block.
+/// Full attention comes first, because its prefix hit bounds that of every other group. States come last.
+pub(super) fn place_caches(
+    spec: &ModelSpec,
+    weights: &Weights,
+    config: &DecoderConfig,
+    backend: &mut dyn Backend,
+) -> Result<Placed, Error> {
+    // Based on the whole model and not on this range, so that all stages of a replica number groups alike.
+    let attention = (0..spec.layers.len()).filter_map(|index| spec.attention(index));
+    let mut windows: Vec<Option<usize>> = attention.map(|attention| attention.window).collect();
+    windows.sort_unstable();
+    windows.dedup();
+    let kind = |window: &Option<usize>| window.map_or(CacheKind::Full, CacheKind::Sliding);
+    let mut groups: Vec<CacheGroup> =
+        windows.iter().map(|window| CacheGroup { kind: kind(window), block_bytes: 0, layers: 0 }).collect();
+    let mut state = CacheGroup { kind: CacheKind::State, block_bytes: 0, layers: 0 };
+    let mut caches = Vec::with_capacity(config.layers.len());
+    let mut narrow_heads = 0;
+    let mut kv_locations = vec![None; config.layers.len()];
+    let layers = spec.layers[config.layers.clone()].iter().zip(&weights.layers);
+    for (index, (layer, own)) in layers.enumerate() {
+        let shape = match &layer.mixer {
+            MixerSpec::Attention(attention) => {
+                let kv = kv_shape(attention, config);
+                let (group, offset) = match attention.kv {
+                    KvSpec::Own(_) => {
+                        let own = windows.iter().position(|window| *window == attention.window).unwrap_or(0);
+                        let group = &mut groups[own];
+                        let offset = group.block_bytes;
+                        group.block_bytes += backend.kv_block_bytes(kv)?;
+                        group.layers += 1;
+                        (own, offset)
+                    }
+                    KvSpec::Shared { layer } => {
+                        let source =
+                            layer.checked_sub(config.layers.start).and_then(|at| kv_locations.get(at));
+                        source.copied().flatten().ok_or_else(|| {
+                            let (start, end) = (config.layers.start, config.layers.end);
+                            Error::Invariant(format!("layers {start} to {end} read the KV of layer {layer}"))
+                        })?
+                    }
+                };
+                kv_locations[index] = Some((group, offset));
+                caches.push(LayerCache::Kv(backend.create_kv_layer(group, kv, offset)?));
+                continue;
+            }
+            MixerSpec::DeltaNet(delta) => StateShape {
+                kind: StateKind::DeltaNet,
+                channels: delta.conv.channels,
+                taps: delta.conv.taps,
+                heads: delta.v_heads,
+                rows: delta.k_dim,
+                cols: delta.v_dim,
+            },
+            MixerSpec::Mamba2(mamba) => StateShape {
+                kind: StateKind::Mamba2,
+                channels: mamba.conv.channels,
+                taps: mamba.conv.taps,
+                heads: mamba.heads,
+                rows: mamba.head_dim,
+                cols: mamba.state,
+            },
+        };
+        let heads = config.state_type.heads(own.mixer.memory());
+        narrow_heads += heads.iter().filter(|head| **head != HeadType::F32).count();
+        caches.push(LayerCache::State(backend.create_state_layer(shape, &heads, state.block_bytes)?));
+        state.block_bytes += backend.state_bytes(shape, &heads)?;
+        state.layers += 1;
+    }
+    groups.extend(spec.is_recurrent().then_some(state));
+    Ok(Placed { groups, caches, kv_locations, narrow_heads })
+}
+
+pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvShape {
+    KvShape {
+        heads: attention.heads,
+        kv_heads: attention.kv_heads,
+        head_dim: attention.head_dim,
+        v_head_dim: attention.v_head_dim,
+        block_tokens: config.block_tokens,
+        kv_type: config.kv_type,
+        window: attention.window,
+        causal: attention.causal,
+    }
+}
+
+/// Activation buffers. All layers share them, so each is as wide as the widest layer needs.
+#[derive(Debug, Clone)]
+pub(super) struct Buffers {
+    pub(super) x: BufferId,
+    pub(super) normed: BufferId,
+    pub(super) q: BufferId,
+    pub(super) k: BufferId,
+    pub(super) v: BufferId,
+    /// Inputs of a recurrent layer's convolution.
+    pub(super) conv: BufferId,
+    pub(super) beta: BufferId,
+    pub(super) dt: BufferId,
+    /// Gate of the mixer's output.
+    pub(super) mixer_gate: BufferId,
+    /// The mixer's output before its output projection.
+    pub(super) mixed: BufferId,
+    pub(super) gate: BufferId,
+    pub(super) up: BufferId,
+    pub(super) row_gate: BufferId,
+    pub(super) router: BufferId,
+    /// Normed inputs of single FFN parts and of a router.
+    pub(super) own_normed: BufferId,
+    pub(super) router_normed: BufferId,
+    /// Output of one FFN part that is normed before it is summed.
+    pub(super) part: BufferId,
+    /// Output of a mixer or FFN that is normed or scaled before it is added.
+    pub(super) branch: BufferId,
+    /// The per-layer embeddings of all layers, and the slice that a layer gates.
+    pub(super) per_layer: BufferId,
+    pub(super) slice: BufferId,
+    pub(super) picked: BufferId,
+    pub(super) picked_normed: BufferId,
+    pub(super) logits: BufferId,
+}
+
+/// Widths of the buffers that only some models need; 0 if unused.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Widths {
+    pub(crate) q: usize,
+    pub(crate) k: usize,
+    pub(crate) v: usize,
+    pub(crate) conv: usize,
+    pub(crate) heads: usize,
+    pub(crate) mixer_gate: usize,
+    pub(crate) mixed: usize,
+    pub(crate) ff: usize,
+    pub(crate) router: usize,
+    pub(crate) own_normed: usize,
+    pub(crate) router_normed: usize,
+    pub(crate) part: usize,
+    pub(crate) per_layer: usize,
+    pub(crate) slice: usize,
+}
+
+impl Widths {
+    pub fn of(spec: &ModelSpec, layers: &[LayerSpec]) -> Self {
+        let mut widths = Self::default();
+        for layer in layers {
+            widths.mixer(&layer.mixer);
+            for part in &layer.ffn {
+                let normed = |norm: bool| if norm { spec.hidden } else { 0 };
+                widths.own_normed = widths.own_normed.max(normed(part.own_norm.is_some()));
+                widths.part = widths.part.max(normed(part.post_norm.is_some()));
+                match &part.ffn {
+                    FfnSpec::Gated { gate, .. } => widths.ff = widths.ff.max(gate.rows),
+                    FfnSpec::Plain { up, .. } => widths.ff = widths.ff.max(up.rows),
+                    FfnSpec::Moe(moe) => {
+                        widths.router = widths.router.max(moe.experts);
+                        widths.router_normed = widths.router_normed.max(normed(moe.router_norm.is_some()));
+                    }
+                }
+            }
+        }
+        if let Some(input) = &spec.per_layer_input {
+            widths.per_layer = input.projection.rows;
+            widths.slice = input.width;
+        }
+        widths
+    }
+
+    fn mixer(&mut self, mixer: &MixerSpec) {
+        let raise = |width: &mut usize, to: usize| *width = to.max(*width);
+        match mixer {
+            MixerSpec::Attention(attention) => {
+                raise(&mut self.q, attention.q.rows);
+                raise(&mut self.k, attention.k_width());
+                raise(&mut self.v, attention.v_width());
+                raise(&mut self.mixed, attention.o.cols);
+                raise(&mut self.mixer_gate, attention.gate.as_ref().map_or(0, |gate| gate.rows));
+            }
+            MixerSpec::DeltaNet(delta) => {
+                raise(&mut self.conv, delta.qkv.rows);
+                raise(&mut self.heads, delta.v_heads);
+                raise(&mut self.mixed, delta.out.cols);
+                raise(&mut self.mixer_gate, delta.gate.rows);
+            }
+            MixerSpec::Mamba2(mamba) => {
+                raise(&mut self.conv, mamba.xbc.rows);
+                raise(&mut self.heads, mamba.heads);
+                raise(&mut self.mixed, mamba.out.cols);
+                raise(&mut self.mixer_gate, mamba.z.rows);
+            }
+        }
+    }
+
+    /// Whether buffers of these widths are wide enough for layers that need `others`.
+    pub(crate) fn covers(&self, others: &Self) -> bool {
+        let all = |of: &Self| {
+            let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *of;
+            let Self { own_normed, router_normed, part, per_layer, slice, .. } = *of;
+            [
+                q,
+                k,
+                v,
+                conv,
+                heads,
+                mixer_gate,
+                mixed,
+                ff,
+                router,
+                own_normed,
+                router_normed,
+                part,
+                per_layer,
+                slice,
+            ]
+        };
+        all(self).iter().zip(all(others)).all(|(own, other)| *own >= other)
+    }
+
+    /// Values per row, summed over all buffers except residual, norm and branch.
+    pub fn total(&self) -> usize {
+        let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *self;
+        let Self { own_normed, router_normed, part, per_layer, slice, .. } = *self;
+        let mixer = q + k + v + conv + 2 * heads + mixer_gate + mixed;
+        mixer + 2 * ff + router + own_normed + router_normed + part + per_layer + slice
+    }
+}
+
+/// Creates the buffers that these layers of a model need.
+pub(super) fn create_buffers(
+    spec: &ModelSpec,
+    layers: &[LayerSpec],
+    config: &DecoderConfig,
+    backend: &mut dyn Backend,
+) -> Result<Buffers, Error> {
+    let widths = Widths::of(spec, layers);
+    let mut make = |rows: usize, cols: usize| backend.create_buffer(rows, cols.max(1));
+    let rows = config.max_rows;
+    // Layers of one model may differ in width. A buffer takes the width of what is written into it.
+    Ok(Buffers {
+        x: make(rows, spec.hidden)?,
+        normed: make(rows, spec.hidden)?,
+        q: make(rows, widths.q)?,
+        k: make(rows, widths.k)?,
+        v: make(rows, widths.v)?,
+        conv: make(rows, widths.conv)?,
+        beta: make(rows, widths.heads)?,
+        dt: make(rows, widths.heads)?,
+        mixer_gate: make(rows, widths.mixer_gate)?,
+        mixed: make(rows, widths.mixed)?,
+        gate: make(rows, widths.ff)?,
+        up: make(rows, widths.ff)?,
+        row_gate: make(rows, 1)?,
+        router: make(rows, widths.router)?,
+        own_normed: make(rows, widths.own_normed)?,
+        router_normed: make(rows, widths.router_normed)?,
+        part: make(rows, widths.part)?,
+        branch: make(rows, spec.hidden)?,
+        per_layer: make(rows, widths.per_layer)?,
+        slice: make(rows, widths.slice)?,
+        picked: make(config.logit_rows, spec.hidden)?,
+        picked_normed: make(config.logit_rows, spec.hidden)?,
+        logits: make(config.logit_rows, output_width(spec))?,
+    })
+}
+
+/// Values of one row of logits or scores.
+fn output_width(spec: &ModelSpec) -> usize {
+    match &spec.output {
+        OutputSpec::Logits(logits) => logits.linear.rows,
+        OutputSpec::Pooled(pooled) => pooled.classifier.as_ref().map_or(1, |classifier| classifier.out.rows),
+    }
+}
