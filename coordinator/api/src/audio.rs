@@ -10,7 +10,7 @@ use super::error::ApiError;
 use super::operations::{self, Query, refused, seconds};
 use super::{AppState, admit, spans};
 use axum::Json;
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use dispatch::{OpenedSession, OperationJob, Unopened};
@@ -87,7 +87,7 @@ enum AudioResult {
 }
 
 pub(super) async fn call(
-    State(state): State<Arc<AppState>>,
+    state: Arc<AppState>,
     operation: Operation,
     request: Request,
 ) -> Result<Response, ApiError> {

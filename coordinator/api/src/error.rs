@@ -277,7 +277,7 @@ impl ApiError {
     }
 }
 
-/// The response has the error as an extension, for the middleware.
+/// The response has the error as an extension, for `serve`.
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = self.respond(self.status(), self.body());

@@ -105,9 +105,14 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The known fields of the body, in its order.
+    pub(super) fn names(&self) -> impl Iterator<Item = &'static str> {
+        self.values.iter().map(|(name, _)| *name)
+    }
+
     /// Whether all known fields of the body are in `names`. Unknown fields are not considered.
     pub(super) fn are_among(&self, names: &[&str]) -> bool {
-        self.values.iter().all(|(name, _)| names.contains(name))
+        self.names().all(|name| names.contains(&name))
     }
 
     /// The JSON text of a field; `None` if it is absent or null.

@@ -1,7 +1,7 @@
 //! The API port: OpenAI's API and Anthropic's Messages API, authenticated by API key.
 //!
-//! A request passes, in this order: the connection's limits (in the crate `coordinator`), this crate's middleware
-//! around all routes (request id, authentication, deny by default), [`limits::read`], [`plan`], the dispatch,
+//! A request passes, in this order: the connection's limits (in the crate `coordinator`), `serve` for
+//! all routes (request id, authentication, deny by default), [`limits::read`], [`plan`], the dispatch,
 //! and [`answer`].
 
 mod admitted;
@@ -47,9 +47,8 @@ use auth::{Caller, Keys};
 use axum::extract::{Request, State};
 use axum::handler::Handler;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
-use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{MethodRouter, any, get, post};
+use axum::routing::any;
 use axum::{Json, Router};
 use bytes::Bytes;
 use cors::Cors;
@@ -61,6 +60,7 @@ use dispatch::{Dispatch, GenerationJob};
 use documents::Popularity;
 use encode::{EncodePlan, Gathered, gather};
 use error::ApiError;
+use futures::future::BoxFuture;
 use messages::MessageWriter;
 use origin::from_another_site;
 use plan::{Effort, GenerationPlan, Kind, Sources, Unplanned};
@@ -222,44 +222,54 @@ impl Endpoint {
         }
     }
 
-    /// The handlers of the endpoint's methods. What `get` serves also serves HEAD.
-    fn handlers(self) -> MethodRouter<Arc<AppState>> {
+    /// Whether the endpoint has this method, besides OPTIONS.
+    fn has_method(self, method: &Method) -> bool {
+        let head = self.method() == Method::GET && !matches!(self, Self::Realtime(_));
+        *method == self.method() || (head && *method == Method::HEAD)
+    }
+
+    /// Calls the endpoint's handler.
+    fn handle(self, state: Arc<AppState>, request: Request) -> BoxFuture<'static, Response> {
         match self {
-            Self::Health => get(health),
-            Self::Models => get(model_list::list),
-            Self::Model => get(model_list::retrieve),
-            Self::Completions => post(|state, request| generate(state, Kind::Completion, request)),
-            Self::Chat => post(|state, request| generate(state, Kind::Chat, request)),
-            Self::Responses => post(|state, request| generate(state, Kind::Responses, request)),
-            Self::Messages => post(|state, request| generate(state, Kind::Messages, request)),
-            Self::CountTokens => post(count_tokens),
-            Self::Embeddings => post(embeddings),
-            Self::Rerank => post(rerank),
-            Self::Tokenize => post(tokenize),
-            Self::Detokenize => post(detokenize),
-            Self::Transcriptions => post(|state, request| transcribe::call(state, Task::Transcribe, request)),
-            Self::Translations => post(|state, request| transcribe::call(state, Task::Translate, request)),
-            Self::Audio(operation) => post(move |state, request| audio::call(state, operation, request)),
-            Self::Realtime(operation) => get(move |state, request| realtime::open(state, operation, request)),
+            Self::Health => health.call(request, state),
+            Self::Models => model_list::list.call(request, state),
+            Self::Model => model_list::retrieve.call(request, state),
+            Self::Completions => respond(generate(state, Kind::Completion, request)),
+            Self::Chat => respond(generate(state, Kind::Chat, request)),
+            Self::Responses => respond(generate(state, Kind::Responses, request)),
+            Self::Messages => respond(generate(state, Kind::Messages, request)),
+            Self::CountTokens => respond(count_tokens(state, request)),
+            Self::Embeddings => respond(embeddings(state, request)),
+            Self::Rerank => respond(rerank(state, request)),
+            Self::Tokenize => respond(tokenize(state, request)),
+            Self::Detokenize => respond(detokenize(state, request)),
+            Self::Transcriptions => respond(transcribe::call(state, Task::Transcribe, request)),
+            Self::Translations => respond(transcribe::call(state, Task::Translate, request)),
+            Self::Audio(operation) => respond(audio::call(state, operation, request)),
+            Self::Realtime(operation) => respond(realtime::open(state, operation, request)),
         }
     }
 }
 
-/// All routes of the port.
-pub fn router(state: &Arc<AppState>) -> Router {
-    let unknown = (async || ApiError::NotFound)
-        .layer(from_fn_with_state((Arc::clone(state), None::<Endpoint>), authenticate_and_count));
-    routes(state, &Endpoint::ALL).fallback(unknown)
+fn respond(
+    handler: impl Future<Output = Result<Response, ApiError>> + Send + 'static,
+) -> BoxFuture<'static, Response> {
+    Box::pin(async { handler.await.into_response() })
 }
 
-/// The routes of `endpoints`, each within the middleware.
+/// All routes of the port.
+pub fn router(state: &Arc<AppState>) -> Router {
+    let unknown = |State(state), request| serve(state, None, request);
+    let unknown = Router::new().fallback(unknown).with_state(Arc::clone(state));
+    routes(state, &Endpoint::ALL).fallback_service(unknown)
+}
+
+/// The routes of `endpoints`. Other methods than the endpoint's are also served, with an error.
 pub fn routes<S: Clone + Send + Sync + 'static>(state: &Arc<AppState>, endpoints: &[Endpoint]) -> Router<S> {
     let route = |router: Router<_>, &endpoint: &Endpoint| {
-        // Unlike a fallback, `any` leaves the header `Allow` of other errors away.
-        let handlers = any(async move || endpoint.method_not_allowed()).merge(endpoint.handlers());
-        let middleware = from_fn_with_state((Arc::clone(state), Some(endpoint)), authenticate_and_count);
+        let handler = move |State(state), request| serve(state, Some(endpoint), request);
         // The name of a model may contain slashes.
-        router.route(&endpoint.path().replace("{model}", "{*model}"), handlers.layer(middleware))
+        router.route(&endpoint.path().replace("{model}", "{*model}"), any(handler))
     };
     endpoints.iter().fold(Router::new(), route).with_state(Arc::clone(state))
 }
@@ -289,13 +299,9 @@ impl Drop for Tally<'_> {
     }
 }
 
-/// Middleware around all routes and unknown paths (`None`). Only OPTIONS is answered without authentication,
-/// since browsers send a preflight before the key. Every response has the request id.
-async fn authenticate_and_count(
-    State((state, endpoint)): State<(Arc<AppState>, Option<Endpoint>)>,
-    mut request: Request,
-    next: Next,
-) -> Response {
+/// Serves a request to an endpoint or to an unknown path (`None`). Only OPTIONS is answered without
+/// authentication, since browsers send a preflight before the key. Every response has the request id.
+async fn serve(state: Arc<AppState>, endpoint: Option<Endpoint>, mut request: Request) -> Response {
     let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
     let path = endpoint.map_or("other", Endpoint::path);
     let tally = Tally { metrics: &state.metrics, path, counted: false };
@@ -303,13 +309,17 @@ async fn authenticate_and_count(
     let anthropic = endpoint.is_some_and(|endpoint| endpoint.is_anthropic(request.headers()));
     let mut response = match (endpoint, request.method()) {
         (Some(endpoint), &Method::OPTIONS) => options(endpoint, request.headers(), allowed.is_some()),
-        _ => match authenticate(&state, request.headers()) {
-            Ok(caller) => {
+        (endpoint, method) => match (authenticate(&state, request.headers()), endpoint) {
+            (Err(error), _) => error.into_response(),
+            (Ok(_), None) => ApiError::NotFound.into_response(),
+            (Ok(_), Some(endpoint)) if !endpoint.has_method(method) => {
+                endpoint.method_not_allowed().into_response()
+            }
+            (Ok(caller), Some(endpoint)) => {
                 request.extensions_mut().insert(caller);
                 request.extensions_mut().insert(id.clone());
-                next.run(request).await
+                endpoint.handle(Arc::clone(&state), request).await
             }
-            Err(error) => error.into_response(),
         },
     };
     // Inserted by `into_response`.
@@ -397,7 +407,7 @@ async fn health(State(state): State<Arc<AppState>>) -> Result<(), ApiError> {
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
 }
 
-async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+async fn tokenize(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (admitted, body) = admit(&state, request).await?;
     let tokenized = state.plan(&admitted, move |sources| plan::tokenize(&body, sources)).await?;
     let count = tokenized.tokens.len();
@@ -405,23 +415,19 @@ async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Resul
     Ok(Json(body).into_response())
 }
 
-async fn count_tokens(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+async fn count_tokens(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (admitted, body) = admit(&state, request).await?;
     let tokens = state.plan(&admitted, move |sources| plan::count_tokens(&body, sources)).await?;
     Ok(Json(json!({"input_tokens": tokens})).into_response())
 }
 
-async fn detokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+async fn detokenize(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (admitted, body) = admit(&state, request).await?;
     let text = state.plan(&admitted, move |sources| plan::detokenize(&body, sources)).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }
 
-async fn generate(
-    State(state): State<Arc<AppState>>,
-    kind: Kind,
-    request: Request,
-) -> Result<Response, ApiError> {
+async fn generate(state: Arc<AppState>, kind: Kind, request: Request) -> Result<Response, ApiError> {
     let mut trace = spans::receive(spans::operation(kind), request.headers());
     let answered = answer(state, kind, request, &mut trace).await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {
@@ -506,14 +512,14 @@ fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
     }
 }
 
-async fn embeddings(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+async fn embeddings(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let answer = |shape: embeddings::EmbeddingsFormat, _: &RequestId, model, gathered: &Gathered| {
         shape.answer(model, gathered)
     };
     encode(&state, spans::EMBEDDINGS, request, embeddings::plan, answer).await
 }
 
-async fn rerank(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, ApiError> {
+async fn rerank(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let answer = |shape: rerank::RerankFormat, id: &RequestId, model, gathered: &Gathered| {
         shape.answer(id, model, gathered)
     };
@@ -573,7 +579,7 @@ async fn admit_within(
     max_bytes: usize,
 ) -> Result<(AdmittedRequest, Bytes), ApiError> {
     let arrived = Instant::now();
-    // The middleware inserted both.
+    // `serve` inserted both.
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
     let permit = caller.enter(arrived).inspect_err(|error| error.count_limit(&state.metrics))?;

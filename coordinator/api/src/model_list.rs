@@ -56,7 +56,7 @@ pub(super) struct Page {
     before_id: Option<String>,
 }
 
-/// One page of the models that the caller can use. The middleware inserted the caller.
+/// One page of the models that the caller can use. `serve` inserted the caller.
 pub(super) async fn list(
     State(state): State<Arc<AppState>>,
     Extension(caller): Extension<Caller>,

@@ -15,7 +15,7 @@ use super::{AppState, Endpoint, spans};
 use crate::answer::WORKER_HEADER;
 use crate::http_ext::ConnectionPermit;
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::Response;
@@ -71,7 +71,7 @@ struct Opened {
 
 /// Opens a session and responds with the WebSocket.
 pub(super) async fn open(
-    State(state): State<Arc<AppState>>,
+    state: Arc<AppState>,
     operation: Operation,
     mut request: Request,
 ) -> Result<Response, ApiError> {
@@ -109,7 +109,7 @@ async fn begin(
     trace: &mut Option<Span>,
 ) -> Result<Opened, ApiError> {
     let arrived = Instant::now();
-    // Inserted by the middleware and by the listener.
+    // Inserted by `serve` and by the listener.
     let caller = request.extensions.get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions.get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
     let connection = request.extensions.get::<ConnectionPermit>().cloned().ok_or(ApiError::Internal)?;

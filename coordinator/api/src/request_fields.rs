@@ -8,6 +8,7 @@ use super::fields::Fields;
 use super::kind::Kind;
 use Kind::{Chat, Completion, Messages, Responses};
 use Treatment::{Ignored, Refused, Served};
+use std::collections::HashMap;
 use std::fmt::Write;
 use std::sync::LazyLock;
 
@@ -131,17 +132,38 @@ const TABLE: &[Row] = &[
     ]),
 ];
 
+/// Values with which a field is accepted, and the reason for which others are refused.
+type Refusal = (&'static [&'static str], &'static str);
+
 static KNOWN_FIELDS: LazyLock<[Vec<&'static str>; 4]> = LazyLock::new(|| {
     [Completion, Chat, Responses, Messages].map(|kind| {
         let rows = TABLE.iter().filter(|Row(kinds, _, _)| kinds.contains(&kind));
-        let parsed = rows.filter(|Row(_, treatment, _)| !matches!(treatment, Ignored));
+        // Served fields come first, since most bodies have only these.
+        let (served, others): (Vec<_>, Vec<_>) =
+            rows.partition(|Row(_, treatment, _)| matches!(treatment, Served));
+        let parsed =
+            served.into_iter().chain(others).filter(|Row(_, treatment, _)| !matches!(treatment, Ignored));
         parsed.flat_map(|Row(_, _, names)| names.iter().copied()).collect()
+    })
+});
+
+static REFUSALS: LazyLock<[HashMap<&'static str, Refusal>; 4]> = LazyLock::new(|| {
+    [Completion, Chat, Responses, Messages].map(|kind| {
+        let rows = TABLE.iter().filter(|Row(kinds, _, _)| kinds.contains(&kind));
+        let refused = rows.filter_map(|Row(_, treatment, names)| match treatment {
+            Refused(unless, why) => Some(names.iter().map(|name| (*name, (*unless, *why)))),
+            Served | Ignored => None,
+        });
+        refused.flatten().collect()
     })
 });
 
 /// The fields that an API parses.
 pub(super) fn known_fields(kind: Kind) -> &'static [&'static str] {
-    let [completion, chat, responses, messages] = &*KNOWN_FIELDS;
+    of_kind::<Vec<_>>(&KNOWN_FIELDS, kind)
+}
+
+fn of_kind<T>([completion, chat, responses, messages]: &[T; 4], kind: Kind) -> &T {
     match kind {
         Completion => completion,
         Chat => chat,
@@ -159,19 +181,15 @@ pub(super) fn tokenized() -> &'static [&'static str] {
 
 /// Refuses fields that would change the answer and are not served.
 pub(super) fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
-    for Row(kinds, treatment, names) in TABLE {
-        let Refused(unless, why) = treatment else { continue };
-        if !kinds.contains(&kind) {
-            continue;
-        }
-        for name in *names {
-            let Some(raw) = fields.raw(name) else { continue };
-            let value: String = raw.split_ascii_whitespace().collect();
-            if !unless.contains(&value.as_str()) {
-                let reason =
-                    if why.starts_with("is ") { (*why).to_owned() } else { format!("is not served: {why}") };
-                return Err(ApiError::field(*name, reason));
-            }
+    let refusals = of_kind(&REFUSALS, kind);
+    for name in fields.names() {
+        let Some((unless, why)) = refusals.get(name) else { continue };
+        let Some(raw) = fields.raw(name) else { continue };
+        let value: String = raw.split_ascii_whitespace().collect();
+        if !unless.contains(&value.as_str()) {
+            let reason =
+                if why.starts_with("is ") { (*why).to_owned() } else { format!("is not served: {why}") };
+            return Err(ApiError::field(name, reason));
         }
     }
     Ok(())

@@ -11,7 +11,7 @@ use super::audio::{pieces, run};
 use super::error::ApiError;
 use super::operations::seconds;
 use super::{AppState, admit_within, limits, spans};
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::{HeaderValue, header};
 use axum::response::Response;
 use dispatch::OperationJob;
@@ -32,11 +32,7 @@ pub(super) enum Task {
 /// Shorter recordings contain no word; in seconds.
 const SHORTEST: f64 = 0.1;
 
-pub(super) async fn call(
-    State(state): State<Arc<AppState>>,
-    task: Task,
-    request: Request,
-) -> Result<Response, ApiError> {
+pub(super) async fn call(state: Arc<AppState>, task: Task, request: Request) -> Result<Response, ApiError> {
     let mut trace = spans::receive(Operation::Asr.name(), request.headers());
     let answered = answer(&state, task, request, &mut trace).await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {

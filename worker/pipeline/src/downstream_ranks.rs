@@ -9,7 +9,7 @@ use super::deadline::Deadline;
 use super::draft;
 use super::lm_head_share::HeadShare;
 use super::lm_head_split::HeadSplit;
-use super::microbatch::{MicrobatchChoice, Pace};
+use super::microbatch::{MicrobatchChoice, MicrobatchScheduler};
 use super::remote_blocks::RemoteBlocks;
 use super::send_queue::{Queue, SendQueue, Writes};
 use super::step;
@@ -67,7 +67,7 @@ pub struct DownstreamRanks {
     tasks: Vec<tokio::task::JoinHandle<()>>,
     under_way: VecDeque<UnderWay>,
     stages: Vec<StageStatus>,
-    pace: Pace,
+    microbatches: MicrobatchScheduler,
     /// When the last result arrived.
     answered: Instant,
     head_share: HeadShare,
@@ -219,7 +219,7 @@ impl DownstreamRanks {
             tasks,
             under_way: VecDeque::new(),
             stages: vec![status; last + 1],
-            pace: Pace::new(last + 1),
+            microbatches: MicrobatchScheduler::new(last + 1),
             answered: Instant::now(),
             counts: StageCounts { stages: vec![StageCount::default(); last + 1], ..StageCounts::default() },
             head_share: HeadShare::default(),
@@ -231,7 +231,7 @@ impl DownstreamRanks {
 
     /// Returns the limits of the next step, or `None` if the engine must first wait for a result.
     pub(super) fn limits(&mut self, demand: Demand) -> Option<StepLimits> {
-        self.pace.limits(demand, self.under_way.len())
+        self.microbatches.limits(demand, self.under_way.len())
     }
 
     /// Whether a stage failed to read or write its part of blocks. The next [`Self::result`] returns the
@@ -291,7 +291,7 @@ impl DownstreamRanks {
 
     /// Maximum number of steps in flight.
     pub(super) fn max_steps(&self) -> u32 {
-        self.pace.max_steps()
+        self.microbatches.max_steps()
     }
 
     /// Sends the number of accepted rows of each sequence whose state update a finished step deferred. The
@@ -349,7 +349,7 @@ impl DownstreamRanks {
             step: plan.step,
             rows: plan.tokens.len(),
             decodes,
-            choice: self.pace.choice(),
+            choice: self.microbatches.choice(),
             expected: [step.argmax.len(), step.samples.len(), step.logits.len()],
             returned: step.returned.clone(),
             draft_tokens: step.draft_requests.iter().map(|draft_token| draft_token.most).collect(),
@@ -456,7 +456,7 @@ impl DownstreamRanks {
     fn account(&mut self, under_way: &UnderWay, spent: &[StageSpent]) {
         let now = Instant::now();
         let since_last = now - std::mem::replace(&mut self.answered, now);
-        self.pace.answered(under_way.choice.filter(|_| under_way.decodes), since_last);
+        self.microbatches.answered(under_way.choice.filter(|_| under_way.decodes), since_last);
         let times = || {
             let downstream = spent.iter().map(|spent| Duration::from_micros(spent.computed_us.into()));
             std::iter::once(under_way.computed).chain(downstream)

@@ -22,14 +22,14 @@ const PROMPT_ROWS_MULTIPLE: u64 = 64;
 const ROUNDS: usize = 5;
 /// Number of decisions after which a trial ends without result. It cannot be timed while sequences come and
 /// go.
-const TRIAL: u32 = 64;
+const MAX_TRIAL_DECISIONS: u32 = 64;
 /// Minimum number of rounds between two trials.
-const REST: f64 = 128.0;
+const MIN_ROUNDS_BETWEEN_TRIALS: f64 = 128.0;
 /// The work between two trials takes at least this many times the cost of a trial.
-const PRICE: f64 = 100.0;
+const WORK_PER_TRIAL: f64 = 100.0;
 
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct MicrobatchScheduler {
     stages: u32,
     ways: HashMap<u32, Ways>,
     /// The last decision; `None` next to prompts, where rounds are not timed.
@@ -105,7 +105,7 @@ impl Ways {
         if whole == self.takes_whole {
             self.rests -= seconds;
             if self.trial == 0 && self.rests <= 0.0 && self.of(whole).median().is_some() {
-                self.trial = TRIAL;
+                self.trial = MAX_TRIAL_DECISIONS;
                 self.of(!whole).0.clear();
             }
             return;
@@ -120,11 +120,11 @@ impl Ways {
     fn rest(&mut self, cost: f64) {
         let taken = self.takes_whole;
         let round = self.of(taken).median().unwrap_or_default();
-        self.rests = (cost * PRICE).max(round * REST);
+        self.rests = (cost * WORK_PER_TRIAL).max(round * MIN_ROUNDS_BETWEEN_TRIALS);
     }
 }
 
-impl Pace {
+impl MicrobatchScheduler {
     /// `stages` is the number of stages of the replica, the first one included.
     pub(super) fn new(stages: usize) -> Self {
         let stages = u32::try_from(stages).unwrap_or(u32::MAX).max(1);
@@ -208,7 +208,7 @@ mod tests {
 
     /// Simulated sequences that decode without end.
     struct Decoding {
-        pace: Pace,
+        scheduler: MicrobatchScheduler,
         all: u32,
         /// Rows of each step in flight, and the choice that it was planned with.
         under_way: VecDeque<(u32, Option<MicrobatchChoice>)>,
@@ -217,7 +217,12 @@ mod tests {
 
     impl Decoding {
         fn new(stages: usize, all: u32) -> Self {
-            Self { pace: Pace::new(stages), all, under_way: VecDeque::new(), seconds: 0.0 }
+            Self {
+                scheduler: MicrobatchScheduler::new(stages),
+                all,
+                under_way: VecDeque::new(),
+                seconds: 0.0,
+            }
         }
 
         /// Plans all possible steps, then finishes the oldest one. `took` returns its milliseconds from its
@@ -225,13 +230,13 @@ mod tests {
         fn step(&mut self, took: impl Fn(u32) -> f64) -> u32 {
             loop {
                 let free = self.all - self.under_way.iter().map(|(rows, _)| rows).sum::<u32>();
-                let limits = self.pace.limits(decoding(self.all), self.under_way.len());
+                let limits = self.scheduler.limits(decoding(self.all), self.under_way.len());
                 let Some(limits) = limits.filter(|_| free > 0) else { break };
-                self.under_way.push_back((free.min(limits.decoding), self.pace.choice()));
+                self.under_way.push_back((free.min(limits.decoding), self.scheduler.choice()));
             }
             let (rows, choice) = self.under_way.pop_front().unwrap();
             self.seconds += took(rows) / 1e3;
-            self.pace.answered(choice, ms(took(rows)));
+            self.scheduler.answered(choice, ms(took(rows)));
             rows
         }
 
@@ -250,16 +255,18 @@ mod tests {
 
     #[test]
     fn a_single_stream_is_never_divided_and_prompts_alone_are_cut_to_fill_all_stages() {
-        let mut pace = Pace::new(2);
+        let mut scheduler = MicrobatchScheduler::new(2);
         let alone = StepLimits { rows: u32::MAX, decoding: 1 };
-        assert_eq!(pace.limits(decoding(1), 0), Some(alone));
-        assert_eq!(pace.choice(), None, "there is nothing to choose");
-        let rows = |pace: &mut Pace, prefill| pace.limits(Demand { decoding: 0, prefill }, 2).unwrap().rows;
-        assert_eq!([100, 2048, 8192].map(|prefill| rows(&mut pace, prefill)), [129, 129, 513]);
-        assert_eq!(rows(&mut Pace::new(3), 8192), 257);
-        assert_eq!(rows(&mut pace, u64::MAX / 2), u32::MAX);
+        assert_eq!(scheduler.limits(decoding(1), 0), Some(alone));
+        assert_eq!(scheduler.choice(), None, "there is nothing to choose");
+        let rows = |scheduler: &mut MicrobatchScheduler, prefill| {
+            scheduler.limits(Demand { decoding: 0, prefill }, 2).unwrap().rows
+        };
+        assert_eq!([100, 2048, 8192].map(|prefill| rows(&mut scheduler, prefill)), [129, 129, 513]);
+        assert_eq!(rows(&mut MicrobatchScheduler::new(3), 8192), 257);
+        assert_eq!(rows(&mut scheduler, u64::MAX / 2), u32::MAX);
         let full = Demand { decoding: 0, prefill: 99 };
-        assert_eq!(pace.limits(full, 3), None, "one for each stage and one that waits");
+        assert_eq!(scheduler.limits(full, 3), None, "one for each stage and one that waits");
     }
 
     #[test]
@@ -292,16 +299,16 @@ mod tests {
 
     #[test]
     fn a_trial_that_cannot_be_timed_ends() {
-        let mut pace = Pace::new(2);
+        let mut scheduler = MicrobatchScheduler::new(2);
         let divided = MicrobatchChoice { all: 8, microbatches: 2 };
-        (0..20).for_each(|_| pace.answered(Some(divided), ms(10.0)));
-        assert!(pace.ways.is_empty(), "nobody has asked");
-        assert_eq!(pace.limits(decoding(8), 0).unwrap().decoding, 4);
-        (0..20).for_each(|_| pace.answered(Some(divided), ms(10.0)));
-        let tried = (0..200).filter(|_| pace.limits(decoding(8), 0).unwrap().decoding == 8).count();
-        assert_eq!(tried, TRIAL as usize);
+        (0..20).for_each(|_| scheduler.answered(Some(divided), ms(10.0)));
+        assert!(scheduler.ways.is_empty(), "no limits were requested yet");
+        assert_eq!(scheduler.limits(decoding(8), 0).unwrap().decoding, 4);
+        (0..20).for_each(|_| scheduler.answered(Some(divided), ms(10.0)));
+        let tried = (0..200).filter(|_| scheduler.limits(decoding(8), 0).unwrap().decoding == 8).count();
+        assert_eq!(tried, MAX_TRIAL_DECISIONS as usize);
         let with_prompts = Demand { decoding: 8, prefill: 100 };
-        assert_eq!(pace.limits(with_prompts, 0).unwrap().decoding, 4);
-        assert_eq!(pace.choice(), None, "nothing is learnt beside prompts");
+        assert_eq!(scheduler.limits(with_prompts, 0).unwrap().decoding, 4);
+        assert_eq!(scheduler.choice(), None, "nothing is learnt beside prompts");
     }
 }
