@@ -128,6 +128,8 @@ impl Builder {
         let binaries = Mutex::new(vec![self.binary.clone(); hosts]);
         let peers = Mutex::new(vec![None; self.coordinators]);
         let fleet = Fleet { shape: self, net, dir, processes, binaries, peers, _turn: turn };
+        // Tests count lines, so logs of earlier runs must not be there.
+        std::fs::remove_dir_all(fleet.logs()?)?;
         for node in fleet.nodes() {
             fleet.make_identity(node)?;
             fleet.start(node)?;
@@ -378,11 +380,15 @@ impl Fleet {
         Ok([command.to_owned()].into_iter().chain(pairs).chain(more).collect())
     }
 
-    /// A node's log, with all of its runs, including earlier tests'.
+    /// A node's log, with all of its runs in this fleet.
     pub fn log(&self, node: Node) -> anyhow::Result<PathBuf> {
+        Ok(self.logs()?.join(format!("{}.log", name(node))))
+    }
+
+    fn logs(&self) -> anyhow::Result<PathBuf> {
         let logs = binary::target().join("test-logs").join(&self.shape.name);
         std::fs::create_dir_all(&logs)?;
-        Ok(logs.join(format!("{}.log", name(node))))
+        Ok(logs)
     }
 }
 
