@@ -130,7 +130,7 @@ pub enum Unplanned {
 
 /// Largest body that is planned with a short effort, in bytes.
 const SHORT_BODY: usize = 64 << 10;
-/// CPU time for rendering and tokenizing all texts of a short plan.
+/// CPU time for rendering and tokenizing all texts of a short plan. At most twice as much is used.
 const SHORT_TOKENIZING: Duration = Duration::from_millis(2);
 /// Fields that take no longer to read than to copy. Any other field makes planning long.
 const SHORT_FIELDS: [&str; 30] = [

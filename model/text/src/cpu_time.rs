@@ -11,31 +11,35 @@ pub(crate) fn thread_time() -> Duration {
     Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
-/// A limit of CPU time for the thread that made it.
+/// A limit of CPU time for the thread that made it. It is reached after `time` to `2 * time` of CPU: the
+/// thread's clock, which costs a system call, is first read once `time` has passed by the wall clock.
 #[derive(Debug)]
 pub struct CpuDeadline {
-    /// CPU time of the thread at which the limit is reached.
-    end: Duration,
+    time: Duration,
     /// The limit is not reached before: a thread's CPU time is never ahead of the clock.
     earliest: Cell<Instant>,
+    /// CPU time of the thread at which the limit is reached. `None` until the thread's clock is first read.
+    end: Cell<Option<Duration>>,
     _not_send: PhantomData<*const ()>,
 }
 
 impl CpuDeadline {
     /// A limit of `time` from now. Must not overflow the clock.
     pub fn after(time: Duration) -> Self {
-        let earliest = Instant::now() + time;
-        Self { end: thread_time() + time, earliest: Cell::new(earliest), _not_send: PhantomData }
+        let earliest = Cell::new(Instant::now() + time);
+        Self { time, earliest, end: Cell::default(), _not_send: PhantomData }
     }
 
-    /// Whether the thread has used the time. Reads the thread's clock only once as much time has passed by the
-    /// wall clock.
+    /// Whether the thread has used the time.
     pub fn is_over(&self) -> bool {
         let now = Instant::now();
         if now < self.earliest.get() {
             return false;
         }
-        let left = self.end.saturating_sub(thread_time());
+        let used = thread_time();
+        let end = self.end.get().unwrap_or(used + self.time);
+        self.end.set(Some(end));
+        let left = end.saturating_sub(used);
         self.earliest.set(now + left);
         left.is_zero()
     }
