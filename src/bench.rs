@@ -47,9 +47,9 @@ pub(crate) struct Bench {
     /// Prompt tokens per step
     #[arg(long, value_name = "N", default_value_t = 512)]
     chunk: usize,
-    /// Placement of KV blocks
+    /// Layout of KV blocks
     #[arg(long, value_enum, value_delimiter = ',', default_value = "paged")]
-    placement: Vec<Placement>,
+    placement: Vec<BlockLayoutArg>,
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
@@ -67,10 +67,10 @@ pub(crate) struct Bench {
     json: bool,
 }
 
-/// Placement of KV blocks.
+/// Layout of KV blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Placement {
+enum BlockLayoutArg {
     /// Blocks scattered over the arena, found through the block table.
     Paged,
     /// Consecutive blocks; no table is read.
@@ -93,7 +93,7 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Row {
     test: &'static str,
-    placement: Placement,
+    placement: BlockLayoutArg,
     /// Prompt length, or depth at the first decoded token.
     tokens: usize,
     batch: usize,
@@ -293,7 +293,7 @@ impl Bench {
 
 impl Stage {
     /// Computes `tokens` positions of each sequence, `rows_limit` rows per step.
-    fn prefill(&mut self, placement: Placement, batch: usize, tokens: usize) -> Result<()> {
+    fn prefill(&mut self, placement: BlockLayoutArg, batch: usize, tokens: usize) -> Result<()> {
         let chunk = (self.rows_limit / batch).max(1);
         for context in (0..tokens).step_by(chunk) {
             self.step(placement, batch, context, chunk.min(tokens - context))?;
@@ -302,7 +302,7 @@ impl Stage {
     }
 
     /// Computes one position of each sequence and samples the next token.
-    fn decode(&mut self, placement: Placement, batch: usize, context: usize) -> Result<()> {
+    fn decode(&mut self, placement: BlockLayoutArg, batch: usize, context: usize) -> Result<()> {
         self.step(placement, batch, context, 1)?;
         self.draw(&(0..batch as u32).collect::<Vec<_>>())
     }
@@ -312,7 +312,7 @@ impl Stage {
         Ok(self.decoder.argmax(rows, &mut best)?)
     }
 
-    fn step(&mut self, placement: Placement, batch: usize, context: usize, rows: usize) -> Result<()> {
+    fn step(&mut self, placement: BlockLayoutArg, batch: usize, context: usize, rows: usize) -> Result<()> {
         let vocab = self.decoder.spec().vocab;
         let tokens: Vec<u32> =
             (0..batch * rows).map(|i| ((i * 7919 + context * 13 + 11) % vocab) as u32).collect();
@@ -346,7 +346,7 @@ impl Tables {
         (Self { paged, state }, end)
     }
 
-    fn of(&self, placement: Placement, batch: usize, blocks: usize) -> Vec<Vec<BlockTable<'_>>> {
+    fn of(&self, placement: BlockLayoutArg, batch: usize, blocks: usize) -> Vec<Vec<BlockTable<'_>>> {
         let groups = self.paged.iter();
         groups
             .map(|group| (0..batch).map(|sequence| group.table(placement, sequence, blocks)).collect())
@@ -371,11 +371,11 @@ impl Tables {
 
 impl GroupTable {
     /// Block table of a sequence that owns `blocks` blocks.
-    fn table(&self, placement: Placement, sequence: usize, blocks: usize) -> BlockTable<'_> {
+    fn table(&self, placement: BlockLayoutArg, sequence: usize, blocks: usize) -> BlockTable<'_> {
         let from = sequence * blocks;
         match placement {
-            Placement::Paged => BlockTable::Paged(&self.scattered[from..from + blocks]),
-            Placement::Contiguous => {
+            BlockLayoutArg::Paged => BlockTable::Paged(&self.scattered[from..from + blocks]),
+            BlockLayoutArg::Contiguous => {
                 BlockTable::Contiguous { first: self.first + from as u32 * self.stride, stride: self.stride }
             }
         }

@@ -9,7 +9,7 @@ use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use engine::decoder::LayerState;
 use engine::engine::{EngineRequest, Sink};
-use engine::kv_cache::Placement;
+use engine::kv_cache::BlockLayout;
 use engine::speculation::SpeculativeMethod;
 use kernels::ops::is_drawable;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
@@ -176,10 +176,10 @@ impl Logits {
         options.chunk = Some(self.chunk);
         options.speculative_method = speculative_method;
         if self.contiguous {
-            options.placement = Placement::Contiguous;
+            options.block_layout = BlockLayout::Contiguous;
         }
         if let Some(seed) = self.permuted {
-            options.placement = Placement::Permuted { seed };
+            options.block_layout = BlockLayout::Permuted { seed };
         }
         options.kv_bytes = self.kv_bytes;
         options.prefix_cache = !self.no_prefix_cache;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvasir_kernels::Isa;
 use kvasir_kernels::aligned::AlignedBuf;
 use kvasir_kernels::attention::{
-    ArenaView, AttentionCall, AttentionScratch, AttentionShape, KvLayout, KvType, Placement, QueryRow,
+    ArenaView, AttentionCall, AttentionScratch, AttentionShape, BlockTable, KvLayout, KvType, QueryRow,
     StepPlan, Visible, attention,
 };
 use kvasir_kernels::pool::{Pool, PoolConfig};
@@ -105,7 +105,7 @@ struct Step {
 }
 
 impl Bench {
-    fn step<'a>(&self, shape: AttentionShape, rows: &[QueryRow], placements: &'a [Placement<'a>]) -> Step {
+    fn step<'a>(&self, shape: AttentionShape, rows: &[QueryRow], placements: &'a [BlockTable<'a>]) -> Step {
         let plan = StepPlan::new(shape, rows, placements, self.pool.threads()).expect("a plan");
         let len = rows.len() * shape.heads * shape.layout.head_dim();
         Step { plan, q: vec![0.01; len], out: vec![0.0; len], scratch: AttentionScratch::default() }
@@ -153,9 +153,9 @@ impl Bench {
         let in_order: Vec<u32> = (0..blocks as u32).map(|block| block * unit).collect();
         let shuffled = permuted(blocks, unit);
         let placements = [
-            [Placement::Contiguous { first: 0, stride: unit }],
-            [Placement::Paged(&in_order)],
-            [Placement::Paged(&shuffled)],
+            [BlockTable::Contiguous { first: 0, stride: unit }],
+            [BlockTable::Paged(&in_order)],
+            [BlockTable::Paged(&shuffled)],
         ];
         let shape = AttentionShape { layout, heads: model.0, visible: Visible::Causal };
         let row = [QueryRow { sequence: 0, position: depth as u32 - 1 }];
@@ -189,7 +189,7 @@ impl Bench {
         let mut bytes = arena(blocks * layout.bytes());
         let arena = ArenaView::new(&mut bytes).expect("an arena");
         let table = permuted(blocks, (layout.bytes() / 64) as u32);
-        let placements = [Placement::Paged(&table)];
+        let placements = [BlockTable::Paged(&table)];
         let queries: Vec<_> = (0..rows as u32).map(|position| QueryRow { sequence: 0, position }).collect();
         let mut step = self.step(
             AttentionShape { layout, heads: model.0, visible: Visible::Causal },
@@ -218,7 +218,7 @@ impl Bench {
             let shared = prefix / BLOCK_TOKENS;
             let tables: Vec<Vec<u32>> =
                 (0..SEQUENCES).map(|s| (0..blocks).map(|i| block(s, i, shared)).collect()).collect();
-            let placements: Vec<_> = tables.iter().map(|table| Placement::Paged(table)).collect();
+            let placements: Vec<_> = tables.iter().map(|table| BlockTable::Paged(table)).collect();
             let shape = AttentionShape { layout, heads: model.0, visible: Visible::Causal };
             let mut step = self.step(shape, &rows, &placements);
             self.best(Duration::from_secs(1), || self.run(&mut step, &arena, 0))

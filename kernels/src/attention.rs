@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 pub use layout::{KvLayout, KvType};
-pub use plan::{AttentionShape, NO_BLOCK, OFFSET_UNIT, Placement, QueryRow, StepPlan, Visible};
+pub use plan::{AttentionShape, BlockTable, NO_BLOCK, OFFSET_UNIT, QueryRow, StepPlan, Visible};
 
 use crate::aligned::{AlignedBuf, CACHE_LINE};
 use crate::disjoint::Disjoint;

@@ -7,7 +7,7 @@ use engine::decoder::{CacheGroup, Decoder, DecoderConfig, StateType, Widths};
 use engine::engine::Engine;
 use engine::executor::{Executor, LocalExecutor};
 use engine::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
-use engine::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+use engine::kv_cache::{BlockLayout, CacheSpec, GroupKind, GroupSpec};
 use engine::kv_events::EventLog;
 use engine::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
 use engine::snapshot::Origin;
@@ -89,7 +89,7 @@ pub struct EngineOptions {
     pub tiers: TiersConfig,
     /// How long a request waits for a KV transfer. `None`: as long as computing the prefix would take.
     pub pull_timeout: Option<Duration>,
-    pub placement: Placement,
+    pub block_layout: BlockLayout,
     /// Number of workers that are started together on this machine, this one included.
     pub workers: usize,
     /// Store for repacked weights, shared with other processes of this host and later runs. `None`: repacked
@@ -128,7 +128,7 @@ impl Default for EngineOptions {
             pin_bytes: None,
             tiers: TiersConfig::default(),
             pull_timeout: None,
-            placement: Placement::Paged,
+            block_layout: BlockLayout::Paged,
             workers: 1,
             packed: None,
             arrivals: None,
@@ -357,7 +357,7 @@ fn prepare_on(
         chunk: chunk as u32,
         prefix_cache: options.prefix_cache,
         pin_bytes: options.pin_bytes,
-        placement: options.placement,
+        block_layout: options.block_layout,
         ..SchedulerConfig::default()
     };
     // Only used to find the longest sequence that fits. The real scheduler is created with the cluster key.

@@ -84,25 +84,25 @@ pub struct Dispatch {
 struct DispatchState {
     balancer: Balancer,
     /// Channels for the placement results of tickets that were not decided at submission.
-    tickets: HashMap<Ticket, mpsc::UnboundedSender<Placement>>,
+    tickets: HashMap<Ticket, mpsc::UnboundedSender<PlacementResult>>,
     links: HashMap<NodeId, Arc<Link>>,
     served: Served,
 }
 
 /// The balancer's decision about a ticket. Boxed, because a channel allocates space for dozens of values up
 /// front.
-type Placement = Result<Box<Placed>, Refusal>;
+type PlacementResult = Result<Box<Placed>, Refusal>;
 
 /// Source of a ticket's next placement.
 #[derive(Debug)]
 enum PlacementSource {
     /// Decided at submission; `None` once it was taken and no retry has followed.
-    Decided(Option<Placement>),
-    Pending(mpsc::UnboundedReceiver<Placement>),
+    Decided(Option<PlacementResult>),
+    Pending(mpsc::UnboundedReceiver<PlacementResult>),
 }
 
 impl PlacementSource {
-    async fn next(&mut self) -> Option<Placement> {
+    async fn next(&mut self) -> Option<PlacementResult> {
         match self {
             Self::Decided(placement) => placement.take(),
             Self::Pending(placements) => placements.recv().await,
@@ -159,7 +159,7 @@ impl Dispatch {
         let (tickets, actions) = state.balancer.submit(Instant::now(), requests, random_u64())?;
         // Most requests are placed at once and need no channel. Actions are handled in order, so that send
         // turns follow the order of the decisions.
-        let mut decided: Vec<Option<Placement>> = tickets.iter().map(|_| None).collect();
+        let mut decided: Vec<Option<PlacementResult>> = tickets.iter().map(|_| None).collect();
         for action in actions {
             let own = |ticket: &Ticket| tickets.iter().position(|own| own == ticket);
             match action {
@@ -174,7 +174,7 @@ impl Dispatch {
                 action => self.perform(&mut state, [action]),
             }
         }
-        let guard = |(ticket, decided): (Ticket, Option<Placement>)| {
+        let guard = |(ticket, decided): (Ticket, Option<PlacementResult>)| {
             let placements = match decided {
                 Some(placement) => PlacementSource::Decided(Some(placement)),
                 None => state.pending(ticket),
@@ -528,7 +528,7 @@ impl Dispatch {
     }
 
     /// The placement of an assigned ticket.
-    fn assigned(&self, state: &DispatchState, assignment: Assignment) -> Placement {
+    fn assigned(&self, state: &DispatchState, assignment: Assignment) -> PlacementResult {
         self.metrics.routed(assignment.reason);
         let link = state.links.get(&assignment.node).filter(|link| link.epoch() == assignment.epoch);
         // A member always has a link; without one there is no worker to send to.

@@ -1,7 +1,7 @@
 //! A guard for a ticket, over as many attempts as it takes.
 
 use super::link::{Link, SendTurn};
-use super::{Dispatch, Failure, Placement, PlacementSource};
+use super::{Dispatch, Failure, PlacementResult, PlacementSource};
 use proto::block::BlockId;
 use proto::ids::NodeId;
 use proto::message::GenerateError;
@@ -56,7 +56,7 @@ impl TicketGuard {
 
     /// Waits for a worker, and for the turn to send to it. `emitted`: the client has tokens of the answer.
     pub(super) async fn worker(&mut self, emitted: bool) -> Result<Placed, Failure> {
-        let placement: Placement = self.placements.next().await.ok_or(Failure::Lost)?;
+        let placement: PlacementResult = self.placements.next().await.ok_or(Failure::Lost)?;
         let refusal = match placement {
             Ok(mut placed) => {
                 if let Some(turn) = &mut placed.turn {

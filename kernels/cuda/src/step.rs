@@ -15,7 +15,7 @@ pub(super) use order::has_several;
 
 use super::DevicePtr;
 use kernels::Error;
-use kernels::attention::{NO_BLOCK, Placement};
+use kernels::attention::{BlockTable, NO_BLOCK};
 use kernels::backend::{StepInput, StepSequence, StepState};
 use std::ops::Range;
 
@@ -398,11 +398,11 @@ impl Step {
 }
 
 /// Appends the first `blocks` entries of a table.
-fn append(tables: &mut Vec<u32>, placement: Placement<'_>, blocks: usize) {
+fn append(tables: &mut Vec<u32>, placement: BlockTable<'_>, blocks: usize) {
     let start = tables.len();
     match placement {
-        Placement::Paged(table) => tables.extend(table.iter().take(blocks)),
-        Placement::Contiguous { first, stride } => {
+        BlockTable::Paged(table) => tables.extend(table.iter().take(blocks)),
+        BlockTable::Contiguous { first, stride } => {
             tables.extend((0..blocks as u32).map(|block| first.wrapping_add(block.wrapping_mul(stride))));
         }
     }

@@ -41,7 +41,7 @@ pub struct QueryRow {
 /// Positions of a sequence's blocks. Offsets are in units of [`OFFSET_UNIT`] bytes from the start of the
 /// arena, without the layer's offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placement<'a> {
+pub enum BlockTable<'a> {
     /// Entry i is the offset of block i (position / block tokens), or [`NO_BLOCK`] if the sequence has no
     /// such block.
     Paged(&'a [u32]),
@@ -54,7 +54,7 @@ pub enum Placement<'a> {
     },
 }
 
-impl Placement<'_> {
+impl BlockTable<'_> {
     /// Byte offset of a block, without the layer's offset.
     #[inline(always)]
     pub fn byte(&self, block: usize) -> Option<u64> {
@@ -127,10 +127,10 @@ enum OwnedPlacement {
 }
 
 impl OwnedPlacement {
-    fn placement(&self) -> Placement<'_> {
+    fn placement(&self) -> BlockTable<'_> {
         match self {
-            Self::Paged(table) => Placement::Paged(table),
-            Self::Contiguous { first, stride } => Placement::Contiguous { first: *first, stride: *stride },
+            Self::Paged(table) => BlockTable::Paged(table),
+            Self::Contiguous { first, stride } => BlockTable::Contiguous { first: *first, stride: *stride },
         }
     }
 }
@@ -167,7 +167,7 @@ impl StepPlan {
     pub fn new(
         shape: AttentionShape,
         rows: &[QueryRow],
-        placements: &[Placement<'_>],
+        placements: &[BlockTable<'_>],
         threads: usize,
     ) -> Result<Self, Error> {
         let group_size = shape.layout.group_size(shape.heads)?.get();
@@ -194,8 +194,8 @@ impl StepPlan {
             placements: placements
                 .iter()
                 .map(|placement| match *placement {
-                    Placement::Paged(table) => OwnedPlacement::Paged(table.to_vec()),
-                    Placement::Contiguous { first, stride } => OwnedPlacement::Contiguous { first, stride },
+                    BlockTable::Paged(table) => OwnedPlacement::Paged(table.to_vec()),
+                    BlockTable::Contiguous { first, stride } => OwnedPlacement::Contiguous { first, stride },
                 })
                 .collect(),
             rows: planned,

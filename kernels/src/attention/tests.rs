@@ -172,14 +172,14 @@ impl Memory {
         }
     }
 
-    fn placements(&self) -> Vec<Placement<'_>> {
+    fn placements(&self) -> Vec<BlockTable<'_>> {
         let placement = |table: &'_ Vec<u32>| match self.contiguous {
-            Some((_, stride)) => Placement::Contiguous { first: table[0], stride },
-            None => Placement::Paged(&[]),
+            Some((_, stride)) => BlockTable::Contiguous { first: table[0], stride },
+            None => BlockTable::Paged(&[]),
         };
         match self.contiguous {
             Some(_) => self.tables.iter().map(placement).collect(),
-            None => self.tables.iter().map(|table| Placement::Paged(table)).collect(),
+            None => self.tables.iter().map(|table| BlockTable::Paged(table)).collect(),
         }
     }
 }
@@ -327,7 +327,7 @@ fn rows_that_see_their_whole_sequence_agree_with_the_reference_on_every_isa() {
 #[test]
 fn a_part_of_a_sequence_is_refused_without_causality() {
     let shape = AttentionShape { visible: Visible::Whole, ..shape(KvType::F16, 16, 1, 1, (8, 8), 0) };
-    let placements = [Placement::Paged(&[0, 8]), Placement::Paged(&[16])];
+    let placements = [BlockTable::Paged(&[0, 8]), BlockTable::Paged(&[16])];
     let plan = |rows: &[QueryRow]| StepPlan::new(shape, rows, &placements, 1).map(|plan| plan.rows());
     assert_eq!(plan(&rows_of(0, 0..20)), Ok(20));
     let missing = |sequence, position| Err(Error::PartialSequence { sequence, position });
@@ -343,7 +343,7 @@ fn shapes_and_placements_that_attention_cannot_serve_are_refused() {
     let attention_shape = shape(KvType::F16, 16, 4, 2, (64, 64), 0);
     let row = |position| QueryRow { sequence: 0, position };
     let table = [4, NO_BLOCK, 400];
-    let placements = [Placement::Paged(&table)];
+    let placements = [BlockTable::Paged(&table)];
     let plan =
         |rows: &[QueryRow]| StepPlan::new(attention_shape, rows, &placements, 1).map(|plan| plan.rows());
     assert_eq!(plan(&[row(15)]), Ok(1));
@@ -398,7 +398,7 @@ proptest! {
 #[test]
 fn an_offset_beyond_the_address_space_is_outside_the_arena() {
     let attention_shape = shape(KvType::F16, 16, 1, 1, (8, 8), 1);
-    let placements = [Placement::Contiguous { first: u32::MAX, stride: u32::MAX }];
+    let placements = [BlockTable::Contiguous { first: u32::MAX, stride: u32::MAX }];
     let rows = [QueryRow { sequence: 0, position: u32::MAX }];
     let plan = StepPlan::new(attention_shape, &rows, &placements, 1).unwrap();
     let mut bytes = AlignedBuf::zeroed(4096);

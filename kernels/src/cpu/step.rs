@@ -1,7 +1,7 @@
 //! The running step: its tokens, the positions of its rows, and the attention plans of its layers.
 
 use crate::Error;
-use crate::attention::{AttentionShape, Placement, QueryRow, StepPlan};
+use crate::attention::{AttentionShape, BlockTable, QueryRow, StepPlan};
 use crate::backend::{KvLayerId, StepInput};
 
 use super::attend::KvLayer;
@@ -49,7 +49,7 @@ impl Step {
     pub(super) fn make_plans(
         &mut self,
         layers: &[KvLayer],
-        tables: &[Vec<Placement<'_>>],
+        tables: &[Vec<BlockTable<'_>>],
         threads: usize,
     ) -> Result<(), Error> {
         self.plans.clear();

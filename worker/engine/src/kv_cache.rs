@@ -37,7 +37,7 @@ pub use pins::{PinId, PinRefused, RestoreId, ResumeBlock, ResumePoint};
 pub use policy::{CheckpointKind, CheckpointPolicy};
 pub(crate) use sequence::{NotAdvanced, SequenceCache};
 pub use slabs::Slabs;
-pub use spec::{CacheSpec, GroupKind, GroupSpec, Placement, SpecError};
+pub use spec::{BlockLayout, CacheSpec, GroupKind, GroupSpec, SpecError};
 pub(crate) use state::CheckpointSlot;
 pub use table::{BlockTable, NULL_OFFSET, OFFSET_UNIT};
 
@@ -87,11 +87,11 @@ impl KvCache {
         self.pool.unused()
     }
 
-    pub(crate) fn new(spec: CacheSpec, placement: Placement) -> Result<Self, SpecError> {
+    pub(crate) fn new(spec: CacheSpec, block_layout: BlockLayout) -> Result<Self, SpecError> {
         spec.validate()?;
-        let pool = BlockPool::new(&spec, placement);
+        let pool = BlockPool::new(&spec, block_layout);
         let tree = PrefixTree::new(&spec, &pool);
-        let extents = (placement == Placement::Contiguous).then(|| Extents::new(spec.arena_bytes));
+        let extents = (block_layout == BlockLayout::Contiguous).then(|| Extents::new(spec.arena_bytes));
         let states = spec.state_group().map(|group| States::new(group, pool.block_capacity(group)));
         Ok(Self {
             spec,
@@ -127,7 +127,7 @@ impl KvCache {
     }
 
     /// For each group kind: (name, arena bytes owned by its groups, bytes of these held by live sequences).
-    /// Empty with contiguous placement, where runs belong to sequences instead of groups.
+    /// Empty with a contiguous layout, where runs belong to sequences instead of groups.
     pub(crate) fn bytes_by_kind(&self) -> Vec<(&'static str, u64, u64)> {
         let mut kinds: Vec<(&'static str, u64, u64)> = Vec::new();
         let groups = if self.is_contiguous() { &[][..] } else { &self.spec.groups[..] };

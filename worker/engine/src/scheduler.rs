@@ -27,7 +27,7 @@ pub use request::{
 pub use resume::ForkRefused;
 
 use crate::kv_cache::{
-    BlockTable, Broken, CacheSpec, CheckpointPolicy, KvCache, Placement, PlannedUnits, SpecError,
+    BlockLayout, BlockTable, Broken, CacheSpec, CheckpointPolicy, KvCache, PlannedUnits, SpecError,
 };
 use proto::block::ClusterKey;
 use proto::event::KvEvent;
@@ -47,9 +47,9 @@ pub struct SchedulerConfig {
     pub max_seqs: usize,
     /// Rows of one prompt per step; 0 means no limit but `max_batch_tokens`.
     pub chunk: u32,
-    /// Share prefixes between sequences. Always off with contiguous placement.
+    /// Share prefixes between sequences. Always off with a contiguous layout.
     pub prefix_cache: bool,
-    pub placement: Placement,
+    pub block_layout: BlockLayout,
     /// Steps without progress of its producer after which a follower computes the units itself.
     pub max_stalled_steps: u32,
     /// Maximum number of waiting sequences. Further ones are refused.
@@ -69,7 +69,7 @@ impl Default for SchedulerConfig {
             max_seqs: 64,
             chunk: 512,
             prefix_cache: true,
-            placement: Placement::Paged,
+            block_layout: BlockLayout::Paged,
             max_stalled_steps: 4,
             max_waiting: 4096,
             checkpoints: CheckpointPolicy::default(),
@@ -149,12 +149,12 @@ impl Scheduler {
         let config = SchedulerConfig {
             max_batch_tokens: config.max_batch_tokens.max(1),
             max_seqs: config.max_seqs.max(1),
-            prefix_cache: config.prefix_cache && config.placement != Placement::Contiguous,
+            prefix_cache: config.prefix_cache && config.block_layout != BlockLayout::Contiguous,
             ..config
         };
         Ok(Self {
             lookahead: spec.block_tokens,
-            cache: KvCache::new(spec, config.placement)?,
+            cache: KvCache::new(spec, config.block_layout)?,
             config,
             key,
             sequences: Vec::new(),

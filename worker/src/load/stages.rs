@@ -34,7 +34,7 @@ pub fn open_replica(
 
 /// Refuses options that do not work with several stages.
 fn check_options(options: &EngineOptions) -> Result<(), Error> {
-    if options.placement == engine::kv_cache::Placement::Contiguous {
+    if options.block_layout == engine::kv_cache::BlockLayout::Contiguous {
         let reason = "consecutive blocks require that all layers are in one process".to_owned();
         return Err(engine::Error::Config { option: "contiguous", reason }.into());
     }

@@ -2,7 +2,7 @@
 
 use crate::harness::{Output, QUANT, Request, TINY, cramped, one_by_one, open, options, prompt, together};
 use engine::engine::Engine;
-use engine::kv_cache::Placement;
+use engine::kv_cache::BlockLayout;
 use kvasir_worker::load::EngineOptions;
 
 const GENERATE: u32 = 12;
@@ -18,7 +18,7 @@ pub(crate) fn undisturbed(model: &str, requests: &[Request]) -> Vec<Output> {
     let options = EngineOptions {
         chunk: Some(0),
         prefix_cache: false,
-        placement: Placement::Contiguous,
+        block_layout: BlockLayout::Contiguous,
         ..options(model)
     };
     let outputs = one_by_one(&mut open(model, &options), requests);
@@ -69,7 +69,7 @@ pub(crate) fn models() -> impl Iterator<Item = &'static str> {
 }
 
 #[test]
-fn chunks_batches_threads_and_placement_change_no_bit() {
+fn chunks_batches_threads_and_layout_change_no_bit() {
     for model in models() {
         let requests = requests();
         let expected = undisturbed(model, &requests);
@@ -98,11 +98,12 @@ fn chunks_batches_threads_and_placement_change_no_bit() {
         run(
             "two threads, contiguous",
             true,
-            EngineOptions { placement: Placement::Contiguous, ..two.clone() },
+            EngineOptions { block_layout: BlockLayout::Contiguous, ..two.clone() },
         );
         for (seed, block_tokens) in [(1, 16), (2, 32), (3, 64)] {
-            let permuted = Placement::Permuted { seed };
-            let options = EngineOptions { placement: permuted, block_tokens, chunk: Some(7), ..base.clone() };
+            let permuted = BlockLayout::Permuted { seed };
+            let options =
+                EngineOptions { block_layout: permuted, block_tokens, chunk: Some(7), ..base.clone() };
             run(&format!("permuted blocks of {block_tokens}"), true, options);
         }
         let rows =
@@ -114,8 +115,8 @@ fn chunks_batches_threads_and_placement_change_no_bit() {
 #[test]
 fn a_prefix_hit_gives_the_bits_of_a_miss() {
     for model in models() {
-        for (block_tokens, placement) in
-            [(16, Placement::Paged), (32, Placement::Permuted { seed: 5 }), (64, Placement::Paged)]
+        for (block_tokens, block_layout) in
+            [(16, BlockLayout::Paged), (32, BlockLayout::Permuted { seed: 5 }), (64, BlockLayout::Paged)]
         {
             let shared = prompt(11, 150);
             let tails = [prompt(12, 20), prompt(13, 7), Vec::new()];
@@ -125,7 +126,7 @@ fn a_prefix_hit_gives_the_bits_of_a_miss() {
                 .collect();
             let expected = undisturbed(model, &requests);
             let case = format!("{model}, blocks of {block_tokens}");
-            let options = EngineOptions { block_tokens, placement, ..options(model) };
+            let options = EngineOptions { block_tokens, block_layout, ..options(model) };
 
             let mut engine = open(model, &options);
             let one_by_one = one_by_one(&mut engine, &requests);

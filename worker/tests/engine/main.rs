@@ -1,4 +1,4 @@
-//! The engine with the small models of the oracle set: the same bits with every batch, chunking, placement
+//! The engine with the small models of the oracle set: the same bits with every batch, chunking, block layout
 //! and device, and requests that end as they should.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 

@@ -11,7 +11,7 @@ use crate::snapshots::{generate, key, save};
 use crate::stages::{Workers, max_shards};
 use cuda::Arch;
 use engine::engine::Engine;
-use engine::kv_cache::Placement;
+use engine::kv_cache::BlockLayout;
 use engine::snapshot::Snapshot;
 use engine::speculation::SpeculativeMethod;
 use kvasir_worker::Error;
@@ -100,7 +100,7 @@ fn draft_tokens_of_an_mtp_head_change_no_bit() {
         run("no room for draft tokens", true, EngineOptions { max_rows: Some(9), ..model.options() });
         run("blocks of 64", true, EngineOptions { block_tokens: 64, ..model.options() });
         run("no prefix cache", true, EngineOptions { prefix_cache: false, ..model.options() });
-        run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..model.options() });
+        run("contiguous", true, EngineOptions { block_layout: BlockLayout::Contiguous, ..model.options() });
         preempted += run("preempted", true, cramped(&model.name, &model.options(), 140));
         assert!(drafted > accepted && drafted > 0, "{arch}: {accepted} of {drafted}");
         assert_eq!(accepted > drafted / 8, block == Block::Telling, "{arch}: {accepted} of {drafted}");

@@ -6,7 +6,7 @@ use crate::harness::{
 };
 use crate::stages::{Workers, max_shards};
 use engine::engine::Engine;
-use engine::kv_cache::Placement;
+use engine::kv_cache::BlockLayout;
 use engine::speculation::{Speculation, SpeculativeMethod};
 use kvasir_worker::Error;
 use kvasir_worker::load::{self, EngineOptions};
@@ -80,7 +80,7 @@ fn draft_tokens_change_no_bit() {
         run("chunks of 7", true, 5, EngineOptions { chunk: Some(7), ..options(model) });
         run("no room for draft tokens", true, 5, EngineOptions { max_rows: Some(9), ..options(model) });
         run("no prefix cache", true, 5, EngineOptions { prefix_cache: false, ..options(model) });
-        let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
+        let contiguous = EngineOptions { block_layout: BlockLayout::Contiguous, ..options(model) };
         run("contiguous", true, 5, contiguous);
         // Windows keep some models so small that all sequences fit.
         preempted += run("preempted", true, 5, cramped(model, &options(model), 140));
@@ -322,7 +322,7 @@ fn drafters_change_no_bit() {
         run("alone", false, options(model));
         run("eight at once", true, options(model));
         run("chunks of 7", true, EngineOptions { chunk: Some(7), ..options(model) });
-        run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..options(model) });
+        run("contiguous", true, EngineOptions { block_layout: BlockLayout::Contiguous, ..options(model) });
         run("preempted", true, cramped(model, &options(model), 140));
         assert!(accepted > 0, "{model}");
         // A model's own draft tokens are always accepted.

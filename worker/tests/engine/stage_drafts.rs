@@ -5,7 +5,7 @@ use crate::harness::{Output, Request, cramped, one_by_one, open, options, path, 
 use crate::speculation::{counts, plain, requests};
 use crate::stages::Workers;
 use engine::engine::Engine;
-use engine::kv_cache::Placement;
+use engine::kv_cache::BlockLayout;
 use engine::speculation::SpeculativeMethod;
 use kvasir_worker::Error;
 use kvasir_worker::load::{self, EngineOptions};
@@ -85,8 +85,8 @@ fn draft_tokens_of_the_last_stage_change_no_bit() {
     run("chunks of 7", true, EngineOptions { chunk: Some(7), ..drafting() });
     run("no prefix cache", true, EngineOptions { prefix_cache: false, ..drafting() });
     run("no room for draft tokens", true, EngineOptions { max_rows: Some(9), ..drafting() });
-    let scattered = Placement::Permuted { seed: 5 };
-    run("scattered", true, EngineOptions { placement: scattered, ..drafting() });
+    let scattered = BlockLayout::Permuted { seed: 5 };
+    run("scattered", true, EngineOptions { block_layout: scattered, ..drafting() });
     // The smallest arenas in which sequences preempt each other.
     let cramped = cramped(MODEL, &drafting(), 140);
     let preempted = (4..12).any(|quarters| {

@@ -3,7 +3,7 @@
 use crate::exactness::{assert_same, models, requests, undisturbed};
 use crate::harness::{Output, Request, cramped, one_by_one, open, options, path, prompt, submit, together};
 use engine::engine::{Engine, StepOutcome};
-use engine::kv_cache::Placement;
+use engine::kv_cache::BlockLayout;
 use engine::telemetry::StageLabel;
 use kvasir_worker::Error;
 use kvasir_worker::load::{self, EngineOptions};
@@ -142,8 +142,8 @@ fn two_and_three_stages_change_no_bit() {
             run("whole prompts", false, EngineOptions { chunk: Some(0), ..options(model) });
             let hits = run("chunks of 7, together", true, EngineOptions { chunk: Some(7), ..options(model) });
             assert!(hits > 0, "{model}: prefix hits");
-            let scattered = Placement::Permuted { seed: 5 };
-            run("scattered", true, EngineOptions { placement: scattered, ..options(model) });
+            let scattered = BlockLayout::Permuted { seed: 5 };
+            run("scattered", true, EngineOptions { block_layout: scattered, ..options(model) });
             let narrow = EngineOptions { prefix_cache: false, chunk: Some(16), ..options(model) };
             run("no prefix cache", true, narrow);
         }
@@ -371,7 +371,7 @@ fn a_stage_of_another_class_or_an_impossible_split_is_refused() {
         "{refused}"
     );
 
-    let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
+    let contiguous = EngineOptions { block_layout: BlockLayout::Contiguous, ..options(model) };
     let refused = workers.engine(model, &contiguous).err().unwrap();
     let config = matches!(refused, Error::Engine(engine::Error::Config { option: "contiguous", .. }));
     assert!(config, "{refused}");

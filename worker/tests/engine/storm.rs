@@ -7,7 +7,7 @@ use crate::harness::{
 };
 use engine::engine::resume::{Capture, SequenceKey};
 use engine::engine::{Engine, StepOutcome};
-use engine::kv_cache::Placement;
+use engine::kv_cache::BlockLayout;
 use engine::snapshot::Snapshot;
 use kvasir_worker::load::EngineOptions;
 use proto::ids::RequestId;
@@ -241,7 +241,7 @@ fn a_storm_changes_no_token() {
                 chunk: Some(dice.pick(&[1, 5, 16, 33, 64, 0])),
                 max_rows: Some(dice.pick(&[8, 40, 200, 1024])),
                 max_sequences: Some(dice.pick(&[2, 3, 6])),
-                placement: dice.pick(&[Placement::Paged, Placement::Permuted { seed }]),
+                block_layout: dice.pick(&[BlockLayout::Paged, BlockLayout::Permuted { seed }]),
                 ..options(model)
             };
             let mut storm = Storm {

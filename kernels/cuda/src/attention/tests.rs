@@ -1,7 +1,7 @@
 use super::*;
 use crate::step::{KvGroup, Step, StepLayout, StepLimits};
 use crate::tests::sim::{Sim, assert_near, bits, numbers};
-use kernels::attention::{Placement, Visible};
+use kernels::attention::{BlockTable, Visible};
 use kernels::backend::StepInput;
 use kernels::reference::attention::AttentionHead;
 use std::num::NonZeroU32;
@@ -105,7 +105,7 @@ impl Case {
         for (sequence, positions) in step_parts {
             let next = rows + positions.len();
             sequences.push(StepSequence { rows: rows..next, context: positions.start, segment_start: None });
-            tables.push(Placement::Paged(&with_tails[*sequence]));
+            tables.push(BlockTable::Paged(&with_tails[*sequence]));
             q.extend(positions.clone().flat_map(|position| self.q(*sequence, position)));
             rows = next;
         }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::step::{KvGroup, Step, StepLayout, StepLimits};
 use crate::tests::sim::{Sim, assert_near, numbers};
-use kernels::attention::{KvType, NO_BLOCK, Placement, Visible};
+use kernels::attention::{BlockTable, KvType, NO_BLOCK, Visible};
 use kernels::backend::{StepInput, StepSequence};
 use kernels::ops::{RopeParams, RopeStyle};
 use kernels::reference::rows as reference;
@@ -86,7 +86,7 @@ impl Case {
         let near = [2 * stride / 64, 0].map(|offset| offset as u32);
         let mut far = vec![NO_BLOCK; 100_003 / 16 - 1];
         far.extend([3 * stride / 64, stride / 64].map(|offset| offset as u32));
-        let tables = [vec![Placement::Paged(&near), Placement::Paged(&far)]];
+        let tables = [vec![BlockTable::Paged(&near), BlockTable::Paged(&far)]];
         let visible = Visible::Window(NonZeroU32::new(16).unwrap());
         let group = KvGroup { block_tokens: 16, bytes: stride, visible };
         let limits = StepLimits { rows: 4, sequences: 2, exports: 0, table_entries: 7000 };

@@ -6,7 +6,7 @@ use crate::attention::{AttentionCall, AttentionKernels, SPLIT};
 use crate::step::{KvGroup, Step, StepLayout, StepLimits};
 use crate::{Device, DevicePtr};
 use kernels::Error;
-use kernels::attention::{OFFSET_UNIT, Placement, Visible};
+use kernels::attention::{BlockTable, OFFSET_UNIT, Visible};
 use kernels::backend::{KvShape, KvType, StepInput, StepSequence};
 
 /// Maximum number of layers of a cache, which are the launches of one graph.
@@ -77,7 +77,7 @@ impl Speed {
         }
         for order in orders {
             let offsets: Vec<u32> = order.iter().map(|block| (block * stride / OFFSET_UNIT) as u32).collect();
-            let tables = [offsets.chunks(blocks).map(Placement::Paged).collect()];
+            let tables = [offsets.chunks(blocks).map(BlockTable::Paged).collect()];
             let mut step = Step::new(StepLayout::new(limits, &[group]));
             let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
             step.fill(&input, arena_bytes)?;

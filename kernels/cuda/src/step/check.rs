@@ -1,7 +1,7 @@
 //! Checks of a step's block tables, so that kernels need not check them.
 
 use kernels::Error;
-use kernels::attention::{OFFSET_UNIT, Placement, Visible};
+use kernels::attention::{BlockTable, OFFSET_UNIT, Visible};
 use kernels::backend::StepSequence;
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ impl KvGroup {
     pub(super) fn check(
         &self,
         sequences: &[StepSequence],
-        placements: &[Placement<'_>],
+        placements: &[BlockTable<'_>],
         arena_bytes: usize,
     ) -> Result<(), Error> {
         if placements.len() < sequences.len() {

@@ -47,7 +47,7 @@ impl Input {
 
     fn fill(&self, step: &mut Step) -> Result<(), Error> {
         let tables: Vec<Vec<_>> =
-            self.tables.iter().map(|tables| tables.iter().map(|t| Placement::Paged(t)).collect()).collect();
+            self.tables.iter().map(|tables| tables.iter().map(|t| BlockTable::Paged(t)).collect()).collect();
         let tokens: Vec<u32> = (100..).take(self.sequences.iter().map(|s| s.rows.len()).sum()).collect();
         let (sequences, states) = (&self.sequences[..], &self.states[..]);
         step.fill(&StepInput { tokens: &tokens, sequences, tables: &tables, states }, ARENA)
@@ -111,7 +111,7 @@ fn every_array_is_at_the_address_that_kernels_use() {
 #[test]
 fn contiguous_sequences_get_a_table_of_their_blocks() {
     let mut step = Step::new(StepLayout::new(LIMITS, &[group(Visible::Causal)]));
-    let tables = vec![vec![Placement::Contiguous { first: 10, stride: 3 }]];
+    let tables = vec![vec![BlockTable::Contiguous { first: 10, stride: 3 }]];
     let sequences = [sequence(0..1, 32)];
     let input = StepInput { tokens: &[7], sequences: &sequences, tables: &tables, states: &[] };
     step.fill(&input, ARENA).unwrap();
@@ -155,7 +155,7 @@ fn sequences_with_a_common_beginning_are_adjacent() {
     let mut step = Step::new(StepLayout::new(limits, &groups));
     let mut fill = |sequences: &[StepSequence], tables: &[&[u32]]| {
         let rows = sequences.last().unwrap().rows.end;
-        let placed: Vec<_> = tables.iter().map(|table| Placement::Paged(table)).collect();
+        let placed: Vec<_> = tables.iter().map(|table| BlockTable::Paged(table)).collect();
         let (tokens, tables) = (vec![0; rows], [placed.clone(), placed]);
         let input = StepInput { tokens: &tokens, sequences, tables: &tables, states: &[] };
         step.fill(&input, 1 << 20).unwrap();
@@ -243,7 +243,7 @@ fn a_step_beyond_the_limits_is_refused() {
 #[test]
 fn an_encoder_gets_whole_sequences() {
     let mut step = Step::new(StepLayout::new(LIMITS, &[group(Visible::Whole)]));
-    let tables = vec![vec![Placement::Paged(&[0, 2])]];
+    let tables = vec![vec![BlockTable::Paged(&[0, 2])]];
     let mut fill = |context: usize| {
         let sequences = [sequence(0..2, context)];
         step.fill(&StepInput { tokens: &[1, 2], sequences: &sequences, tables: &tables, states: &[] }, ARENA)

@@ -3,7 +3,7 @@
 use super::*;
 use crate::aligned::AlignedBuf;
 use crate::attention::{
-    ArenaView, AttentionShape, KvLayout, KvType, Placement, QueryRow, StepPlan, Visible, kv_write,
+    ArenaView, AttentionShape, BlockTable, KvLayout, KvType, QueryRow, StepPlan, Visible, kv_write,
 };
 
 const LAYER_OFFSET: usize = 64;
@@ -50,7 +50,7 @@ impl Case {
     }
 
     fn plan(&self, rows: &[QueryRow], threads: usize) -> StepPlan {
-        let placements: Vec<_> = self.tables.iter().map(|table| Placement::Paged(table)).collect();
+        let placements: Vec<_> = self.tables.iter().map(|table| BlockTable::Paged(table)).collect();
         StepPlan::new(self.shape, rows, &placements, threads).unwrap()
     }
 

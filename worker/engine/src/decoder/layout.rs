@@ -54,7 +54,7 @@ pub(super) enum LayerCache {
     State(StateLayerId),
 }
 
-/// Placement of the caches of a layer range.
+/// BlockLayout of the caches of a layer range.
 #[derive(Debug)]
 pub(super) struct Placed {
     pub(super) groups: Vec<CacheGroup>,

@@ -1,4 +1,4 @@
-//! Contiguous placement: allocates byte runs of the arena first-fit.
+//! Contiguous layout: allocates byte runs of the arena first-fit.
 
 use super::table::OFFSET_UNIT;
 use std::collections::BTreeMap;

@@ -7,7 +7,7 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS};
 /// Why a prefix lookup stopped where it did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HitStop {
-    /// No lookup: prefix caching is off, or the placement does not share blocks.
+    /// No lookup: prefix caching is off, or the layout does not share blocks.
     Disabled,
     /// No lookup: the sequence is a fork of another one and computes nothing of its prompt.
     Forked,

@@ -6,7 +6,7 @@
 //! evicted only when the block is allocated again. A slab whose blocks are all free and empty returns to the
 //! arena. No group keeps bytes that it does not use, and no split between groups is configured.
 
-use super::Placement;
+use super::BlockLayout;
 use super::spec::CacheSpec;
 use super::table::OFFSET_UNIT;
 
@@ -79,13 +79,13 @@ pub(super) struct GroupCount {
 }
 
 impl BlockPool {
-    pub(super) fn new(spec: &CacheSpec, placement: Placement) -> Self {
+    pub(super) fn new(spec: &CacheSpec, block_layout: BlockLayout) -> Self {
         let slab_bytes = slab_bytes(spec);
         let count = u32::try_from(spec.arena_bytes / slab_bytes).unwrap_or(NIL - 1);
         let mut free_slabs: Vec<u32> = (0..count).rev().collect();
-        let permutation = match placement {
-            Placement::Permuted { seed } => Some(seed),
-            Placement::Paged | Placement::Contiguous => None,
+        let permutation = match block_layout {
+            BlockLayout::Permuted { seed } => Some(seed),
+            BlockLayout::Paged | BlockLayout::Contiguous => None,
         };
         if let Some(seed) = permutation {
             shuffle(&mut free_slabs, seed);

@@ -50,13 +50,13 @@ impl KvCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+    use crate::kv_cache::{BlockLayout, CacheSpec, GroupKind, GroupSpec};
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
     fn cache(kinds: &[GroupKind], block_tokens: u32) -> KvCache {
         let groups = kinds.iter().map(|&kind| GroupSpec { kind, block_bytes: 64 }).collect();
-        KvCache::new(CacheSpec { groups, block_tokens, arena_bytes: 1 << 20 }, Placement::Paged).unwrap()
+        KvCache::new(CacheSpec { groups, block_tokens, arena_bytes: 1 << 20 }, BlockLayout::Paged).unwrap()
     }
 
     fn kinds() -> impl Strategy<Value = Vec<GroupKind>> {

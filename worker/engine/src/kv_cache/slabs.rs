@@ -99,7 +99,7 @@ impl Slabs {
 mod tests {
     use super::*;
     use crate::kv_cache::pool::BlockPool;
-    use crate::kv_cache::{GroupKind, GroupSpec, Placement};
+    use crate::kv_cache::{BlockLayout, GroupKind, GroupSpec};
 
     fn spec(block_bytes: &[u64]) -> CacheSpec {
         let group = |&block_bytes: &u64| GroupSpec { kind: GroupKind::Full, block_bytes };
@@ -110,7 +110,7 @@ mod tests {
     fn block_numbers_match_those_of_the_pool() {
         for sizes in [&[64][..], &[4096, 1088], &[64, 8192, 192]] {
             let spec = spec(sizes);
-            let (pool, slabs) = (BlockPool::new(&spec, Placement::Paged), Slabs::of(&spec));
+            let (pool, slabs) = (BlockPool::new(&spec, BlockLayout::Paged), Slabs::of(&spec));
             for group in 0..sizes.len() {
                 let blocks = pool.block_capacity(group) as u32;
                 for block in 0..blocks {

@@ -1,4 +1,4 @@
-//! Shape of the cache: layer groups, block size, arena size and placement.
+//! Shape of the cache: layer groups, block size, arena size and block layout.
 
 use super::table::{NULL_OFFSET, OFFSET_UNIT};
 use proto::block::HASH_UNIT_TOKENS;
@@ -47,7 +47,7 @@ pub struct CacheSpec {
 
 /// How blocks are laid out in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Placement {
+pub enum BlockLayout {
     /// Each block at any free position.
     #[default]
     Paged,

@@ -11,11 +11,11 @@ pub const NULL_OFFSET: u32 = u32::MAX;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BlockTable {
     pub(super) offsets: Vec<u32>,
-    /// Block numbers in the group's pool, one for each entry. Empty with contiguous placement.
+    /// Block numbers in the group's pool, one for each entry. Empty with a contiguous layout.
     pub(super) blocks: Vec<u32>,
     /// Entries before this one are null.
     pub(super) first_live: usize,
-    /// Start of the run when the placement is contiguous.
+    /// Start of the run when the layout is contiguous.
     pub(super) base: Option<u32>,
 }
 
@@ -25,7 +25,7 @@ impl BlockTable {
         &self.offsets
     }
 
-    /// With contiguous placement, the offset of block 0. Block `i` starts `i * block_bytes` after it.
+    /// With a contiguous layout, the offset of block 0. Block `i` starts `i * block_bytes` after it.
     pub fn contiguous_base(&self) -> Option<u32> {
         self.base
     }

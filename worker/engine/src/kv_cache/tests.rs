@@ -12,7 +12,7 @@ fn spec(groups: &[(GroupKind, u64)], block_tokens: u32, arena_bytes: u64) -> Cac
 }
 
 fn cache(groups: &[(GroupKind, u64)], block_tokens: u32, arena_bytes: u64) -> KvCache {
-    KvCache::new(spec(groups, block_tokens, arena_bytes), Placement::Paged).unwrap()
+    KvCache::new(spec(groups, block_tokens, arena_bytes), BlockLayout::Paged).unwrap()
 }
 
 fn id(n: u8) -> BlockId {
@@ -170,7 +170,7 @@ fn a_sequence_gets_its_last_slot_back_from_its_own_checkpoint() {
 #[test]
 fn free_blocks_are_reused_empty_first_and_then_the_oldest() {
     let spec = spec(&[(FULL, 64)], 16, 64 * 4);
-    let mut pool = BlockPool::new(&spec, Placement::Paged);
+    let mut pool = BlockPool::new(&spec, BlockLayout::Paged);
     let mut evicted = Vec::new();
     let blocks: Vec<u32> = (0..4).map(|_| pool.alloc(0, &mut evicted).unwrap()).collect();
     assert_eq!(pool.alloc(0, &mut evicted), None);
@@ -196,7 +196,7 @@ fn free_blocks_are_reused_empty_first_and_then_the_oldest() {
 #[test]
 fn bytes_move_between_groups_oldest_content_first() {
     let spec = spec(&[(FULL, 64), (GroupKind::Sliding { window: 64 }, 128)], 16, 128 * 4);
-    let mut pool = BlockPool::new(&spec, Placement::Paged);
+    let mut pool = BlockPool::new(&spec, BlockLayout::Paged);
     let mut evicted = Vec::new();
     // Group 0 fills two slabs of two blocks, then group 1 the other two.
     let small: Vec<u32> = (0..4).map(|_| pool.alloc(0, &mut evicted).unwrap()).collect();
@@ -235,7 +235,7 @@ fn slabs_waste_less_than_two_percent() {
         (vec![(FULL, 196_608), (GroupKind::State, 19_574_784)], 4 << 30),
     ] {
         let spec = spec(&groups, 16, arena);
-        let pool = BlockPool::new(&spec, Placement::Paged);
+        let pool = BlockPool::new(&spec, BlockLayout::Paged);
         for (group, &(_, bytes)) in groups.iter().enumerate() {
             let used = pool.block_capacity(group) as u64 * bytes;
             assert!(used * 100 >= arena * 98, "{groups:?}: group {group} can use {used} of {arena}");
@@ -244,18 +244,18 @@ fn slabs_waste_less_than_two_percent() {
 }
 
 #[test]
-fn permuted_placement_is_another_order_of_the_same_blocks() {
-    let order = |placement| {
+fn permuted_layout_is_another_order_of_the_same_blocks() {
+    let order = |block_layout| {
         let spec = spec(&[(FULL, 64)], 16, 64 * 100);
-        let mut pool = BlockPool::new(&spec, placement);
+        let mut pool = BlockPool::new(&spec, block_layout);
         let order: Vec<u32> = (0..100).map(|_| pool.alloc(0, &mut Vec::new()).unwrap()).collect();
         order
     };
-    let plain = order(Placement::Paged);
+    let plain = order(BlockLayout::Paged);
     assert!(plain.is_sorted());
-    let mut permuted = order(Placement::Permuted { seed: 1 });
-    assert_eq!(permuted, order(Placement::Permuted { seed: 1 }));
-    assert_ne!(permuted, order(Placement::Permuted { seed: 2 }));
+    let mut permuted = order(BlockLayout::Permuted { seed: 1 });
+    assert_eq!(permuted, order(BlockLayout::Permuted { seed: 1 }));
+    assert_ne!(permuted, order(BlockLayout::Permuted { seed: 2 }));
     assert_ne!(permuted, plain);
     permuted.sort_unstable();
     assert_eq!(permuted, plain);
@@ -268,7 +268,7 @@ fn impossible_caches_are_refused() {
     let refused = |change: fn(&mut CacheSpec)| {
         let mut spec = good.clone();
         change(&mut spec);
-        KvCache::new(spec, Placement::Paged).unwrap_err()
+        KvCache::new(spec, BlockLayout::Paged).unwrap_err()
     };
     assert_eq!(refused(|s| s.groups.clear()), SpecError::Groups(0));
     assert_eq!(refused(|s| s.groups = vec![s.groups[0]; 9]), SpecError::Groups(9));

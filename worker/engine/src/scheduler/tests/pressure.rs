@@ -1,7 +1,7 @@
 //! Blocks run out: which sequence is preempted, and that nothing is lost.
 
 use super::simulator::*;
-use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
+use crate::kv_cache::{BlockLayout, CacheSpec, GroupKind, GroupSpec};
 use crate::scheduler::{Rejected, Scheduler, SchedulerConfig, SeqId, SeqSlot};
 
 #[test]
@@ -87,7 +87,7 @@ fn a_preempted_sequence_leaves_no_uncomputed_units_behind() {
 
 #[test]
 fn contiguous_sequences_lie_in_one_run_or_wait() {
-    let config = SchedulerConfig { placement: Placement::Contiguous, ..chunked(64) };
+    let config = SchedulerConfig { block_layout: BlockLayout::Contiguous, ..chunked(64) };
     let mut sim = Sim::new(config, mixed(20, 384 * 20));
     for i in 0..3u32 {
         sim.submit(ROOT, tokens(1000 * i..1000 * i + 100), 45).unwrap();

@@ -4,7 +4,7 @@
 mod architecture;
 
 use super::simulator::*;
-use crate::kv_cache::{CacheSpec, CheckpointPolicy, GroupKind, GroupSpec, HitStop, Placement};
+use crate::kv_cache::{BlockLayout, CacheSpec, CheckpointPolicy, GroupKind, GroupSpec, HitStop};
 use crate::scheduler::{SchedulerConfig, StepLimits};
 use proto::block::BlockId;
 
@@ -34,17 +34,17 @@ fn random_spec(rng: &mut Rng, recurrent: bool) -> CacheSpec {
 }
 
 fn random_config(rng: &mut Rng) -> SchedulerConfig {
-    let placement = match rng.below(8) {
-        0 => Placement::Contiguous,
-        1 | 2 => Placement::Permuted { seed: rng.next() },
-        _ => Placement::Paged,
+    let block_layout = match rng.below(8) {
+        0 => BlockLayout::Contiguous,
+        1 | 2 => BlockLayout::Permuted { seed: rng.next() },
+        _ => BlockLayout::Paged,
     };
     SchedulerConfig {
         max_batch_tokens: rng.pick(&[3, 16, 40, 64, 200, 1000]),
         max_seqs: rng.pick(&[1, 2, 4, 8, 16]),
         chunk: rng.pick(&[0, 1, 7, 16, 33, 64]),
         prefix_cache: !rng.chance(10),
-        placement,
+        block_layout,
         max_stalled_steps: rng.pick(&[0, 1, 4]),
         max_waiting: 40,
         checkpoints: CheckpointPolicy { max_per_path: rng.pick(&[0, 1, 2, 8, 8, 8]) },
