@@ -54,10 +54,10 @@ mod unblock;
 mod up;
 mod worker;
 
-use ::coordinator::placement::PlacementError;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser};
 use config::{ConfigError, UsageError};
+use group::placement::PlacementError;
 use proto::log::Log;
 use std::io::{ErrorKind as IoErrorKind, IsTerminal};
 use std::process::ExitCode;

@@ -11,7 +11,7 @@ use crate::models::{Resolved, resolve_here, resolve_or_pull};
 use crate::numerics::KvTypeArg;
 use crate::spec::SpecArg;
 use anyhow::Result;
-use coordinator::placement::{Placement, Replica, Workload, check_shards, max_shards};
+use group::placement::{Placement, Replica, Workload, check_shards, max_shards};
 use kernels::backend::KvType;
 use model::costs::{DrafterStage, ModelCosts};
 use model::{GgmlType, ModelFile, ModelSpec};

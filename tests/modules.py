@@ -15,6 +15,8 @@ CRATES = [
     ("consensus", "coordinator/consensus/src"),
     ("dispatch", "coordinator/dispatch/src"),
     ("api", "coordinator/api/src"),
+    ("group", "coordinator/group/src"),
+    ("ops", "coordinator/ops/src"),
     ("coordinator", "coordinator/src"),
     ("kernels", "kernels/src"),
     ("cuda", "kernels/cuda/src"),

@@ -4,7 +4,7 @@ use api::auth::KeyEntry;
 use api::cors::Cors;
 use consensus::table::MAX_VOTERS;
 use dispatch::models::ModelEntry;
-use proto::ids::NodeId;
+use group::agreement::PeerEntry;
 use router::admission::{BadWeight, QueueLimits, TenantWeights};
 use router::balancer::Policy;
 use router::routing::Routing;
@@ -14,15 +14,6 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// A configured coordinator of the group, possibly this one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PeerEntry {
-    /// The name in its certificate.
-    pub node: NodeId,
-    /// Address to dial, `host:port`.
-    pub quic: String,
-}
 /// A coordinator's configuration. Every field has a default. Unknown fields are refused.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -200,6 +191,15 @@ impl Config {
         Err(ConfigError::Peers { rule })
     }
 
+    /// A line for each configured API key. Two coordinators have the same lines if they accept the same keys
+    /// with the same rights.
+    pub(crate) fn key_lines(&self) -> Vec<String> {
+        let line = |KeyEntry { sha256, tenant, admin }: &KeyEntry| {
+            format!("{} {tenant} {admin}", sha256.to_lowercase())
+        };
+        self.keys.iter().map(line).collect()
+    }
+
     /// The balancer's part of the configuration.
     pub fn policy(&self) -> Policy {
         Policy {
@@ -255,5 +255,15 @@ mod tests {
         let six = with_dir(group(&["a", "b", "c", "d", "e", "f"])).check();
         assert!(matches!(six, Err(ConfigError::Peers { .. })));
         assert_eq!(field(Config { lease_ms: 1_000, ..Config::default() }), "lease_ms");
+    }
+
+    #[test]
+    fn the_line_of_a_key_does_not_depend_on_the_case_of_its_digest() {
+        let lines = |sha256: &str| {
+            let key = KeyEntry { sha256: sha256.into(), tenant: "t".into(), admin: true };
+            Config { keys: vec![key], ..Config::default() }.key_lines()
+        };
+        assert_eq!(lines("AB"), ["ab t true"]);
+        assert_eq!(lines("AB"), lines("ab"));
     }
 }

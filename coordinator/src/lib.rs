@@ -1,27 +1,23 @@
-//! The coordinator of a cluster: HTTP API, dispatch, operations port. The crate `router` decides which
-//! worker serves a request, the crate `consensus` keeps what all coordinators agree on.
+//! A coordinator process: configuration, ports, connections of workers, start and stop.
 //!
 //! Read in this order:
 //!
-//! - [`agreement`]: runs the crate `consensus`, what all coordinators agree on, in this process
-//! - [`replicas`]: models over several workers, planned by [`placement`]
-//! - [`dispatch`]: turns actions into traffic; the course of a generation
-//! - [`workers`]: the workers' connections
-//! - [`api`] and [`ops`]: HTTP
-//! - [`server`]: starts and stops all of it
+//! - [`config`]: the configuration and its checks
+//! - [`server`]: starts all parts, connects them, and stops them in order; `server/http.rs` has the TCP ports
+//! - [`workers`]: registrations, load reports and KV events of workers
 //!
-//! Guarantees: a request that has emitted nothing is tried on another worker before it fails. A stream is a
-//! prefix of what an undisturbed run would emit, followed by `[DONE]` or an explicit error. Every wait is
-//! bounded. Losing this process costs speed, not answers.
+//! The parts are crates. From the bottom: `router` decides which worker serves a request, `consensus` keeps
+//! what all coordinators agree on, `dispatch` sends requests to workers, `api` serves clients, `group` takes
+//! part in the coordinators' group and plans replicas, `ops` serves operators.
 //!
-//! This crate does no arithmetic (no dependency on `kernels`) and executes no models.
+//! Guarantees of a coordinator: a request that has emitted nothing is tried on another worker before it fails.
+//! A stream is a prefix of what an undisturbed run would emit, followed by `[DONE]` or an explicit error. Every
+//! wait is bounded. Losing this process costs speed, not answers.
+//! Must not contain: handlers of requests, decisions about requests or replicas, arithmetic (no dependency on
+//! `kernels`), models.
 
-pub mod agreement;
-pub mod audit;
+mod access;
 pub mod config;
-pub mod ops;
-pub mod placement;
-pub mod replicas;
 pub mod server;
 pub mod workers;
 

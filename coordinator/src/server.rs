@@ -2,12 +2,8 @@
 
 mod http;
 
-use crate::agreement::{Agreement, GroupError, ModelDigests, OwnSettings};
-use crate::audit::{Audit, AuditError, Record};
+use crate::access::ApiAccess;
 use crate::config::{Config, ConfigError};
-use crate::ops::dashboard::Feed;
-use crate::ops::{self, Ops, ReadyGate};
-use crate::replicas::Replicas;
 use crate::workers::{self, Terms};
 use api::cors::Cors;
 use api::operations::Sessions;
@@ -19,7 +15,11 @@ use dispatch::Dispatch;
 use dispatch::metrics::Metrics;
 use dispatch::models::{Models, ModelsError};
 use dispatch::random::random_u64;
+use group::agreement::{Agreement, GroupConfig, GroupError, ModelDigests, OwnSettings};
+use group::audit::{Audit, AuditError, Record};
+use group::replicas::Replicas;
 use http::{Limits, Listener};
+use ops::{Feed, Ops, ReadyGate};
 use pki::Identity;
 use proto::block::ClusterKey;
 use proto::directory::{ClaimError, DirectoryClaim};
@@ -134,13 +134,14 @@ impl Coordinator {
         let endpoint = Arc::new(endpoint);
         let digests =
             ModelDigests { tokenizers: models.tokenizer_digests(), prompting: models.prompting_digests() };
+        let key_lines = config.key_lines();
         let settings =
-            OwnSettings::new(&cluster_key, &digests, config.raw_chats, &config.keys, &config.tenant_weights);
+            OwnSettings::new(&cluster_key, &digests, config.raw_chats, &key_lines, &config.tenant_weights);
         let agreement = Agreement::start(
-            &config,
+            GroupConfig { data_dir: config.data_dir.as_deref(), peers: &config.peers },
             &endpoint,
             Arc::clone(&dispatch),
-            Arc::clone(&keys),
+            Arc::new(ApiAccess(Arc::clone(&keys))),
             raft,
             settings,
             identity,

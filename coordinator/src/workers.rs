@@ -1,9 +1,9 @@
 //! Accepts worker connections: registration, load reports and KV events. Other coordinators dial the same
 //! port and are passed to the agreement.
 
-use crate::agreement::Agreement;
-use crate::audit::{Audit, Record};
 use dispatch::{Dispatch, SessionId};
+use group::agreement::Agreement;
+use group::audit::{Audit, Record};
 use proto::block::ClusterKey;
 use proto::codec::CodecError;
 use proto::ids::{ModelId, NodeId, Role};

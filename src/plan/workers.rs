@@ -3,7 +3,7 @@
 use crate::config::{ByteSize, ConfigError};
 use crate::cpus::{self, GpuPlace, place_on_gpus};
 use anyhow::Context;
-use coordinator::placement::Worker;
+use group::placement::Worker;
 use kernels::bandwidth::BandwidthProbe;
 use kernels::pool::{Pool, PoolConfig};
 use serde::Deserialize;

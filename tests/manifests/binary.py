@@ -22,7 +22,7 @@ def routes(role):
     """Paths that the ops port of a role serves without a key."""
     if role == "worker":
         return set(re.findall(r'"(/\w+)" =>', _text("worker/src/service/ops.rs")))
-    outside = _text("coordinator/src/ops.rs").split("Router::new()")[-1]
+    outside = _text("coordinator/ops/src/lib.rs").split("Router::new()")[-1]
     return set(re.findall(r'\.route\("(/\w+)"', outside))
 
 

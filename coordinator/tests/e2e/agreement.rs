@@ -2,8 +2,8 @@
 
 use super::client::post;
 use super::{Rig, until};
+use group::agreement::PeerEntry;
 use kvasir_coordinator::Config;
-use kvasir_coordinator::config::PeerEntry;
 use proto::directory::DirectoryClaim;
 use proto::ids::{Epoch, NodeId};
 use proto::worker::Refusal;

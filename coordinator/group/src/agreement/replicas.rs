@@ -14,7 +14,7 @@ impl Agreement {
     }
 
     /// Whether this coordinator is the leader, which plans replicas.
-    pub fn leads(&self) -> bool {
+    pub(crate) fn leads(&self) -> bool {
         let role = self.shared.member.get().map(|member| member.handle.status().role);
         role == Some(RaftRole::Leader)
     }

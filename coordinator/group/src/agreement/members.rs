@@ -5,10 +5,9 @@
 //! a live majority. A refusal names the remedy. Repeating an order resumes it.
 
 use super::changes::Session;
-use super::mesh::Mesh;
+use super::mesh::{Mesh, PeerEntry};
 use super::news::GroupMessage;
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, Shared};
-use crate::config::PeerEntry;
 use consensus::ConsensusError;
 use consensus::Incarnation;
 use consensus::core::{ProposeError, RaftRole, Status};

@@ -2,7 +2,6 @@
 //! odd one out reports this, is not ready, and accepts no workers, since their block ids could depend on
 //! another cluster key.
 
-use api::auth::KeyEntry;
 use dispatch::random::random_u64;
 use proto::block::ClusterKey;
 use proto::ids::{ModelId, NodeId};
@@ -59,12 +58,13 @@ pub struct OwnSettings {
 }
 
 impl OwnSettings {
-    /// Computes the digests of the start parameters.
+    /// Computes the digests of the start parameters. `keys` has a line for each configured API key. The order
+    /// of keys and weights does not matter.
     pub fn new(
         key: &ClusterKey,
         models: &ModelDigests,
         raw_chats: bool,
-        keys: &[KeyEntry],
+        keys: &[String],
         weights: &[String],
     ) -> Self {
         // The digest is keyed by the cluster key itself, so that equal values of other keys cannot be
@@ -91,17 +91,14 @@ impl OwnSettings {
             digest: digest(CLUSTER_KEY, b"kvasir"),
             odd: false,
         }];
-        let mut entries: Vec<String> = keys
-            .iter()
-            .map(|KeyEntry { sha256, tenant, admin }| format!("{} {tenant} {admin}", sha256.to_lowercase()))
-            .collect();
-        entries.sort_unstable();
+        let mut keys = keys.to_vec();
+        keys.sort_unstable();
         let list = |name: &str, lines: String| SettingDigest {
             name: name.into(),
             digest: open(name, lines.as_bytes()),
             odd: false,
         };
-        settings.push(list("keys", entries.join("\n")));
+        settings.push(list("keys", keys.join("\n")));
         settings.push(list(RAW_CHATS, raw_chats.to_string()));
         let mut weights = weights.to_vec();
         weights.sort_unstable();
@@ -234,8 +231,7 @@ mod tests {
     fn made(key: u8, tokenizer: u8, template: u8, raw_chats: bool, keys: &[&str]) -> OwnSettings {
         let of_model = |digest: u8| HashMap::from([(ModelId::new("m").unwrap(), [digest; 32])]);
         let models = ModelDigests { tokenizers: of_model(tokenizer), prompting: of_model(template) };
-        let entry = |tenant: &&str| KeyEntry { sha256: "00".into(), tenant: (*tenant).into(), admin: false };
-        let keys: Vec<KeyEntry> = keys.iter().map(entry).collect();
+        let keys: Vec<String> = keys.iter().map(|tenant| format!("00 {tenant} false")).collect();
         OwnSettings::new(&ClusterKey([key; 32]), &models, raw_chats, &keys, &[])
     }
 

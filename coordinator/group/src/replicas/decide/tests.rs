@@ -21,7 +21,7 @@ fn capacity(memory: u64, digest: [u8; 32]) -> Capacity {
 }
 
 fn costs(fixture: &str) -> ModelCosts {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny").join(fixture);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny").join(fixture);
     let file = ModelFile::open(path).unwrap();
     ModelCosts::of_file(&ModelSpec::from_file(&file).unwrap(), &file)
 }

@@ -2,7 +2,6 @@
 //! dropped while a peer is away or its queue is full; senders that need them retry.
 
 use super::news::GroupMessage;
-use crate::config::PeerEntry;
 use dispatch::Dispatch;
 use dispatch::random::random_u64;
 use parking_lot::RwLock;
@@ -10,6 +9,7 @@ use pki::Expected;
 use proto::codec::CodecError;
 use proto::ids::{NodeId, Role};
 use proto::log::Repeats;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -27,6 +27,16 @@ const FIRST_DIAL_MS: u64 = 20;
 
 /// Rate limit for logs of unknown coordinators that dialed in.
 static STRANGERS: Repeats = Repeats::new();
+
+/// A configured coordinator of the group, possibly this one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PeerEntry {
+    /// The name in its certificate.
+    pub node: NodeId,
+    /// Address to dial, `host:port`.
+    pub quic: String,
+}
 
 /// Handles a message from a peer, as authenticated by its certificate.
 pub(super) type Deliver = Arc<dyn Fn(&NodeId, GroupMessage) + Send + Sync>;

@@ -14,8 +14,7 @@
 //! `{"tenant","rpm","tpm","concurrency","cache_group"}`. An absent limit means no limit and is returned as null;
 //! so is an absent time. Any coordinator may be called.
 
-use super::{Ops, Subject, count};
-use crate::agreement::Agreement;
+use super::{Ops, Subject, count, to_api_error};
 use api::auth::{hex, key_id};
 use api::error::ApiError;
 use api::limits;
@@ -25,6 +24,7 @@ use axum::routing::{delete, get, put};
 use axum::{Extension, Json, Router};
 use consensus::table::{Access, CacheGroup, Change, KeyIssued, KeyRecord, KeyScope, Quota, TenantTuned};
 use dispatch::random::random_bytes;
+use group::agreement::Agreement;
 use proto::block::TenantSalt;
 use proto::ids::{ModelId, TenantId};
 use serde::Deserialize;
@@ -209,7 +209,7 @@ async fn change(ops: &Ops, operation: &'static str, change: Change) -> Result<St
     let agreement: &Agreement = ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
         why: "this coordinator has no data directory, so its keys are in its configuration file only".into(),
     })?;
-    let made = agreement.change_table(change).await.map_err(ApiError::from);
+    let made = agreement.change_table(change).await.map_err(to_api_error);
     count(ops, operation, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }

@@ -1,18 +1,32 @@
-//! The operations port: health, metrics, administration.
+//! The operations port of a coordinator: health, metrics, administration, dashboard.
+//!
+//! Read in this order:
+//!
+//! - this file: who may call what ([`router()`]), probes, metrics, drains
+//! - `cluster`: the status of the cluster
+//! - `coordinators`, `keys`, `plans`: changes that the group agrees on
+//! - `sequence_access`, then `snapshots` and `prefixes`: sequences and prefixes at their workers
+//! - `relabel`: the workers' metrics in this coordinator's
+//! - `dashboard`: the page, its data, and why a worker is busy
+//!
+//! Guarantees: `/admin/v1` requires an administrator: an admin key, or a caller on this machine. Only the
+//! probes, the metrics and the page's files, which contain no secrets, are open to everybody. Every change and
+//! every refusal is in the audit log. Probes and metrics are served without a group and without workers.
+//! Must not contain: the inference API (the playground's routes are passed in), how the group agrees, planning,
+//! routing.
 
-pub mod cluster;
-pub mod coordinators;
-pub mod dashboard;
+mod cluster;
+mod coordinators;
+mod dashboard;
 mod keys;
 mod plans;
-pub mod prefixes;
-pub mod relabel;
+mod prefixes;
+mod relabel;
 mod sequence_access;
-pub mod snapshots;
+mod snapshots;
 
-use crate::agreement::{Agreement, ChangeError};
-use crate::audit::{Audit, Record};
-use crate::replicas::Replicas;
+pub use dashboard::Feed;
+
 use api::Endpoint;
 use api::auth::{Caller, Keys};
 use api::error::ApiError;
@@ -27,10 +41,12 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use consensus::table::{Change, Refusal};
 use consensus::telemetry::RaftMetrics;
-use dashboard::Feed;
 use dispatch::Dispatch;
 use dispatch::metrics::Metrics;
 use dispatch::models::Models;
+use group::agreement::{Agreement, ChangeError};
+use group::audit::{Audit, Record};
+use group::replicas::Replicas;
 use model::shard::ChunkId;
 use pki::Identity;
 use proto::block::ClusterKey;
@@ -278,7 +294,7 @@ async fn drain(
 ) -> Result<StatusCode, ApiError> {
     let node = worker_name(id)?;
     let made = match &ops.agreement {
-        Some(agreement) => agreement.drain(&node, draining).await.map_err(ApiError::from),
+        Some(agreement) => agreement.drain(&node, draining).await.map_err(to_api_error),
         None => ops.dispatch.drain(&node, draining).await.map_err(|error| match error {
             TableError::UnknownWorker(_) => ApiError::NotFound,
             error => {
@@ -300,19 +316,18 @@ async fn unblock(State(ops): State<Arc<Ops>>, Path(digest): Path<String>) -> Res
     let ChunkId(digest) = digest.ok_or_else(|| ApiError::field("digest", "64 hexadecimal digits"))?;
     // Without a group, no model is placed.
     let agreement = ops.agreement.as_ref().ok_or(ApiError::NotFound)?;
-    let made = agreement.plan(Change::ModelUnblocked(digest)).await.map_err(ApiError::from);
+    let made = agreement.plan(Change::ModelUnblocked(digest)).await.map_err(to_api_error);
     count(&ops, "pardon", &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }
 
-impl From<ChangeError> for ApiError {
-    fn from(error: ChangeError) -> Self {
-        match error {
-            ChangeError::NoQuorum => Self::NoQuorum,
-            ChangeError::Refused(Refusal::Unknown(_)) => Self::NotFound,
-            ChangeError::Refused(refusal) => Self::Refused { why: refusal.to_string() },
-            ChangeError::Explained(why) => Self::Refused { why },
-        }
+/// The response to a change that the group did not make. Not a `From`: both types are of other crates.
+fn to_api_error(error: ChangeError) -> ApiError {
+    match error {
+        ChangeError::NoQuorum => ApiError::NoQuorum,
+        ChangeError::Refused(Refusal::Unknown(_)) => ApiError::NotFound,
+        ChangeError::Refused(refusal) => ApiError::Refused { why: refusal.to_string() },
+        ChangeError::Explained(why) => ApiError::Refused { why },
     }
 }
 

@@ -3,7 +3,7 @@ use dispatch::models::{ModelEntry, Models};
 use std::path::Path as FilePath;
 
 fn models(fixtures: &[(&str, &str)]) -> Models {
-    let root = FilePath::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let root = FilePath::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/tiny");
     let entry =
         |(id, file): &(&str, &str)| ModelEntry { id: ModelId::new(*id).unwrap(), path: root.join(file) };
     Models::open(&fixtures.iter().map(entry).collect::<Vec<_>>(), false).unwrap()

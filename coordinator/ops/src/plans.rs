@@ -11,9 +11,7 @@
 //! plan that does not match the model's layers is refused before it is proposed. The workers need not be
 //! connected yet. Any coordinator may be called.
 
-use super::{Ops, count};
-use crate::agreement::{Agreement, ChangeError};
-use crate::placement::check_ranges;
+use super::{Ops, count, to_api_error};
 use api::error::ApiError;
 use api::limits;
 use axum::extract::{Path, Request, State};
@@ -22,6 +20,8 @@ use axum::routing::{get, put};
 use axum::{Json, Router};
 use consensus::table::{Change, MAX_PLANNED_WORKERS, OperatorPlan, Refusal, StagePlan};
 use dispatch::models::OfferedModel;
+use group::agreement::{Agreement, ChangeError};
+use group::placement::check_ranges;
 use proto::ids::{ModelId, NodeId};
 use proto::placement::MAX_STAGES;
 use serde::Deserialize;
@@ -76,7 +76,7 @@ async fn plan(
         serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))?;
     let plan = checked(offered, requested)?;
     let agreement = agreement(&ops)?;
-    let made = agreement.change_table(Change::OperatorPlanned(plan)).await.map_err(ApiError::from);
+    let made = agreement.change_table(Change::OperatorPlanned(plan)).await.map_err(to_api_error);
     count(&ops, "plan_model", &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }
@@ -89,7 +89,7 @@ async fn withdraw(State(ops): State<Arc<Ops>>, Path(model): Path<String>) -> Res
         ChangeError::Refused(Refusal::Unknown(_)) => {
             ApiError::Unknown { what: format!("an operator's plan of {model}") }
         }
-        error => error.into(),
+        error => to_api_error(error),
     });
     count(&ops, "withdraw_plan", &made);
     made.map(|()| StatusCode::NO_CONTENT)

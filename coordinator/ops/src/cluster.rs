@@ -1,10 +1,10 @@
 //! The JSON of `kvasir status --json`. Keys are only ever added.
 
 use super::Ops;
-use crate::agreement::{Difference, Standing};
-use crate::replicas::ReplicaView;
 use consensus::table::ModelBlocked;
 use dispatch::metrics::state_name;
+use group::agreement::{Difference, Standing};
+use group::replicas::ReplicaView;
 use proto::ids::{ModelId, NodeId};
 use proto::shard::ShippingReport;
 use router::balancer::{OfferView, WorkerView};
@@ -12,19 +12,19 @@ use serde_json::{Value, json};
 use std::collections::HashSet;
 
 /// Whether any model is planned over several workers.
-pub fn has_stages(ops: &Ops) -> bool {
+pub(crate) fn has_stages(ops: &Ops) -> bool {
     let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
     planned.iter().any(|replica| replica.plan.stages.len() > 1)
 }
 
 /// The workers whose CPUs sleep while a stage waits, from their metrics.
-pub fn asleep(metrics: &[(NodeId, String)]) -> HashSet<NodeId> {
+pub(crate) fn asleep(metrics: &[(NodeId, String)]) -> HashSet<NodeId> {
     let sleeps = |text: &str| text.lines().any(|line| line == "kvasir_stage_cpus_sleep 1");
     metrics.iter().filter(|(_, text)| sleeps(text)).map(|(node, _)| node.clone()).collect()
 }
 
 /// The whole status. `asleep`: the result of [`asleep`].
-pub fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
+pub(crate) fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
     let workers = ops.dispatch.workers();
     let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
     let (index, queue, inflight) = ops.dispatch.sizes();

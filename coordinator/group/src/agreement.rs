@@ -8,6 +8,7 @@
 //! A coordinator never waits for the group: it starts, and accepts workers and requests, before the group is
 //! founded.
 
+mod access;
 mod changes;
 mod founding;
 mod members;
@@ -16,8 +17,6 @@ mod news;
 mod replicas;
 mod settings;
 
-use crate::config::{Config, PeerEntry};
-use api::auth::Keys;
 use changes::Session;
 use consensus::core::{CoreError, Outbound, RaftRole, Settings};
 use consensus::driver::{self, Driver, Handle, Network};
@@ -37,7 +36,7 @@ use proto::ids::{Epoch, NodeId};
 use proto::log::Repeats;
 use settings::{Compared, SettingDigests};
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -45,8 +44,10 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use transport::{Connection, Endpoint};
 
+pub use access::AccessControl;
 pub use founding::DraftError;
 pub use members::{GroupView, MemberRequest, MemberView};
+pub use mesh::PeerEntry;
 pub use news::Standing;
 pub use settings::{Difference, ModelDigests, OwnSettings};
 
@@ -116,6 +117,15 @@ pub enum ChangeError {
     Explained(String),
 }
 
+/// The configured part of a group.
+#[derive(Debug, Clone, Copy)]
+pub struct GroupConfig<'a> {
+    /// Directory for what the group agreed on. `None`: this coordinator is in no group.
+    pub data_dir: Option<&'a Path>,
+    /// All coordinators of the group, with or without this one. Empty: a group of one.
+    pub peers: &'a [PeerEntry],
+}
+
 /// This coordinator's participation in its group.
 #[derive(Debug)]
 pub struct Agreement {
@@ -129,7 +139,7 @@ pub struct Agreement {
 struct Shared {
     node: NodeId,
     dispatch: Arc<Dispatch>,
-    keys: Arc<Keys>,
+    access: Arc<dyn AccessControl>,
     metrics: RaftMetrics,
     /// Set once there is a group.
     member: OnceLock<Member>,
@@ -181,15 +191,15 @@ impl Agreement {
     /// Joins or founds the group, inside the current tokio runtime. `None` without a data directory: changes
     /// then last until the process ends and hold on this coordinator only.
     pub fn start(
-        config: &Config,
+        config: GroupConfig<'_>,
         endpoint: &Arc<Endpoint>,
         dispatch: Arc<Dispatch>,
-        keys: Arc<Keys>,
+        access: Arc<dyn AccessControl>,
         metrics: RaftMetrics,
         settings: OwnSettings,
         identity: &Identity,
     ) -> Result<Option<Arc<Self>>, GroupError> {
-        let Some(directory) = &config.data_dir else { return Ok(None) };
+        let Some(directory) = config.data_dir else { return Ok(None) };
         let node = endpoint.name().node.clone();
         let (own, others): (Vec<_>, Vec<_>) =
             config.peers.iter().cloned().partition(|peer| peer.node == node);
@@ -211,7 +221,7 @@ impl Agreement {
         let shared = Arc::new(Shared {
             node: node.clone(),
             dispatch,
-            keys,
+            access,
             metrics,
             member: OnceLock::new(),
             driver: Mutex::new(None),
@@ -371,7 +381,7 @@ impl Shared {
             GroupMessage::Seat(seat) => self.latest.lock().seat(peer, seat),
             GroupMessage::Removed(incarnation) => self.on_removed(peer, incarnation),
             GroupMessage::Settings(settings) => self.compared.lock().insert(peer, settings),
-            GroupMessage::Spending(spending) => self.keys.spent_elsewhere(peer, &spending),
+            GroupMessage::Spending(spending) => self.access.spent_elsewhere(peer, &spending),
             GroupMessage::MemberRequest(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
@@ -458,7 +468,7 @@ impl Shared {
             if self.lost && (outside || follows()) {
                 self.request_rejoin(&mesh);
             }
-            let spending = self.keys.spending();
+            let spending = self.access.spending();
             let peers = mesh.peers();
             let settings = self.compare(&peers);
             for peer in peers {
@@ -517,7 +527,7 @@ impl Shared {
                 && handle.read(Instant::now() + CHANGE_LIMIT).await.is_ok()
             {
                 self.apply();
-                return self.keys.settle();
+                return self.access.settle();
             }
             tokio::time::sleep(DRAFT_EVERY).await;
         }
@@ -531,7 +541,7 @@ impl Shared {
         let _turn = self.applying.lock();
         if let Some(table) = self.table() {
             self.dispatch.agree(table.workers());
-            self.keys.agree(table.access());
+            self.access.agree(table.access());
         }
     }
 

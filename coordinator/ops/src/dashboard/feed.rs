@@ -1,7 +1,7 @@
 //! The dashboard's data: computed once a second for all pages, and not at all without pages.
 
 use super::snapshot::{Observer, initial_data};
-use crate::ops::Ops;
+use crate::Ops;
 use api::error::ApiError;
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, header};

@@ -4,7 +4,7 @@ use super::engines::{Engine, Engines};
 use super::paths::{Path, Paths};
 use super::requests::{Clock, request, rounded};
 use super::why::{Common, Facts, verdict};
-use crate::ops::{Ops, cluster};
+use crate::{Ops, cluster};
 use dispatch::metrics::history::Moment;
 use dispatch::quota::Usage;
 use proto::block::HASH_UNIT_TOKENS;

@@ -22,7 +22,7 @@ struct Family {
 
 /// Appends the workers' samples to `text`. Families that `text` already has are the coordinator's own and are
 /// omitted.
-pub fn append(text: &mut String, workers: &[(NodeId, String)]) {
+pub(crate) fn append(text: &mut String, workers: &[(NodeId, String)]) {
     let own: HashSet<&str> = text.lines().filter_map(head).map(|(_, family)| family).collect();
     let mut families: BTreeMap<String, Family> = BTreeMap::new();
     for (node, metrics) in workers {

@@ -13,15 +13,14 @@
 //! this name is connected whose disk has another incarnation than the member's. Any coordinator may be called.
 //! 409 explains why a change is refused and what to do; 503 `no_quorum` means that there is no majority.
 
-use super::{Ops, count};
-use crate::agreement::{Agreement, GroupView, MemberRequest};
-use crate::config::PeerEntry;
+use super::{Ops, count, to_api_error};
 use api::error::ApiError;
 use api::limits;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{delete, get, post};
 use axum::{Json, Router};
+use group::agreement::{Agreement, GroupView, MemberRequest, PeerEntry};
 use proto::ids::NodeId;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -42,7 +41,7 @@ struct Added {
 }
 
 async fn list(State(ops): State<Arc<Ops>>) -> Result<Json<Value>, ApiError> {
-    Ok(Json(view(&group(&ops)?.group().await?)))
+    Ok(Json(view(&group(&ops)?.group().await.map_err(to_api_error)?)))
 }
 
 async fn add(State(ops): State<Arc<Ops>>, request: Request) -> Result<StatusCode, ApiError> {
@@ -66,7 +65,7 @@ async fn lead(State(ops): State<Arc<Ops>>, Path(id): Path<String>) -> Result<Sta
 }
 
 async fn change(ops: &Ops, operation: &'static str, order: MemberRequest) -> Result<StatusCode, ApiError> {
-    let made = group(ops)?.order(order).await.map_err(ApiError::from);
+    let made = group(ops)?.order(order).await.map_err(to_api_error);
     count(ops, operation, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }
