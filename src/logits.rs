@@ -12,7 +12,7 @@ use engine::engine::{EngineRequest, Sink};
 use engine::kv_cache::BlockLayout;
 use engine::speculation::SpeculativeMethod;
 use kernels::ops::is_drawable;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantShare};
 use proto::stage::ActivationType;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::{Path, PathBuf};
@@ -231,7 +231,7 @@ impl Logits {
         local.submit(EngineRequest {
             name: None,
             root: local.root,
-            tenant: TenantTurn::of_root(local.root),
+            tenant: TenantShare::of_root(local.root),
             prompt: prompt.to_vec(),
             emitted: Vec::new(),
             sampling: Sampling::default(),

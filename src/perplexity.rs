@@ -4,7 +4,7 @@ use crate::local::{self, EngineArgs};
 use anyhow::{Context, Result, bail};
 use engine::engine::{EngineRequest, Sink};
 use kernels::ops::is_drawable;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantShare};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -113,7 +113,7 @@ impl Perplexity {
             local.submit(EngineRequest {
                 name: None,
                 root: local.root,
-                tenant: TenantTurn::of_root(local.root),
+                tenant: TenantShare::of_root(local.root),
                 prompt: chunk.clone(),
                 emitted: Vec::new(),
                 sampling: Sampling::default(),

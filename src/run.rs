@@ -4,7 +4,7 @@ use crate::local::{self, EngineArgs};
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use engine::engine::EngineRequest;
-use proto::message::{Finished, GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::message::{Finished, GenerateFrame, Sampling, Stop, TenantShare};
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -85,7 +85,7 @@ impl Run {
         local.submit(EngineRequest {
             name: None,
             root: local.root,
-            tenant: TenantTurn::of_root(local.root),
+            tenant: TenantShare::of_root(local.root),
             prompt,
             emitted: Vec::new(),
             sampling: Sampling {

@@ -15,7 +15,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, Epoch, ModelId, RequestId, Role};
-use proto::message::{GenerateFrame, GenerateRequest, Sampling, Stop, TenantTurn, TokenIds};
+use proto::message::{GenerateFrame, GenerateRequest, Sampling, Stop, TenantShare, TokenIds};
 use proto::shard::ShippingReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
 use std::convert::Infallible;
@@ -70,7 +70,7 @@ struct Relay {
     prompts: Vec<TokenIds>,
     answer: Bytes,
     workers: Mutex<Vec<Connection>>,
-    turn: AtomicUsize,
+    next: AtomicUsize,
 }
 
 impl Relay {
@@ -92,11 +92,11 @@ impl Relay {
             together: 1,
             trace: None,
             grammar: None,
-            turn: TenantTurn::of_root(BlockId([0; 16])),
+            tenant: TenantShare::of_root(BlockId([0; 16])),
         };
         // Two bytes per token on the wire, as in most vocabularies.
         let prompts = (0..=MAX_TOKENS / STEP).map(|steps| vec![40_000; steps * STEP].into()).collect();
-        Ok(Self { request, prompts, answer, workers: Mutex::default(), turn: AtomicUsize::new(0) })
+        Ok(Self { request, prompts, answer, workers: Mutex::default(), next: AtomicUsize::new(0) })
     }
 
     async fn to(&self, request: Request<Received>) -> Result<Response<Streamed>, Infallible> {
@@ -118,8 +118,8 @@ impl Relay {
     async fn relay(&self, bytes: usize) -> Option<()> {
         let worker = {
             let workers = self.workers.lock();
-            let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-            workers.get(turn.checked_rem(workers.len())?)?.clone()
+            let next = self.next.fetch_add(1, Ordering::Relaxed);
+            workers.get(next.checked_rem(workers.len())?)?.clone()
         };
         let prompt = self.prompts.get(bytes / BYTES_PER_TOKEN / STEP)?.clone();
         let predicted_cached = u32::try_from(prompt.len() * 9 / 10).unwrap_or(0);

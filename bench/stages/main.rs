@@ -13,7 +13,7 @@ use pipeline::Replica;
 use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::message::{GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::message::{GenerateFrame, Sampling, Stop, TenantShare};
 use proto::stage::{ActivationType, StageAddress};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -171,7 +171,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, sender: Sender<Token>
     EngineRequest {
         name: None,
         root,
-        tenant: TenantTurn::of_root(root),
+        tenant: TenantShare::of_root(root),
         prompt,
         emitted: Vec::new(),
         sampling: Sampling::default(),

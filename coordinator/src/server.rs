@@ -7,8 +7,8 @@ use crate::config::{Config, ConfigError};
 use crate::workers::{self, Terms};
 use api::cors::Cors;
 use api::operations::Sessions;
+use api::planning_threads::PlanningThreads;
 use api::realtime::SessionLimits;
-use api::turns::Turns;
 use api::{self, AppState, auth::Keys, documents::Popularity};
 use consensus::telemetry::RaftMetrics;
 use dispatch::Dispatch;
@@ -161,7 +161,7 @@ impl Coordinator {
         let (runtime, ticks) = (Heartbeat::new("the runtime"), Heartbeat::new("the dispatcher"));
         let join_loop = Heartbeat::new("the loop that takes workers");
         let chains = Arc::new(ChainMemo::new(&cluster_key, CHAIN_BYTES));
-        let turns = Turns::new(std::thread::available_parallelism().map_or(2, usize::from));
+        let planning = PlanningThreads::new(std::thread::available_parallelism().map_or(2, usize::from));
         let state = Arc::new(AppState {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
@@ -169,7 +169,7 @@ impl Coordinator {
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
-            turns: Arc::clone(&turns),
+            planning: Arc::clone(&planning),
             cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,
             request_timeout: Duration::from_secs(config.request_timeout_s),
             realtime: SessionLimits {
@@ -188,7 +188,7 @@ impl Coordinator {
             keys,
             cluster_key,
             chains,
-            turns,
+            planning,
             metrics: Arc::clone(&metrics),
             raft: counted,
             feed: Feed::default(),

@@ -14,7 +14,7 @@ pub use encode::{EncodeReply, EncodeRequest, EncodeText, EncodedHead, MAX_ENCODE
 pub use grammar::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
 pub use prefix::{NumberedPrefix, PrefixNote};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
-pub use transfer::{GenerateRequest, PullCost, PullReport, TenantTurn, WorkPart};
+pub use transfer::{GenerateRequest, PullCost, PullReport, TenantShare, WorkPart};
 
 /// Most tokens in one frame.
 pub const MAX_TOKENS_PER_FRAME: usize = 4096;

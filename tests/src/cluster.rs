@@ -65,7 +65,7 @@ pub struct Cluster {
     log: PathBuf,
     ready_after: Duration,
     /// `None` for a second cluster, beside one that holds the lock.
-    _turn: Option<MutexGuard<'static, ()>>,
+    _lock: Option<MutexGuard<'static, ()>>,
 }
 
 impl Cluster {
@@ -103,8 +103,8 @@ impl Builder {
 
     /// Waits until no other test has a cluster, starts this one, and waits until it is ready.
     pub fn start(self) -> anyhow::Result<Cluster> {
-        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        self.start_in(Some(turn))
+        let lock = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        self.start_in(Some(lock))
     }
 
     /// Starts a second cluster in a test that has already started `other`.
@@ -112,7 +112,7 @@ impl Builder {
         self.start_in(None)
     }
 
-    fn start_in(self, turn: Option<MutexGuard<'static, ()>>) -> anyhow::Result<Cluster> {
+    fn start_in(self, lock: Option<MutexGuard<'static, ()>>) -> anyhow::Result<Cluster> {
         let own = if self.data_dir.is_none() { Some(tempfile::tempdir()?) } else { None };
         let own_path = own.as_ref().map(|dir| dir.path().to_owned());
         let dir = self.data_dir.or(own_path).context("no data directory")?;
@@ -143,7 +143,7 @@ impl Builder {
                     log,
                     ready_after,
                     _own_dir: own,
-                    _turn: turn,
+                    _lock: lock,
                 };
                 cluster.first = first?;
                 Ok(cluster)

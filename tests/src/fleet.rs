@@ -41,7 +41,7 @@ pub struct Builder {
     binary: Option<PathBuf>,
     spares: usize,
     fileless: Option<Fileless>,
-    takes_turn: bool,
+    takes_lock: bool,
 }
 
 /// How all workers but the first get the model.
@@ -65,7 +65,7 @@ pub struct Fleet {
     binaries: Mutex<Vec<Option<PathBuf>>>,
     /// `--peers` of each coordinator, if it differs from the real group.
     peers: Mutex<Vec<Option<String>>>,
-    _turn: Option<MutexGuard<'static, ()>>,
+    _lock: Option<MutexGuard<'static, ()>>,
 }
 
 impl Builder {
@@ -113,13 +113,13 @@ impl Builder {
 
     /// Allows other fleets at the same time, because this test mostly waits.
     pub fn in_parallel(mut self) -> Self {
-        self.takes_turn = false;
+        self.takes_lock = false;
         self
     }
 
     /// Starts all nodes and waits until every coordinator can use every worker. `seed` is for the network.
     pub fn start(self, seed: u64) -> anyhow::Result<Fleet> {
-        let turn = self.takes_turn.then(|| ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner));
+        let lock = self.takes_lock.then(|| ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner));
         let hosts = self.coordinators + self.workers + self.spares;
         let dir = tempfile::tempdir()?;
         authority(dir.path())?;
@@ -127,7 +127,7 @@ impl Builder {
         let processes = (0..hosts).map(|_| Mutex::new(None)).collect();
         let binaries = Mutex::new(vec![self.binary.clone(); hosts]);
         let peers = Mutex::new(vec![None; self.coordinators]);
-        let fleet = Fleet { shape: self, net, dir, processes, binaries, peers, _turn: turn };
+        let fleet = Fleet { shape: self, net, dir, processes, binaries, peers, _lock: lock };
         // Tests count lines, so logs of earlier runs must not be there.
         std::fs::remove_dir_all(fleet.logs()?)?;
         for node in fleet.nodes() {
@@ -157,7 +157,7 @@ impl Fleet {
             binary: None,
             spares: 0,
             fileless: None,
-            takes_turn: true,
+            takes_lock: true,
         }
     }
 

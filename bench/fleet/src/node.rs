@@ -10,7 +10,7 @@ use engine::scheduler::{
 };
 use proto::block::{BlockId, ClusterKey};
 use proto::event::KvEvent;
-use proto::message::{PullReport, TenantTurn};
+use proto::message::{PullReport, TenantShare};
 use proto::pull::SENDS_AT_ONCE;
 use proto::worker::{LoadReport, WorkerState};
 use std::collections::HashMap;
@@ -69,7 +69,7 @@ pub(crate) struct Node {
 struct Live {
     prompt: u32,
     left: u32,
-    turn: QueuePosition,
+    position: QueuePosition,
     started: bool,
 }
 
@@ -123,8 +123,9 @@ impl Node {
         out: u32,
     ) -> Result<Option<PullRequest>> {
         let id = SeqId(asking.request as u64);
-        let turn = self.scheduler.take_turn();
-        self.live.insert(id, Live { prompt: asking.prompt.len() as u32, left: out, turn, started: false });
+        let position = self.scheduler.next_position();
+        self.live
+            .insert(id, Live { prompt: asking.prompt.len() as u32, left: out, position, started: false });
         let (computes, request) = self.pulls.wait(now, &self.scheduler, root, asking, self.prefill_rate);
         computes.map_or(Ok(()), |request| self.compute(root, &request))?;
         Ok(request)
@@ -186,9 +187,9 @@ impl Node {
             max_new_tokens: out,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
-            tenant: TenantTurn::of_root(root),
+            tenant: TenantShare::of_root(root),
             priority: 0,
-            turn: self.live.get(&id).map(|live| live.turn),
+            position: self.live.get(&id).map(|live| live.position),
         })?)
     }
 

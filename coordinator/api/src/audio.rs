@@ -112,7 +112,7 @@ async fn answer(
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
-    let recording = state.turns.run(admitted.caller.tenant(), move || wav::read(&body)).await?;
+    let recording = state.planning.run(admitted.caller.tenant(), move || wav::read(&body)).await?;
     let Recording { sample_rate, pcm } = recording;
     let samples = pcm.len() as u64;
     let trace_context = trace.as_ref().map(Span::context);

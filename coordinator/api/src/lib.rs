@@ -26,6 +26,7 @@ pub mod operations;
 pub mod origin;
 pub mod params;
 pub mod plan;
+pub mod planning_threads;
 pub mod prompt;
 mod raw;
 pub mod realtime;
@@ -39,7 +40,6 @@ pub mod shape;
 mod spans;
 pub mod tools;
 mod transcribe;
-pub mod turns;
 
 use admitted::AdmittedRequest;
 use answer::{CountsItself, ResponseStream};
@@ -64,6 +64,7 @@ use futures::future::BoxFuture;
 use messages::MessageWriter;
 use origin::from_another_site;
 use plan::{Effort, GenerationPlan, Kind, Sources, Unplanned};
+use planning_threads::PlanningThreads;
 use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::operation::Operation;
@@ -78,7 +79,6 @@ use shape::{ResponseShape, Writer};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use transcribe::Task;
-use turns::Turns;
 
 /// The client's request id; generated if the client sends none.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -103,7 +103,7 @@ pub struct AppState {
     /// Request counts of documents.
     pub popularity: Popularity,
     /// Limits concurrent planning and takes the tenants in turn.
-    pub turns: Arc<Turns>,
+    pub planning: Arc<PlanningThreads>,
     /// Origins whose pages may send requests from browsers.
     pub cors: Cors,
     /// Time limit of a request.
@@ -558,7 +558,7 @@ async fn encode<S: Send + 'static, A: Serialize>(
         let write = move || {
             Ok((gathered.headers.clone(), Json(answer(shape, &id, model, &gathered))).into_response())
         };
-        state.turns.run(&tenant, write).await
+        state.planning.run(&tenant, write).await
     }
     .await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {
@@ -656,7 +656,7 @@ impl AppState {
         work: impl FnOnce(&Sources<'_>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         let (state, caller) = (Arc::clone(self), admitted.caller.clone());
-        self.turns.run(admitted.caller.tenant(), move || state.with_sources(&caller, work)).await
+        self.planning.run(admitted.caller.tenant(), move || state.with_sources(&caller, work)).await
     }
 
     fn with_sources<T>(&self, caller: &Caller, work: impl FnOnce(&Sources<'_>) -> T) -> T {

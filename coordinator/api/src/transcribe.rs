@@ -55,7 +55,7 @@ async fn answer(
     let Form { file, model, options, format } = read(body, boundary, task).await?;
     let language = options.language.clone();
     let recording =
-        state.turns.run(admitted.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
+        state.planning.run(admitted.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
     let Recording { sample_rate, pcm } = recording;
     let samples = pcm.len() as u64;
     let duration = seconds(samples, sample_rate);

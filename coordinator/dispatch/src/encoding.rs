@@ -53,7 +53,7 @@ impl Encoding {
         loop {
             let mut placed = self.ticket.worker(false).await?;
             // The send order matters to prefix caches only.
-            placed.turn = None;
+            placed.send_order = None;
             let mut span = choice::record(&self.job.request, &placed);
             let request = self.request(&placed.assignment, span.as_ref().map(Span::context));
             let connection = placed.link.connection();

@@ -12,7 +12,7 @@ use proto::block::BlockId;
 use proto::ids::{Epoch, NodeId};
 use proto::message::{
     FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, Sampling, Stop,
-    TenantTurn, TokenIds, TokenOut,
+    TenantShare, TokenIds, TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
@@ -200,7 +200,7 @@ impl Generation {
             let mut computed = true;
             if let Some((node, epoch)) = &placed.assignment.prefill {
                 // The requests behind this one need not wait for the prefill worker.
-                placed.turn = None;
+                placed.send_order = None;
                 computed = self.prefill_at(node, *epoch, self.request(&placed.assignment, context)).await;
             }
             let mut request = self.request(&placed.assignment, context);
@@ -208,7 +208,7 @@ impl Generation {
                 request.pull = None;
             }
             let opened = placed.link.connection().open_generate(&request).await;
-            placed.turn = None;
+            placed.send_order = None;
             match opened {
                 Ok(stream) => return Ok(RunningAttempt { placed, stream, started: false, span }),
                 Err(error) => {
@@ -270,7 +270,7 @@ impl Generation {
             together: assignment.together,
             trace,
             grammar: self.job.grammar.clone(),
-            turn: turn_of(&request.tenant, self.ticket.weight(&request.tenant)),
+            tenant: share_of(&request.tenant, self.ticket.weight(&request.tenant)),
         }
     }
 
@@ -280,9 +280,9 @@ impl Generation {
     }
 }
 
-/// The tenant's number for fair turns at workers, equal at all coordinators.
-fn turn_of(tenant: &str, weight: u32) -> TenantTurn {
+/// The tenant's number and weight for fair shares of workers, equal at all coordinators.
+fn share_of(tenant: &str, weight: u32) -> TenantShare {
     let hash = blake3::derive_key("kvasir 2026-11 tenant's turn", tenant.as_bytes());
     let [a, b, c, d, e, f, g, h, ..] = hash;
-    TenantTurn { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight }
+    TenantShare { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight }
 }

@@ -158,7 +158,7 @@ impl Dispatch {
         let mut state = self.state.lock();
         let (tickets, actions) = state.balancer.submit(Instant::now(), requests, random_u64())?;
         // Most requests are placed at once and need no channel. Actions are handled in order, so that send
-        // turns follow the order of the decisions.
+        // sends follow the order of the decisions.
         let mut decided: Vec<Option<PlacementResult>> = tickets.iter().map(|_| None).collect();
         for action in actions {
             let own = |ticket: &Ticket| tickets.iter().position(|own| own == ticket);
@@ -533,8 +533,8 @@ impl Dispatch {
         let link = state.links.get(&assignment.node).filter(|link| link.epoch() == assignment.epoch);
         // A member always has a link; without one there is no worker to send to.
         let link = Arc::clone(link.ok_or(Refusal::NoWorker)?);
-        let turn = Some(link.turn());
-        Ok(Box::new(Placed { assignment, link, turn, chosen: Instant::now() }))
+        let send_order = Some(link.next_send());
+        Ok(Box::new(Placed { assignment, link, send_order, chosen: Instant::now() }))
     }
 
     fn perform(self: &Arc<Self>, state: &mut DispatchState, actions: impl IntoIterator<Item = Action>) {

@@ -11,7 +11,7 @@ use transport::{CloseCode, Connection, Error};
 
 /// How long a generation waits until earlier ones have been sent. The limit keeps a generation that is not
 /// polled from blocking the others.
-const TURN_LIMIT: Duration = Duration::from_millis(50);
+const ORDER_LIMIT: Duration = Duration::from_millis(50);
 
 /// Identifies one connection of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,27 +33,27 @@ pub(super) struct Link {
     connection: Connection,
     pool: Option<Pooled>,
     api: OnceCell<WorkerApiClient>,
-    last_turn: Mutex<Option<oneshot::Receiver<()>>>,
+    last_send: Mutex<Option<oneshot::Receiver<()>>>,
 }
 
 /// A position in the order in which generations are sent to a worker. A prediction holds only if the requests
 /// that it relies on arrive first, such as the one that computes a shared prefix. Dropping it releases the
 /// next position.
 #[derive(Debug)]
-pub(super) struct SendTurn {
+pub(super) struct SendOrder {
     before: Option<oneshot::Receiver<()>>,
     _done: oneshot::Sender<()>,
 }
 
-impl SendTurn {
-    /// Waits until all earlier turns have been dropped, at most [`TURN_LIMIT`].
+impl SendOrder {
+    /// Waits until all earlier positions have been dropped, at most [`ORDER_LIMIT`].
     pub(super) async fn wait(&mut self) {
         if let Some(mut before) = self.before.take()
             // Usually they have, and no timer is needed.
             && before.try_recv() == Err(TryRecvError::Empty)
         {
             // Nothing is ever sent: the drop of the sender completes the wait.
-            let _ = tokio::time::timeout(TURN_LIMIT, before).await;
+            let _ = tokio::time::timeout(ORDER_LIMIT, before).await;
         }
     }
 }
@@ -65,7 +65,7 @@ impl Link {
         connection: Connection,
         pool: Option<Pooled>,
     ) -> Self {
-        Self { session, epoch, connection, pool, api: OnceCell::new(), last_turn: Mutex::new(None) }
+        Self { session, epoch, connection, pool, api: OnceCell::new(), last_send: Mutex::new(None) }
     }
 
     pub(super) fn session(&self) -> SessionId {
@@ -89,10 +89,10 @@ impl Link {
         self.api.get_or_try_init(|| self.connection.worker_api()).await
     }
 
-    /// The next turn. Take turns in the order of the decisions.
-    pub(super) fn turn(&self) -> SendTurn {
+    /// The next position. Take positions in the order of the decisions.
+    pub(super) fn next_send(&self) -> SendOrder {
         let (done, after) = oneshot::channel();
-        SendTurn { before: self.last_turn.lock().replace(after), _done: done }
+        SendOrder { before: self.last_send.lock().replace(after), _done: done }
     }
 
     pub(super) fn is_closed(&self) -> bool {

@@ -1,6 +1,6 @@
 //! A guard for a ticket, over as many attempts as it takes.
 
-use super::link::{Link, SendTurn};
+use super::link::{Link, SendOrder};
 use super::{Dispatch, Failure, PlacementResult, PlacementSource};
 use proto::block::BlockId;
 use proto::ids::NodeId;
@@ -29,7 +29,7 @@ pub(super) struct Placed {
     pub(super) assignment: Assignment,
     pub(super) link: Arc<Link>,
     /// The position in the order in which requests are sent to the worker; `None` after the request was sent.
-    pub(super) turn: Option<SendTurn>,
+    pub(super) send_order: Option<SendOrder>,
     /// When the worker was chosen.
     pub(super) chosen: Instant,
 }
@@ -54,13 +54,13 @@ impl TicketGuard {
         self.dispatch.weights.of(tenant)
     }
 
-    /// Waits for a worker, and for the turn to send to it. `emitted`: the client has tokens of the answer.
+    /// Waits for a worker, and until it may be sent to. `emitted`: the client has tokens of the answer.
     pub(super) async fn worker(&mut self, emitted: bool) -> Result<Placed, Failure> {
         let placement: PlacementResult = self.placements.next().await.ok_or(Failure::Lost)?;
         let refusal = match placement {
             Ok(mut placed) => {
-                if let Some(turn) = &mut placed.turn {
-                    turn.wait().await;
+                if let Some(order) = &mut placed.send_order {
+                    order.wait().await;
                 }
                 return Ok(*placed);
             }

@@ -32,7 +32,7 @@ use api::auth::{Caller, Keys};
 use api::error::ApiError;
 use api::http_ext::Peer;
 use api::origin::from_elsewhere;
-use api::turns::Turns;
+use api::planning_threads::PlanningThreads;
 use axum::extract::{Path, Request, State};
 use axum::http::{Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
@@ -84,7 +84,7 @@ pub struct Ops {
     /// Computes hash chains of prompts under the cluster key.
     pub chains: Arc<ChainMemo>,
     /// Runs the tokenizing of prefixes in the tenants' turns.
-    pub turns: Arc<Turns>,
+    pub planning: Arc<PlanningThreads>,
     pub metrics: Arc<Metrics>,
     /// The group's Raft metrics. `None` without a group.
     pub raft: Option<RaftMetrics>,

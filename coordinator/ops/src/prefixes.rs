@@ -56,7 +56,7 @@ async fn pin(
     let body = limits::read(request.into_body()).await?;
     let (model, limit) = (Arc::clone(&access.model), access.served.max_model_len);
     let tenant = query.tenant.as_deref().map_or_else(|| Arc::clone(caller.tenant()), Arc::from);
-    let planned = ops.turns.run(&tenant, move || plan::prefix(&body, &model, limit));
+    let planned = ops.planning.run(&tenant, move || plan::prefix(&body, &model, limit));
     let plan::Prefix { tokens, ttl } = planned.await?;
     let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
     let workers = access.workers(&query, None)?;

@@ -43,7 +43,7 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
         keys: Keys::new(&entries, cluster_key.clone(), None).unwrap(),
         chains: Arc::new(ChainMemo::new(&cluster_key, 1 << 10)),
         cluster_key,
-        turns: Turns::new(1),
+        planning: PlanningThreads::new(1),
         metrics,
         raft: None,
         feed: dashboard::Feed::default(),
@@ -137,8 +137,8 @@ async fn sec_ops_routes() {
 #[tokio::test(start_paused = true)]
 async fn a_node_with_a_stopped_loop_is_not_alive() {
     let past = std::time::Instant::now().checked_sub(Duration::from_secs(60)).unwrap();
-    let (turns, stands) = (Heartbeat::new("the runtime"), Heartbeat::since("the dispatcher", past));
-    let port = port_with(vec![turns, stands.clone()]);
+    let (beats, stands) = (Heartbeat::new("the runtime"), Heartbeat::since("the dispatcher", past));
+    let port = port_with(vec![beats, stands.clone()]);
     let probe = async || {
         let request = Request::builder().uri("/livez").body(Body::empty()).unwrap();
         let answer = port.clone().oneshot(request).await.unwrap();

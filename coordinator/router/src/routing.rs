@@ -137,7 +137,7 @@ pub struct Query {
     /// Demand for the prefix that the request shares with earlier ones, if known.
     pub standing: Option<Standing>,
     pub random: u64,
-    pub turn: u64,
+    pub round: u64,
 }
 
 /// Demand for a prefix.
@@ -183,7 +183,7 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<RoutingDecision
             tied.retain(|&(candidate, cost)| cost <= limit && estimates.counted(candidate) >= cached);
             two_choices(&tied, query.random)?
         }
-        Routing::RoundRobin => *tied.get(query.turn.checked_rem(tied.len() as u64)? as usize)?,
+        Routing::RoundRobin => *tied.get(query.round.checked_rem(tied.len() as u64)? as usize)?,
     };
     let predicted = estimates.cached(chosen);
     let choice = RoutingDecision { slot: chosen.slot, reason: Reason::Load, predicted, cost, excess: 0.0 };

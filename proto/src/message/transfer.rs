@@ -71,20 +71,20 @@ pub struct GenerateRequest {
     pub trace: Option<TraceContext>,
     /// Constraint on the answer. `None` allows every answer.
     pub grammar: Option<GrammarSpec>,
-    pub turn: TenantTurn,
+    pub tenant: TenantShare,
 }
 
 /// Tenant that a request is scheduled for at a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct TenantTurn {
+pub struct TenantShare {
     /// Hash of the tenant's name, the same at every coordinator.
     pub tenant: u64,
     /// Weight of the tenant's share of a contended worker, relative to the other tenants; at least 1.
     pub weight: u32,
 }
 
-impl TenantTurn {
-    /// Returns the turn of a request without a tenant. The root, which belongs to one tenant and one model,
+impl TenantShare {
+    /// Returns the share of a request without a tenant. The root, which belongs to one tenant and one model,
     /// stands in for the tenant.
     pub fn of_root(root: BlockId) -> Self {
         Self { tenant: u128::from_le_bytes(root.0) as u64, weight: 1 }

@@ -73,7 +73,7 @@ fn request(max_tokens: u32) -> GenerateRequest {
         together: 1,
         trace: None,
         grammar: None,
-        turn: TenantTurn::of_root(BlockId([0; 16])),
+        tenant: TenantShare::of_root(BlockId([0; 16])),
     }
 }
 

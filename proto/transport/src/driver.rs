@@ -125,16 +125,16 @@ impl Driver {
                 *spawned = Some(context.waker().clone());
             }
         }
-        self.turn(&mut self.task.lock().unwrap_or_else(PoisonError::into_inner))
+        self.poll_task(&mut self.task.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn turn(self: &Arc<Self>, task: &mut MutexGuard<'_, Option<Task>>) -> Poll<()> {
+    fn poll_task(self: &Arc<Self>, task: &mut MutexGuard<'_, Option<Task>>) -> Poll<()> {
         let Some(future) = task.as_mut() else { return Poll::Ready(()) };
-        let turn = future.as_mut().poll(&mut Context::from_waker(&Waker::from(Arc::clone(self))));
-        if turn.is_ready() {
+        let polled = future.as_mut().poll(&mut Context::from_waker(&Waker::from(Arc::clone(self))));
+        if polled.is_ready() {
             **task = None;
         }
-        turn
+        polled
     }
 }
 
@@ -164,7 +164,7 @@ impl Handover {
         driver.state.store(TAKEN, Ordering::Release);
         let written = write.poll(&mut context);
         let woken = driver.state.swap(TAKEN, Ordering::AcqRel) == WOKEN;
-        let ended = woken && driver.turn(&mut task).is_ready();
+        let ended = woken && driver.poll_task(&mut task).is_ready();
         drop(task);
         // The background task does the rest of the work, and ends the task.
         if driver.state.swap(FREE, Ordering::AcqRel) == WOKEN || ended {

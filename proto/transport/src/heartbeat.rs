@@ -79,12 +79,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_stopped_loop_is_reported_by_name() {
         let past = Instant::now().checked_sub(STOPPED_AFTER * 3).unwrap();
-        let (turns, stands) = (Heartbeat::since("turns", past), Heartbeat::since("stands", past));
-        turns.beat();
+        let (beats, stands) = (Heartbeat::since("beats", past), Heartbeat::since("stands", past));
+        beats.beat();
         stands.beat_at(past + STOPPED_AFTER);
-        assert_eq!(stopped(&[turns.clone(), stands.clone()]).await, ["stands"]);
+        assert_eq!(stopped(&[beats.clone(), stands.clone()]).await, ["stands"]);
         stands.beat();
-        assert!(stopped(&[turns, stands]).await.is_empty());
+        assert!(stopped(&[beats, stands]).await.is_empty());
     }
 
     #[tokio::test(start_paused = true)]

@@ -115,7 +115,7 @@ async fn accept_all(
         };
         let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
         let (kept, revocations_open, driver) = (kept.clone(), revocations_open.clone(), driver.clone());
-        let (turn, handed_on) = match send.is_some() {
+        let (previous, handed_on) = match send.is_some() {
             true => {
                 let (done, next) = oneshot::channel::<()>();
                 (before.replace(next), Some(done))
@@ -125,9 +125,9 @@ async fn accept_all(
         openings.spawn(async move {
             let identified = identify(&local, &driver, &peer, (&kept, &revocations_open), send, receive);
             let opened = within("opening of a stream", OPENING_LIMIT, identified).await;
-            if let Some(turn) = turn {
+            if let Some(previous) = previous {
                 // An error means that the previous task has ended.
-                let _ = turn.await;
+                let _ = previous.await;
             }
             match opened {
                 // Fails only if no one will accept again.

@@ -27,7 +27,7 @@ use kv_receive::KvReceiver;
 use kv_send::KvReads;
 use parking_lot::Mutex;
 use proto::block::BlockId;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn, TokenLogprobs};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantShare, TokenLogprobs};
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
 use report::Rates;
@@ -67,7 +67,7 @@ pub struct EngineRequest {
     pub name: Option<SequenceName>,
     /// Root of its prefix chain.
     pub root: BlockId,
-    pub tenant: TenantTurn,
+    pub tenant: TenantShare,
     /// Prompt tokens; not empty.
     pub prompt: Vec<u32>,
     /// Tokens that an earlier attempt drew and sent. They are replayed and not sent again.
@@ -338,7 +338,7 @@ impl Engine {
             boundaries,
             tenant,
             priority: 0,
-            turn: Some(self.scheduler.take_turn()),
+            position: Some(self.scheduler.next_position()),
         };
         let state = RequestState::Scheduled;
         let live = Request {

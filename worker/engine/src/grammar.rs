@@ -9,6 +9,7 @@
 use crate::Error;
 use crate::progress::spawn;
 use crate::telemetry::{GrammarMetrics, Refused};
+use compile_queue::CompileQueue;
 pub use guide::{Guide, Look, Waker};
 use llguidance::{Matcher, ParserFactory};
 use loosen::build;
@@ -16,7 +17,7 @@ use parking_lot::Mutex;
 use pool::Pool;
 use proto::block::BlockId;
 use proto::message::{
-    GenerateError, GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, TenantTurn,
+    GenerateError, GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, TenantShare,
 };
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,14 +26,13 @@ use text::Tokenizer;
 use tokio::sync::{OnceCell, oneshot};
 use tokio::time::timeout;
 use trial::Tried;
-use turns::Turns;
 use vocabulary::Names;
 
+mod compile_queue;
 mod guide;
 mod loosen;
 mod pool;
 pub mod trial;
-mod turns;
 mod vocabulary;
 
 /// CPU time that a grammar may take to compile.
@@ -41,8 +41,8 @@ pub const COMPILE_TIME: Duration = Duration::from_millis(500);
 const CPU_WAIT: Duration = Duration::from_secs(5);
 /// Time that a row may wait for its mask before its request is ended.
 pub const MASK_TIME: Duration = Duration::from_secs(2);
-/// Time that a request waits for its turn to be compiled.
-const TURN_TIME: Duration = Duration::from_secs(5);
+/// Time that a request waits to be compiled.
+const QUEUE_TIME: Duration = Duration::from_secs(5);
 /// Maximum number of cached grammars, compiled or refused.
 const MAX_CACHED: usize = 64;
 /// Maximum nesting of a JSON schema.
@@ -77,7 +77,7 @@ pub struct Grammars {
     wake: Waker,
     /// Created with the first grammar.
     factory: OnceCell<Result<Arc<Compiler>, String>>,
-    turns: Turns,
+    compile_queue: CompileQueue,
     cache: Mutex<GrammarCache>,
 }
 
@@ -100,13 +100,13 @@ impl Grammars {
             metrics,
             wake,
             factory: OnceCell::new(),
-            turns: Turns::default(),
+            compile_queue: CompileQueue::default(),
             cache: Mutex::default(),
         })
     }
 
     /// Compiles the `grammar` of a request under `root`, unless it is cached. Returns a guide for a
-    /// generation that has already emitted the tokens `emitted`. Compiling takes the tenant's `turn`.
+    /// generation that has already emitted the tokens `emitted`. Tenants compile in turns.
     ///
     /// # Errors
     /// [`GenerateError::InvalidField`] names the request's field. [`GenerateError::QueueFull`] if too many
@@ -114,14 +114,14 @@ impl Grammars {
     pub async fn guide(
         &self,
         root: BlockId,
-        turn: TenantTurn,
+        tenant: TenantShare,
         grammar: GrammarSpec,
         emitted: &[u32],
     ) -> Result<Guide, GenerateError> {
         check(&grammar)?;
         let cell = self.cache.lock().cell(key(root, &grammar));
         // Later requests wait for the first one; if it is cancelled, the next one compiles.
-        let outcome = cell.get_or_try_init(|| self.compile(turn, &grammar)).await?.clone();
+        let outcome = cell.get_or_try_init(|| self.compile(tenant, &grammar)).await?.clone();
         let GrammarSpec { field, trigger, .. } = grammar;
         match outcome {
             Ok(compiled) => {
@@ -138,7 +138,7 @@ impl Grammars {
     }
 
     /// Compiles a grammar that is not cached.
-    async fn compile(&self, turn: TenantTurn, grammar: &GrammarSpec) -> Result<Outcome, GenerateError> {
+    async fn compile(&self, tenant: TenantShare, grammar: &GrammarSpec) -> Result<Outcome, GenerateError> {
         let compiler = self.factory.get_or_try_init(|| async {
             let tokenizer = Arc::clone(&self.tokenizer);
             let make = move || {
@@ -151,19 +151,19 @@ impl Grammars {
             tracing::error!(error, "grammars are not available: the vocabulary cannot be used");
             GenerateError::Internal
         })?;
-        let turn = timeout(TURN_TIME, self.turns.take(turn)).await;
-        let Ok(Some(turn)) = turn else { return Err(GenerateError::QueueFull) };
+        let permit = timeout(QUEUE_TIME, self.compile_queue.permit(tenant)).await;
+        let Ok(Some(permit)) = permit else { return Err(GenerateError::QueueFull) };
         let too_much = || {
             let reason = format!("compiling takes more than {} ms of CPU time", COMPILE_TIME.as_millis());
             Refusal { cause: Refused::time, field: None, reason }
         };
         let (syntax, text) = (grammar.syntax, grammar.text.clone());
-        // The process and the thread go on if the caller is cancelled, so the turn is held until they end.
-        let turn = Arc::new(turn);
+        // The process and the thread go on if the caller is cancelled, so the permit is held until they end.
+        let permit = Arc::new(permit);
         let tried = {
-            let (compiler, text, turn) = (Arc::clone(compiler), text.clone(), Arc::clone(&turn));
+            let (compiler, text, permit) = (Arc::clone(compiler), text.clone(), Arc::clone(&permit));
             run_on_thread(move || {
-                let _turn = turn;
+                let _permit = permit;
                 trial::try_grammar(syntax, &text, &compiler.names)
             })
             .await
@@ -184,7 +184,7 @@ impl Grammars {
         };
         let compiler = Arc::clone(compiler);
         let compiled = run_on_thread(move || {
-            let _turn = turn;
+            let _permit = permit;
             build(&compiler.factory, syntax, &text)
         });
         match timeout(limit, compiled).await {

@@ -31,7 +31,7 @@ use crate::kv_cache::{
 };
 use proto::block::ClusterKey;
 use proto::event::KvEvent;
-use proto::message::TenantTurn;
+use proto::message::TenantShare;
 use sequence::{Sequence, State};
 use std::collections::{HashMap, VecDeque};
 use tenants::Tenants;
@@ -189,12 +189,12 @@ impl Scheduler {
         }
         self.check_length(request.prompt.len(), request.max_new_tokens)?;
         let share = request.tenant;
-        let turn = request.turn.unwrap_or_else(|| self.take_turn());
+        let position = request.position.unwrap_or_else(|| self.next_position());
         let key = self.config.prefix_cache.then_some(&self.key);
         let recurrent = key.is_some() && self.cache.has_states();
         let requested_checkpoints = recurrent
             .then(|| self.config.checkpoints.of_prompt(request.prompt.len() as u32, &request.boundaries));
-        let mut sequence = Sequence::new(request, turn, key);
+        let mut sequence = Sequence::new(request, position, key);
         sequence.requested_checkpoints = requested_checkpoints.unwrap_or_default();
         let (tenant, rank) = (sequence.tenant, sequence.rank);
         let slot = self.insert(sequence, share);
@@ -210,12 +210,12 @@ impl Scheduler {
     }
 
     /// Reserves the queue position of a sequence that arrives now and is submitted later.
-    pub fn take_turn(&mut self) -> QueuePosition {
+    pub fn next_position(&mut self) -> QueuePosition {
         self.arrivals += 1;
         QueuePosition(self.arrivals)
     }
 
-    fn insert(&mut self, sequence: Sequence, share: TenantTurn) -> u32 {
+    fn insert(&mut self, sequence: Sequence, share: TenantShare) -> u32 {
         let id = sequence.id;
         self.tenants.add_sequence(share);
         let slot = match self.vacant.pop() {

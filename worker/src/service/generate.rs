@@ -39,7 +39,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             let engine_request = EngineRequest {
                 name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
-                tenant: request.turn,
+                tenant: request.tenant,
                 prompt: request.prompt.to_vec(),
                 emitted: request.emitted.to_vec(),
                 sampling: request.sampling,

@@ -7,7 +7,7 @@ use crate::harness::{
 use engine::engine::{EngineRequest, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use proto::block::BlockId;
-use proto::message::{FinishReason, GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::message::{FinishReason, GenerateError, GenerateFrame, Sampling, Stop, TenantShare};
 use std::time::{Duration, Instant};
 
 const LLAMA: &str = TINY[0];
@@ -153,7 +153,7 @@ fn a_request_without_a_receiver_is_cancelled() {
     let request = EngineRequest {
         name: None,
         root: BlockId([7; 16]),
-        tenant: TenantTurn { tenant: 1, weight: 1 },
+        tenant: TenantShare { tenant: 1, weight: 1 },
         prompt: prompt(1, 20),
         emitted: Vec::new(),
         sampling: Sampling::default(),

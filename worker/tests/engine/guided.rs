@@ -12,7 +12,7 @@ use engine::engine::{Engine, StepOutcome};
 use engine::grammar::{COMPILE_TIME, Grammars, Guide};
 use engine::telemetry::{Refused, RefusedLabel};
 use kvasir_worker::load::EngineOptions;
-use proto::message::{FinishReason, GenerateError, GrammarSpec, GrammarSyntax, Sampling, Stop, TenantTurn};
+use proto::message::{FinishReason, GenerateError, GrammarSpec, GrammarSyntax, Sampling, Stop, TenantShare};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 }
 
 fn guide(grammars: &Grammars, grammar: &GrammarSpec, emitted: &[u32]) -> Guide {
-    block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), grammar.clone(), emitted)).unwrap()
+    block_on(grammars.guide(ROOT, TenantShare::of_root(ROOT), grammar.clone(), emitted)).unwrap()
 }
 
 fn of(syntax: GrammarSyntax, text: impl Into<String>) -> GrammarSpec {
@@ -284,7 +284,7 @@ fn sec_grammar_bomb() {
         ("left recursion", of(GrammarSyntax::Lark, "start: start start | \"a\""), None),
     ] {
         let since = Instant::now();
-        let made = block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), grammar.clone(), &[]));
+        let made = block_on(grammars.guide(ROOT, TenantShare::of_root(ROOT), grammar.clone(), &[]));
         let took = since.elapsed();
         assert!(took < 20 * COMPILE_TIME, "{case} takes {took:?}");
         match (&made, refused) {
@@ -298,7 +298,7 @@ fn sec_grammar_bomb() {
         // A known grammar takes no time.
         let since = Instant::now();
         assert_eq!(
-            block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), grammar, &[])).is_ok(),
+            block_on(grammars.guide(ROOT, TenantShare::of_root(ROOT), grammar, &[])).is_ok(),
             made.is_ok(),
             "{case}"
         );
@@ -319,7 +319,7 @@ fn a_hard_grammar_is_its_own_requests_trouble() {
     let hard =
         of(GrammarSyntax::Lark, "start: a a a a\na: b | b a | a b\nb: \"x\" | \"y\" | /[a-z]{1,40}/ | b b");
     let guides: Vec<Guide> = (0..4)
-        .filter_map(|_| block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), hard.clone(), &[])).ok())
+        .filter_map(|_| block_on(grammars.guide(ROOT, TenantShare::of_root(ROOT), hard.clone(), &[])).ok())
         .collect();
     let hard: Vec<Submitted> = guides
         .into_iter()

@@ -10,7 +10,7 @@ use kvasir_worker::Error;
 use kvasir_worker::load::{self, EngineOptions};
 use proto::block::BlockId;
 use proto::message::{
-    Finished, GenerateError, GenerateFrame, Sampling, Started, Stop, TenantTurn, TokenLogprobs,
+    Finished, GenerateError, GenerateFrame, Sampling, Started, Stop, TenantShare, TokenLogprobs,
 };
 use proto::sequence::SequenceName;
 use std::collections::BTreeMap;
@@ -253,7 +253,7 @@ fn submit_with(
     let engine_request = EngineRequest {
         name: request.name.clone(),
         root: ROOT,
-        tenant: TenantTurn::of_root(ROOT),
+        tenant: TenantShare::of_root(ROOT),
         prompt: request.prompt.clone(),
         emitted: request.emitted.clone(),
         sampling: request.sampling.clone(),

@@ -11,7 +11,8 @@ use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequest, PullReport, Sampling, Stop, TenantTurn, TokenIds, TokenLogprobs, WorkPart,
+    GenerateFrame, GenerateRequest, PullReport, Sampling, Stop, TenantShare, TokenIds, TokenLogprobs,
+    WorkPart,
 };
 use proto::pull::PullSource;
 use proto::shard::ShippingReport;
@@ -216,7 +217,7 @@ impl Worker {
             together: 1,
             trace: None,
             grammar: None,
-            turn: TenantTurn::of_root(ROOT),
+            tenant: TenantShare::of_root(ROOT),
         };
         self.connection.open_generate(&request).await.unwrap()
     }

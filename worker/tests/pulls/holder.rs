@@ -7,7 +7,7 @@ use engine::pieces::Namer;
 use kernels::backend::KvType;
 use kvasir_worker::load;
 use proto::ids::NodeId;
-use proto::message::{GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::message::{GenerateFrame, Sampling, Stop, TenantShare};
 use proto::pull::{PullHead, PullRefusal, PullRequest, PullSource, PulledPiece};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -88,7 +88,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
     let request = EngineRequest {
         name: None,
         root: ROOT,
-        tenant: TenantTurn::of_root(ROOT),
+        tenant: TenantShare::of_root(ROOT),
         prompt: prompt.to_vec(),
         emitted: Vec::new(),
         sampling: Sampling::default(),

@@ -13,7 +13,7 @@ use pipeline::weight_distribution::ShippingConfig;
 use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
-use proto::message::{GenerateRequest, Sampling, Stop, TenantTurn, TokenIds, WorkPart};
+use proto::message::{GenerateRequest, Sampling, Stop, TenantShare, TokenIds, WorkPart};
 use proto::shard::ShippingReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
 use speech::SessionLimits;
@@ -137,6 +137,6 @@ fn request(tokens: u32) -> GenerateRequest {
         together: 1,
         trace: None,
         grammar: None,
-        turn: TenantTurn::of_root(BlockId([1; 16])),
+        tenant: TenantShare::of_root(BlockId([1; 16])),
     }
 }

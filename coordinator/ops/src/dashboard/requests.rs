@@ -181,7 +181,7 @@ mod tests {
             output_tokens: 0.0,
             standing: None,
             random: 0,
-            turn: 0,
+            round: 0,
         };
         let choice = choose(&query, &candidates).unwrap();
         let request = RouteRequest {

@@ -53,7 +53,7 @@ pub(super) struct WorkerPool {
     recent: Recent,
     expected: HashMap<ModelId, Expected>,
     joins: u64,
-    turns: u64,
+    rounds: u64,
 }
 
 /// A prompt that a worker computes, for itself or for the worker that pulls the result.
@@ -92,7 +92,7 @@ impl WorkerPool {
             recent: Recent::default(),
             expected: HashMap::new(),
             joins: 0,
-            turns: 0,
+            rounds: 0,
         }
     }
 
@@ -244,7 +244,7 @@ impl WorkerPool {
             output_tokens: self.lengths.expected(&request.tenant, request.output),
             standing,
             random,
-            turn: self.turns,
+            round: self.rounds,
         };
         let choice = routing::choose(&query, &candidates);
         let Some((mut choice, member)) = choice.and_then(|c| Some((c, self.table.in_slot(c.slot)?))) else {
@@ -550,7 +550,7 @@ impl WorkerPool {
         state.leads.into_iter().for_each(|key| self.groups.begin(key, choice.slot));
         state.decision = decision;
         state.attempts += 1;
-        self.turns += 1;
+        self.rounds += 1;
         self.running.insert(state.ticket, state);
     }
 

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 /// A query with 16 expected output tokens.
 fn query(prompt_tokens: u32, random: u64) -> Query {
-    Query { routing: Routing::Prefix, prompt_tokens, output_tokens: 16.0, standing: None, random, turn: 0 }
+    Query { routing: Routing::Prefix, prompt_tokens, output_tokens: 16.0, standing: None, random, round: 0 }
 }
 
 fn choose(prompt_tokens: u32, candidates: &[Candidate], random: u64) -> Option<RoutingDecision> {
@@ -31,14 +31,14 @@ fn idle(index: usize) -> Candidate {
 #[test]
 fn the_comparison_policies_ignore_cached_prefixes() {
     let workers = [Candidate { units: 60, pending_tokens: 10, ..idle(0) }, idle(1)];
-    let by = |routing, turn| super::choose(&Query { routing, turn, ..query(1_000, 3) }, &workers).unwrap();
+    let by = |routing, round| super::choose(&Query { routing, round, ..query(1_000, 3) }, &workers).unwrap();
     assert_eq!(by(Routing::Prefix, 0).slot.index(), 0);
     let least = by(Routing::LeastLoad, 0);
     assert_eq!((least.slot.index(), least.reason, least.predicted), (1, Reason::Load, 0));
-    let turns: Vec<_> = (0..4).map(|turn| by(Routing::RoundRobin, turn)).collect();
-    assert_eq!(turns.iter().map(|c| c.slot.index()).collect::<Vec<_>>(), [0, 1, 0, 1]);
+    let rounds: Vec<_> = (0..4).map(|round| by(Routing::RoundRobin, round)).collect();
+    assert_eq!(rounds.iter().map(|c| c.slot.index()).collect::<Vec<_>>(), [0, 1, 0, 1]);
     // The prediction is correct with these policies too.
-    assert_eq!((turns[0].predicted, turns[1].predicted), (960, 0));
+    assert_eq!((rounds[0].predicted, rounds[1].predicted), (960, 0));
 }
 
 #[test]

@@ -186,7 +186,7 @@ mod tests {
             output_tokens: 0.0,
             standing: None,
             random: 0,
-            turn: 0,
+            round: 0,
         };
         crate::routing::choose(&query, candidates).unwrap()
     }

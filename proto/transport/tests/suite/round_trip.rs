@@ -74,10 +74,10 @@ prop_compose! {
     fn origin()(
         source in option::of((node(), ".*", any::<u32>())), together: u32,
         trace in option::of(any::<([u8; 16], [u8; 8])>()), tenant: u64, weight: u32,
-    ) -> (Option<PullSource>, u32, Option<TraceContext>, TenantTurn) {
+    ) -> (Option<PullSource>, u32, Option<TraceContext>, TenantShare) {
         let pull = source.map(|(node, quic, tokens)| PullSource { node, quic, tokens });
         let trace = trace.map(|(trace, span)| TraceContext { trace: TraceId(trace), span: SpanId(span) });
-        (pull, together, trace, TenantTurn { tenant, weight })
+        (pull, together, trace, TenantShare { tenant, weight })
     }
 }
 
@@ -85,13 +85,13 @@ prop_compose! {
     fn request()(
         id in "[A-Za-z0-9._:-]{1,128}", choice: u32, attempt: u32, model in model_id(), root in block(),
         prompt in vec(any::<u32>(), 0..200), emitted in vec(any::<u32>(), 0..20), sampling in sampling(),
-        (stop, (pull, together, trace, turn)) in (stop(), origin()), numbers: (u32, u64),
+        (stop, (pull, together, trace, tenant_share)) in (stop(), origin()), numbers: (u32, u64),
     ) -> GenerateRequest {
         let (predicted_cached, deadline_ms) = numbers;
         GenerateRequest {
             request_id: RequestId::new(id).unwrap(), choice, attempt: Attempt(attempt), model, root,
             prompt: prompt.into(), emitted: emitted.into(), sampling, stop, predicted_cached, deadline_ms,
-            pull, together, trace, grammar: None, turn,
+            pull, together, trace, grammar: None, tenant: tenant_share,
         }
     }
 }

@@ -101,7 +101,7 @@ pub(crate) fn request() -> GenerateRequest {
         together: 1,
         trace: Some(trace()),
         grammar: Some(grammar),
-        turn: TenantTurn { tenant: 0x0807_0605_0403_0201, weight: 300 },
+        tenant: TenantShare { tenant: 0x0807_0605_0403_0201, weight: 300 },
     }
 }
 

@@ -14,7 +14,7 @@ use crate::scheduler::{LogitRows, Rejected, SeqId, SequenceRequest};
 pub use crate::snapshot::store::SequenceKey;
 use crate::snapshot::{Origin, Snapshot};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use proto::message::TenantTurn;
+use proto::message::TenantShare;
 use proto::sequence::{PinInfo, SequenceError, SequenceInfo, SequenceName};
 use remembered::EndedSequences;
 use saving::Saving;
@@ -368,9 +368,9 @@ impl Engine {
             logit_rows: LogitRows::LastOnly,
             // Keep a state at the very end too: longer prompts continue from there.
             boundaries: vec![tokens.len() as u32],
-            tenant: TenantTurn::of_root(root),
+            tenant: TenantShare::of_root(root),
             priority: 0,
-            turn: None,
+            position: None,
         });
         match submitted {
             Ok(()) => drop(self.resume.warming.insert(id, Warming { root, tokens, then })),

@@ -129,10 +129,10 @@ impl Scheduler {
         };
         let (mut order, mut prompts): (Vec<u32>, Vec<u32>) =
             others.iter().partition(|&&slot| needs_one_row(slot));
-        let turn = |slot: &u32| self.get(*slot).map(|sequence| self.tenants.served(sequence.tenant));
-        order.sort_by_key(turn);
+        let served = |slot: &u32| self.get(*slot).map(|sequence| self.tenants.served(sequence.tenant));
+        order.sort_by_key(served);
         order.truncate(builder.decoding as usize - usize::from(needs_one_row(oldest)));
-        prompts.sort_by_key(turn);
+        prompts.sort_by_key(served);
         // The oldest leaves one row for each of the others, but always gets at least one itself.
         let rows = builder.budget.saturating_sub(order.len() as u32).max(1);
         let mut demands: HashMap<u64, u32> = HashMap::new();
@@ -181,13 +181,13 @@ impl Scheduler {
         // Taken out of `sequences` meanwhile, so that code that iterates over the other sequences does not
         // see it.
         let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
-        let turn = if sequence.state == State::Running && may_decode(&sequence, builder) {
+        let outcome = if sequence.state == State::Running && may_decode(&sequence, builder) {
             self.advance(&mut sequence, slot, max_rows, builder)
         } else {
             GrowOutcome::Over
         };
         self.sequences[slot as usize] = Some(sequence);
-        match turn {
+        match outcome {
             GrowOutcome::Over => {}
             GrowOutcome::GivesWay => self.preempt(slot, builder),
             GrowOutcome::Stuck => self.run_alone(slot, builder),

@@ -2,7 +2,7 @@
 
 use crate::kv_cache::{CopyBlock, HitStop};
 use proto::block::BlockId;
-use proto::message::TenantTurn;
+use proto::message::TenantShare;
 use std::ops::Range;
 
 /// Id of a sequence, chosen by the engine. Unique among live sequences.
@@ -33,12 +33,12 @@ pub struct SequenceRequest {
     /// Positions in the prompt, in tokens, at which other prompts are likely to diverge or to continue: the
     /// ends of the system prompt and of chat turns. Used only with recurrent layers.
     pub boundaries: Vec<u32>,
-    pub tenant: TenantTurn,
+    pub tenant: TenantShare,
     /// Higher goes first within a tenant. Ties go to the earlier arrival.
     pub priority: i32,
     /// Its queue position if it could not be submitted on arrival: see
-    /// [`Scheduler::take_turn`](super::Scheduler::take_turn).
-    pub turn: Option<QueuePosition>,
+    /// [`Scheduler::next_position`](super::Scheduler::next_position).
+    pub position: Option<QueuePosition>,
 }
 
 /// A position among sequences of equal priority. Has no effect before its sequence is submitted.

@@ -48,7 +48,7 @@ impl Scheduler {
         let parent = self.get(slot).filter(here).filter(|_| self.config.prefix_cache);
         let parent = parent.ok_or(ForkRefused::NotHere(of))?;
         let (len, priority) = (parent.cache.len(), parent.rank.0.0);
-        let tenant = self.tenants.turn(parent.tenant);
+        let tenant = self.tenants.share_of(parent.tenant);
         self.check_length(len as usize, max_new_tokens)?;
         if self.alone.is_some() || self.running.len() >= self.config.max_seqs {
             return Err(ForkRefused::NoRoom);
@@ -62,7 +62,7 @@ impl Scheduler {
             boundaries: Vec::new(),
             tenant,
             priority,
-            turn: None,
+            position: None,
         };
         let mut fork = Sequence::new(request, QueuePosition(self.arrivals + 1), Some(&self.key));
         fork.push(drawn, Some(&self.key));

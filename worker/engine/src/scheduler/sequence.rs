@@ -59,12 +59,12 @@ pub(super) enum State {
 
 impl Sequence {
     /// `key` keys its prefix ids; `None` without prefix caching.
-    pub(super) fn new(request: SequenceRequest, turn: QueuePosition, key: Option<&ClusterKey>) -> Self {
+    pub(super) fn new(request: SequenceRequest, position: QueuePosition, key: Option<&ClusterKey>) -> Self {
         let units = key.map_or_else(Vec::new, |key| key.chain(request.root, &request.prompt));
         Self {
             id: request.id,
             tenant: request.tenant.tenant,
-            rank: (std::cmp::Reverse(request.priority), turn),
+            rank: (std::cmp::Reverse(request.priority), position),
             root: request.root,
             prompt_len: request.prompt.len() as u32,
             tokens: request.prompt,

@@ -17,7 +17,7 @@
 
 use super::sequence::{Rank, Sequence, State};
 use super::{Scheduler, plan::StepBuilder};
-use proto::message::TenantTurn;
+use proto::message::TenantShare;
 use std::collections::{BTreeMap, HashMap};
 
 /// Number of tokens for which a tenant keeps its batch slot when there are more tenants than slots.
@@ -55,27 +55,27 @@ pub(super) struct Next {
 
 /// A tenant's share of the batch.
 #[derive(Debug, Default, Clone, Copy)]
-struct TenantShare {
+struct TenantUsage {
     slots: u64,
     tokens: u64,
 }
 
 impl Tenants {
     /// Counts one more sequence of a tenant.
-    pub(super) fn add_sequence(&mut self, turn: TenantTurn) {
+    pub(super) fn add_sequence(&mut self, share: TenantShare) {
         let level = self.tenants.values().filter(|tenant| tenant.live > 0).map(|tenant| tenant.served).min();
         let Some(level) = level else {
             // No tenant has sequences: reset all counts.
             self.tenants.clear();
-            self.tenants.insert(turn.tenant, Tenant::new(turn.weight, 0));
+            self.tenants.insert(share.tenant, Tenant::new(share.weight, 0));
             return;
         };
         self.tenants.retain(|_, tenant| tenant.live > 0 || tenant.served > level);
         let tenant = self
             .tenants
-            .entry(turn.tenant)
-            .or_insert_with(|| Tenant { live: 0, ..Tenant::new(turn.weight, level) });
-        tenant.weight = turn.weight.max(1);
+            .entry(share.tenant)
+            .or_insert_with(|| Tenant { live: 0, ..Tenant::new(share.weight, level) });
+        tenant.weight = share.weight.max(1);
         tenant.live += 1;
     }
 
@@ -129,8 +129,8 @@ impl Tenants {
     }
 
     /// The tenant and its weight, as its sequences were submitted.
-    pub(super) fn turn(&self, tenant: u64) -> TenantTurn {
-        TenantTurn { tenant, weight: self.tenants.get(&tenant).map_or(1, |tenant| tenant.weight) }
+    pub(super) fn share_of(&self, tenant: u64) -> TenantShare {
+        TenantShare { tenant, weight: self.tenants.get(&tenant).map_or(1, |tenant| tenant.weight) }
     }
 
     fn weight(&self, tenant: u64) -> u64 {
@@ -185,7 +185,7 @@ impl Scheduler {
         if !full && self.short_of_blocks != Some(next.tenant) {
             return;
         }
-        let mut shares: HashMap<u64, TenantShare> = HashMap::new();
+        let mut shares: HashMap<u64, TenantUsage> = HashMap::new();
         for sequence in self.running.iter().filter_map(|&slot| self.get(slot)) {
             let share = shares.entry(sequence.tenant).or_default();
             share.slots += 1;
@@ -194,14 +194,14 @@ impl Scheduler {
         let own = shares.remove(&next.tenant).unwrap_or_default();
         let needed_tokens = self.get(next.slot).map_or(0, |sequence| u64::from(self.ahead(sequence)));
         let weight = self.tenants.weight(next.tenant);
-        let has_more = |(tenant, share): &(&u64, &TenantShare)| {
+        let has_more = |(tenant, share): &(&u64, &TenantUsage)| {
             let (has, would_have) =
                 if full { (share.slots, own.slots + 1) } else { (share.tokens, own.tokens + needed_tokens) };
             has * weight > would_have * self.tenants.weight(**tenant)
         };
         // The tenant with the largest share by weight.
-        let by_share = |(a, x): &(&u64, &TenantShare), (b, y): &(&u64, &TenantShare)| {
-            let has = |share: &TenantShare| if full { share.slots } else { share.tokens };
+        let by_share = |(a, x): &(&u64, &TenantUsage), (b, y): &(&u64, &TenantUsage)| {
+            let has = |share: &TenantUsage| if full { share.slots } else { share.tokens };
             (has(x) * self.tenants.weight(**b), **a).cmp(&(has(y) * self.tenants.weight(**a), **b))
         };
         let largest = shares.iter().filter(has_more).max_by(by_share).map(|(&tenant, _)| tenant);

@@ -110,9 +110,9 @@ fn sequences_that_decode_go_before_prompts() {
 #[test]
 fn a_reserved_queue_position_goes_before_later_arrivals() {
     let mut scheduler = bare(chunked(0), full(16, 400));
-    let turn = Some(scheduler.take_turn());
+    let position = Some(scheduler.next_position());
     scheduler.submit(request(1, (0..32).collect(), 1)).unwrap();
-    scheduler.submit(SequenceRequest { turn, ..request(2, (100..132).collect(), 1) }).unwrap();
+    scheduler.submit(SequenceRequest { position, ..request(2, (100..132).collect(), 1) }).unwrap();
     let plan = scheduler.plan().unwrap().unwrap();
     let order: Vec<u64> = plan.sequences.iter().map(|sequence| sequence.id.0).collect();
     assert_eq!(order, [2, 1]);

@@ -11,7 +11,7 @@ use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, NULL_OFFSET, PinId, Resum
 use crate::kv_events::EventLog;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::Epoch;
-use proto::message::TenantTurn;
+use proto::message::TenantShare;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use world::{Memory, draw, extend, histories};
 
@@ -55,7 +55,7 @@ pub(super) struct Sim {
     /// Priority of submitted sequences.
     pub(super) priority: i32,
     /// Tenant of submitted sequences; `None` derives it from the root.
-    pub(super) tenant: Option<TenantTurn>,
+    pub(super) tenant: Option<TenantShare>,
     pub(super) boundaries: Vec<u32>,
     pub(super) pins: Vec<PinId>,
     pub(super) limits: StepLimits,
@@ -135,9 +135,9 @@ impl Sim {
             max_new_tokens: max_new,
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
             boundaries: self.boundaries.clone(),
-            tenant: self.tenant.unwrap_or_else(|| TenantTurn::of_root(root)),
+            tenant: self.tenant.unwrap_or_else(|| TenantShare::of_root(root)),
             priority: self.priority,
-            turn: None,
+            position: None,
         })?;
         let truth = histories(root, &prompt);
         self.live
@@ -575,9 +575,9 @@ pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> Sequenc
         max_new_tokens,
         logit_rows: LogitRows::LastOnly,
         boundaries: Vec::new(),
-        tenant: TenantTurn::of_root(ROOT),
+        tenant: TenantShare::of_root(ROOT),
         priority: 0,
-        turn: None,
+        position: None,
     }
 }
 

@@ -6,7 +6,7 @@ use crate::kv_cache::CacheSpec;
 use crate::scheduler::{SchedulerConfig, SeqId};
 use proptest::prelude::*;
 use proto::block::BlockId;
-use proto::message::TenantTurn;
+use proto::message::TenantShare;
 use std::collections::BTreeMap;
 
 /// A simulation in which tenant `n` has the root `n`.
@@ -24,7 +24,7 @@ impl TenantSim {
     fn submit(&mut self, tenant: u64, weight: u32, prompt: u32, max_new: u32) -> SeqId {
         self.prompts += 1;
         let first = self.prompts * 10_000;
-        self.sim.tenant = Some(TenantTurn { tenant, weight });
+        self.sim.tenant = Some(TenantShare { tenant, weight });
         let root = BlockId([tenant as u8; 16]);
         let id = self.sim.submit(root, (first..first + prompt).collect(), max_new).unwrap();
         self.tenants.insert(id, tenant);

@@ -12,7 +12,7 @@ use std::sync::{Arc, mpsc};
 use tokio::sync::oneshot;
 
 #[derive(Debug)]
-pub struct Turns {
+pub struct PlanningThreads {
     state: Mutex<State>,
     /// Channels of the idle threads; the last one became idle last.
     idle: Mutex<Vec<Thread>>,
@@ -39,7 +39,7 @@ struct Lane {
 /// A job. `work` returns a closure that sends the result to the waiter.
 struct PlanningJob {
     work: Box<dyn FnOnce() -> Box<dyn FnOnce() + Send> + Send>,
-    turn: PlanningPermit,
+    permit: PlanningPermit,
 }
 
 /// The channel to a thread. It is sent along with each job, so that the thread ends when no sender is left.
@@ -49,10 +49,10 @@ struct Thread(mpsc::Sender<(PlanningJob, Self)>);
 fn planner() -> std::io::Result<Thread> {
     let (jobs, queue) = mpsc::channel::<(PlanningJob, Thread)>();
     let run = move || {
-        for (PlanningJob { work, turn }, thread) in queue {
+        for (PlanningJob { work, permit }, thread) in queue {
             let send_result = work();
-            turn.turns.idle.lock().push(thread);
-            drop(turn);
+            permit.threads.idle.lock().push(thread);
+            drop(permit);
             send_result();
         }
     };
@@ -63,11 +63,11 @@ fn planner() -> std::io::Result<Thread> {
 /// Permission to run a job; returned when dropped.
 #[derive(Debug)]
 struct PlanningPermit {
-    turns: Arc<Turns>,
+    threads: Arc<PlanningThreads>,
     tenant: Arc<str>,
 }
 
-impl Turns {
+impl PlanningThreads {
     /// `cores`: concurrent jobs of one tenant. One more job may run, so that another tenant need not wait for
     /// all of them.
     pub fn new(cores: usize) -> Arc<Self> {
@@ -81,7 +81,7 @@ impl Turns {
         tenant: &Arc<str>,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let turn = self.turn(tenant).await.ok_or(ApiError::Internal)?;
+        let permit = self.permit(tenant).await.ok_or(ApiError::Internal)?;
         let (sender, receiver) = oneshot::channel();
         let work = move || {
             let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
@@ -91,7 +91,7 @@ impl Turns {
             // Fails only if the waiter is gone.
             Box::new(move || drop(sender.send(result))) as Box<dyn FnOnce() + Send>
         };
-        self.hand_over(PlanningJob { work: Box::new(work), turn })?;
+        self.hand_over(PlanningJob { work: Box::new(work), permit })?;
         receiver.await.unwrap_or(Err(ApiError::Internal))
     }
 
@@ -109,8 +109,8 @@ impl Turns {
         thread.0.send((job, again)).map_err(|_| ApiError::Internal)
     }
 
-    /// Waits for the tenant's turn.
-    async fn turn(self: &Arc<Self>, tenant: &Arc<str>) -> Option<PlanningPermit> {
+    /// Waits until the tenant may run another job.
+    async fn permit(self: &Arc<Self>, tenant: &Arc<str>) -> Option<PlanningPermit> {
         let receiver = {
             let mut state = self.state.lock();
             let all = state.running;
@@ -118,7 +118,7 @@ impl Turns {
             if all < self.max_jobs && lane.running < self.max_tenant_jobs {
                 lane.running += 1;
                 state.running += 1;
-                return Some(PlanningPermit { turns: Arc::clone(self), tenant: Arc::clone(tenant) });
+                return Some(PlanningPermit { threads: Arc::clone(self), tenant: Arc::clone(tenant) });
             }
             let (sender, receiver) = oneshot::channel();
             lane.waiting.push_back(sender);
@@ -164,7 +164,7 @@ impl Drop for PlanningPermit {
     fn drop(&mut self) {
         let mut given = Vec::new();
         {
-            let mut state = self.turns.state.lock();
+            let mut state = self.threads.state.lock();
             state.running -= 1;
             let idle = state.lanes.get_mut(&self.tenant).is_some_and(|lane| {
                 lane.running -= 1;
@@ -173,13 +173,14 @@ impl Drop for PlanningPermit {
             if idle {
                 state.lanes.remove(&self.tenant);
             }
-            while let Some((tenant, sender)) = state.next(self.turns.max_jobs, self.turns.max_tenant_jobs) {
-                given.push((sender, Self { turns: Arc::clone(&self.turns), tenant }));
+            while let Some((tenant, sender)) = state.next(self.threads.max_jobs, self.threads.max_tenant_jobs)
+            {
+                given.push((sender, Self { threads: Arc::clone(&self.threads), tenant }));
             }
         }
-        for (sender, turn) in given {
+        for (sender, permit) in given {
             // If the waiter is gone, the permit is dropped and passed on.
-            let _ = sender.send(turn);
+            let _ = sender.send(permit);
         }
     }
 }
@@ -195,19 +196,19 @@ mod tests {
 
     #[tokio::test]
     async fn one_tenant_leaves_a_turn_and_turns_go_round() {
-        let turns = Turns::new(2);
+        let threads = PlanningThreads::new(2);
         let (a, b, c) = (tenant("a"), tenant("b"), tenant("c"));
-        let first = turns.turn(&a).now_or_never().unwrap().unwrap();
-        let _second = turns.turn(&a).now_or_never().unwrap().unwrap();
-        let mut more: Vec<_> = (0..3).map(|_| Box::pin(turns.turn(&a))).collect();
-        assert!(more.iter_mut().all(|turn| turn.now_or_never().is_none()), "two cores are one tenant's");
-        let b_turn = turns.turn(&b).now_or_never().expect("another has one more").unwrap();
-        let mut b_next = Box::pin(turns.turn(&b));
-        let mut third = Box::pin(turns.turn(&c));
+        let first = threads.permit(&a).now_or_never().unwrap().unwrap();
+        let _second = threads.permit(&a).now_or_never().unwrap().unwrap();
+        let mut more: Vec<_> = (0..3).map(|_| Box::pin(threads.permit(&a))).collect();
+        assert!(more.iter_mut().all(|permit| permit.now_or_never().is_none()), "two cores are one tenant's");
+        let b_permit = threads.permit(&b).now_or_never().expect("another has one more").unwrap();
+        let mut b_next = Box::pin(threads.permit(&b));
+        let mut third = Box::pin(threads.permit(&c));
         assert!((&mut b_next).now_or_never().is_none() && (&mut third).now_or_never().is_none());
         // `a` has waited longest, but is at its limit.
-        drop(b_turn);
-        let _b_turn = (&mut b_next).now_or_never().flatten().expect("it is the turn of b");
+        drop(b_permit);
+        let _b_permit = (&mut b_next).now_or_never().flatten().expect("it is the turn of b");
         drop(first);
         assert!((&mut more[0]).now_or_never().is_none(), "a has had its turn before c");
         let of_c = (&mut third).now_or_never().flatten().expect("it is the turn of c");
@@ -217,32 +218,32 @@ mod tests {
 
     #[tokio::test]
     async fn a_cancelled_waiter_does_not_block_others() {
-        let turns = Turns::new(1);
+        let threads = PlanningThreads::new(1);
         let (a, b) = (tenant("a"), tenant("b"));
-        let held = [turns.turn(&a).await.unwrap(), turns.turn(&b).await.unwrap()];
-        let mut cancelled: Vec<_> = (0..1_000).map(|_| Box::pin(turns.turn(&a))).collect();
+        let held = [threads.permit(&a).await.unwrap(), threads.permit(&b).await.unwrap()];
+        let mut cancelled: Vec<_> = (0..1_000).map(|_| Box::pin(threads.permit(&a))).collect();
         cancelled.iter_mut().for_each(|turn| assert!(turn.now_or_never().is_none()));
-        let mut last = Box::pin(turns.turn(&a));
+        let mut last = Box::pin(threads.permit(&a));
         assert!((&mut last).now_or_never().is_none());
         drop(cancelled);
         drop(held);
         assert!(last.now_or_never().flatten().is_some());
-        let state = turns.state.lock();
+        let state = threads.state.lock();
         assert_eq!((state.running, state.lanes.len(), state.order.len()), (0, 0, 0));
     }
 
     #[tokio::test]
     async fn a_panic_of_the_work_is_an_internal_error_and_returns_the_permit() {
-        let turns = Turns::new(1);
-        let result = turns.run::<()>(&tenant("a"), || panic!("it must not end the process")).await;
+        let threads = PlanningThreads::new(1);
+        let result = threads.run::<()>(&tenant("a"), || panic!("it must not end the process")).await;
         assert_eq!(result, Err(ApiError::Internal));
-        assert_eq!(turns.run(&tenant("a"), || Ok(7)).await, Ok(7));
+        assert_eq!(threads.run(&tenant("a"), || Ok(7)).await, Ok(7));
     }
 
     /// Long work does not block the other tasks of a single-threaded runtime.
     #[tokio::test]
     async fn a_runtime_goes_on_beside_work() {
-        let turns = Turns::new(2);
+        let threads = PlanningThreads::new(2);
         let (notify, channel) = (Arc::new(tokio::sync::Notify::new()), std::sync::mpsc::channel());
         let (sender, receiver) = channel;
         let notified = Arc::clone(&notify);
@@ -255,7 +256,7 @@ mod tests {
                 notify.notify_one();
                 receiver.recv().map_err(|_| ApiError::Internal)
             };
-            turns.run(&tenant("a"), work).await
+            threads.run(&tenant("a"), work).await
         });
         assert_eq!(result.await.unwrap(), Ok(()));
         other.await.unwrap();
@@ -263,23 +264,23 @@ mod tests {
 
     #[tokio::test]
     async fn threads_are_reused_and_end_with_their_owner() {
-        let turns = Turns::new(2);
+        let threads = PlanningThreads::new(2);
         let a = tenant("a");
         let name = || Ok(std::thread::current().id());
-        let first = turns.run(&a, name).await.unwrap();
+        let first = threads.run(&a, name).await.unwrap();
         assert_ne!(first, std::thread::current().id());
         for _ in 0..10 {
-            assert_eq!(turns.run(&a, name).await.unwrap(), first);
+            assert_eq!(threads.run(&a, name).await.unwrap(), first);
         }
-        assert_eq!(turns.idle.lock().len(), 1);
-        let (weak, alive) = (Arc::downgrade(&turns), Arc::new(()));
+        assert_eq!(threads.idle.lock().len(), 1);
+        let (weak, alive) = (Arc::downgrade(&threads), Arc::new(()));
         let seen = Arc::downgrade(&alive);
         let work = move || {
             drop(alive);
             Ok(())
         };
-        turns.run(&a, work).await.unwrap();
-        drop(turns);
+        threads.run(&a, work).await.unwrap();
+        drop(threads);
         assert!(weak.upgrade().is_none() && seen.upgrade().is_none());
     }
 }

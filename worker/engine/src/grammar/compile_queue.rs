@@ -4,7 +4,7 @@
 //! grammars of one tenant leave room for other tenants.
 
 use parking_lot::Mutex;
-use proto::message::TenantTurn;
+use proto::message::TenantShare;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,27 +23,27 @@ const ASSUMED: Duration = super::COMPILE_TIME;
 /// Permission to compile one grammar. Dropping it hands it to the next request.
 #[derive(Debug)]
 pub(super) struct CompilePermit {
-    turns: Turns,
+    queue: CompileQueue,
     tenant: u64,
     since: Instant,
 }
 
 impl Drop for CompilePermit {
     fn drop(&mut self) {
-        self.turns.0.lock().ended(self.tenant, self.since.elapsed());
-        self.turns.hand_out();
+        self.queue.0.lock().ended(self.tenant, self.since.elapsed());
+        self.queue.hand_out();
     }
 }
 
 #[derive(Debug, Clone, Default)]
-pub(super) struct Turns(Arc<Mutex<Queue<oneshot::Sender<CompilePermit>>>>);
+pub(super) struct CompileQueue(Arc<Mutex<Queue<oneshot::Sender<CompilePermit>>>>);
 
-impl Turns {
+impl CompileQueue {
     /// Waits for a permit. `None` if too many requests of the tenant wait already. Dropping the future
     /// cancels the wait.
-    pub(super) async fn take(&self, turn: TenantTurn) -> Option<CompilePermit> {
+    pub(super) async fn permit(&self, share: TenantShare) -> Option<CompilePermit> {
         let (sender, permit) = oneshot::channel();
-        if !self.0.lock().push(turn, sender, oneshot::Sender::is_closed) {
+        if !self.0.lock().push(share, sender, oneshot::Sender::is_closed) {
             return None;
         }
         self.hand_out();
@@ -55,7 +55,7 @@ impl Turns {
             let next = self.0.lock().pop(oneshot::Sender::is_closed);
             let Some((tenant, waiting)) = next else { return };
             // If the receiver was just dropped, the permit is dropped with the message and handed on.
-            let _ = waiting.send(CompilePermit { turns: self.clone(), tenant, since: Instant::now() });
+            let _ = waiting.send(CompilePermit { queue: self.clone(), tenant, since: Instant::now() });
         }
     }
 }
@@ -89,12 +89,12 @@ impl<W> Default for Queue<W> {
 impl<W> Queue<W> {
     /// Adds a request. Returns `false` if too many requests of the tenant wait. Drops cancelled requests
     /// first.
-    fn push(&mut self, turn: TenantTurn, waiter: W, is_cancelled: impl Fn(&W) -> bool) -> bool {
+    fn push(&mut self, share: TenantShare, waiter: W, is_cancelled: impl Fn(&W) -> bool) -> bool {
         let now = self.now;
         self.lanes.retain(|_, lane| lane.under_way > 0 || !lane.waiting.is_empty() || lane.clock > now);
         let new = || Lane { weight: 1, clock: now, under_way: 0, waiting: VecDeque::new() };
-        let lane = self.lanes.entry(turn.tenant).or_insert_with(new);
-        lane.weight = u64::from(turn.weight.max(1));
+        let lane = self.lanes.entry(share.tenant).or_insert_with(new);
+        lane.weight = u64::from(share.weight.max(1));
         if lane.under_way == 0 && lane.waiting.is_empty() {
             // An idle tenant gains no credit.
             lane.clock = lane.clock.max(now);
@@ -149,8 +149,8 @@ fn nanos(time: Duration) -> u64 {
 mod tests {
     use super::*;
 
-    fn turn(tenant: u64, weight: u32) -> TenantTurn {
-        TenantTurn { tenant, weight }
+    fn share(tenant: u64, weight: u32) -> TenantShare {
+        TenantShare { tenant, weight }
     }
 
     fn never_cancelled(_: &u32) -> bool {
@@ -161,13 +161,13 @@ mod tests {
     fn a_tenants_grammars_wait_for_its_own_and_not_for_anothers() {
         let mut queue = Queue::default();
         for n in 0..16 {
-            assert!(queue.push(turn(1, 1), n, never_cancelled));
+            assert!(queue.push(share(1, 1), n, never_cancelled));
         }
         let granted = std::iter::from_fn(|| queue.pop(never_cancelled)).collect::<Vec<_>>();
         assert_eq!(granted, [(1, 0), (1, 1)], "a tenant has two places, although there are more");
         // Another tenant's grammar gets a permit at once, and so does its next one.
         for n in 100..105 {
-            assert!(queue.push(turn(2, 1), n, never_cancelled));
+            assert!(queue.push(share(2, 1), n, never_cancelled));
             assert_eq!(queue.pop(never_cancelled), Some((2, n)));
             queue.ended(2, Duration::from_millis(100));
         }
@@ -179,7 +179,7 @@ mod tests {
         let mut queue = Queue::default();
         let tenants = [(1, 1, 500), (2, 1, 50), (3, 2, 200)];
         for (tenant, weight, _) in tenants {
-            (0..200).for_each(|n| assert!(queue.push(turn(tenant, weight), n, never_cancelled)));
+            (0..200).for_each(|n| assert!(queue.push(share(tenant, weight), n, never_cancelled)));
         }
         let mut used: HashMap<u64, u64> = HashMap::new();
         // By end time.
@@ -205,18 +205,18 @@ mod tests {
         let mut queue = Queue::default();
         let is_cancelled = |n: &u32| *n < 1_000;
         for n in 0..MAX_WAITING as u32 {
-            assert!(queue.push(turn(1, 1), n, is_cancelled));
+            assert!(queue.push(share(1, 1), n, is_cancelled));
         }
-        assert!(queue.push(turn(1, 1), 2_000, is_cancelled), "those that left do not count");
+        assert!(queue.push(share(1, 1), 2_000, is_cancelled), "those that left do not count");
         assert_eq!(queue.pop(is_cancelled), Some((1, 2_000)));
         assert_eq!(queue.pop(is_cancelled), None);
-        (0..MAX_WAITING as u32).for_each(|n| assert!(queue.push(turn(1, 1), 1_000 + n, is_cancelled)));
-        assert!(!queue.push(turn(1, 1), 3_000, is_cancelled));
-        assert!(queue.push(turn(2, 1), 3_000, is_cancelled), "another tenant's may");
+        (0..MAX_WAITING as u32).for_each(|n| assert!(queue.push(share(1, 1), 1_000 + n, is_cancelled)));
+        assert!(!queue.push(share(1, 1), 3_000, is_cancelled));
+        assert!(queue.push(share(2, 1), 3_000, is_cancelled), "another tenant's may");
         // An idle tenant is removed once the others have caught up with its clock.
         queue.ended(1, Duration::ZERO);
         for tenant in 10..1_000 {
-            assert!(queue.push(turn(tenant, 1), 1_000, is_cancelled));
+            assert!(queue.push(share(tenant, 1), 1_000, is_cancelled));
             let (next, _) = queue.pop(is_cancelled).unwrap();
             queue.ended(next, Duration::from_secs(1));
         }
@@ -225,16 +225,17 @@ mod tests {
 
     #[tokio::test]
     async fn a_permit_is_handed_on_when_it_is_dropped_or_not_taken() {
-        let turns = Turns::default();
-        let (first, second) = (turns.take(turn(1, 1)).await.unwrap(), turns.take(turn(1, 1)).await.unwrap());
-        let mut left = Box::pin(turns.take(turn(1, 1)));
-        let mut waits = Box::pin(turns.take(turn(1, 1)));
+        let queue = CompileQueue::default();
+        let (first, second) =
+            (queue.permit(share(1, 1)).await.unwrap(), queue.permit(share(1, 1)).await.unwrap());
+        let mut left = Box::pin(queue.permit(share(1, 1)));
+        let mut waits = Box::pin(queue.permit(share(1, 1)));
         assert!(futures_now(&mut left).is_none() && futures_now(&mut waits).is_none());
         drop(left);
         drop(first);
         assert!(waits.await.is_some());
         drop(second);
-        assert_eq!(turns.0.lock().under_way, 0);
+        assert_eq!(queue.0.lock().under_way, 0);
     }
 
     /// The future's value if it is ready.
