@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_tells_who_leads_and_who_was_wiped() {
+    fn the_table_shows_the_leader_and_wiped_members() {
         let member = |id: &str, votes: bool, here: bool, another_life: bool| json!({"id": id, "quic": "h:1", "votes": votes, "here": here, "another_life": another_life, "level": 1});
         let members = [
             member("c0", true, true, false),

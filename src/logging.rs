@@ -69,7 +69,7 @@ mod tests {
     use anyhow::Context;
 
     #[test]
-    fn a_cause_is_told_once() {
+    fn a_cause_is_reported_once() {
         let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
         let path = std::path::PathBuf::from("/data/x");
         let source = full();

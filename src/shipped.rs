@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_digest_is_told_from_a_name_and_gives_one() {
+    fn a_digest_is_distinguished_from_a_name() {
         let hex = "ab".repeat(32);
         let found = digest(&format!("blake3:{hex}")).unwrap().unwrap();
         assert_eq!((found.0.as_str(), found.1), ("abababababababab", [0xab; 32]));

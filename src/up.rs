@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_and_threads_have_limits_that_are_told() {
+    fn counts_and_threads_have_limits_that_errors_name() {
         assert!(
             refused(UpSettings { workers: Some(0), ..Default::default() }, false).contains("`workers`: 0")
         );

@@ -653,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_told_with_field_and_value() {
+    fn limits_are_reported_with_field_and_value() {
         let cases = [
             (WorkerSettings { threads: Some(0), ..Default::default() }, "`threads`: 0"),
             (WorkerSettings { block_tokens: Some(17), ..Default::default() }, "`block_tokens`: 17"),

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_proxy_is_told_without_its_password() {
+    fn a_wrong_proxy_is_reported_without_its_password() {
         for wrong in [
             "socks5://me:secret@a",
             "https://me:secret@a",

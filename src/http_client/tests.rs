@@ -53,7 +53,7 @@ fn text(response: Response) -> io::Result<String> {
 }
 
 #[test]
-fn a_request_says_what_is_wanted_and_an_answer_is_read() {
+fn a_request_is_written_and_its_answer_is_read() {
     let answer =
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 206 Partial\r\nETag: \"a\"\r\nContent-Length: 3\r\n\r\nabc";
     let (port, requests) = serve(move |_, _| answer.to_vec());
@@ -104,7 +104,7 @@ fn body(head: &str, body: &'static [u8]) -> Result<String, ErrorKind> {
 }
 
 #[test]
-fn a_body_ends_where_it_says() {
+fn a_body_ends_at_its_declared_length() {
     let long = "200 OK\r\nContent-Length: 5";
     assert_eq!(body(long, b"hello world"), Ok("hello".into()));
     assert_eq!(body("200 OK\r\nContent-Length: 0", b"x"), Ok(String::new()));

@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_replica_is_told_with_its_workers_in_order() {
+    fn every_replica_is_listed_with_its_workers_in_order() {
         let of = |name: &str, layers| (name.to_owned(), layers);
         let explicit = [vec![of("w1", 0..2), of("w0", 2..3)], vec![of("w2", 0..3)]];
         let expected = json!({"replicas": [

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_says_something_else_is_refused_with_its_name() {
+    fn a_file_with_other_contents_is_refused_with_its_name() {
         let twice = "[[worker]]\nname = \"a\"\nmemory = 1\nbandwidth = 1\ncompute = 1.0\n".repeat(2);
         for (text, expected) in [
             (twice.as_str(), "twice"),

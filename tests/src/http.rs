@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn bodies_end_where_their_framing_says() {
+    fn bodies_end_where_their_framing_ends() {
         let fixed =
             answered(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\nX-A: b\r\n\r\n{\"a\":1}garbage").unwrap();
         assert_eq!(fixed.header("x-a"), Some("b"));

@@ -19,3 +19,8 @@ pub mod random;
 pub mod signal;
 pub mod testnet;
 pub mod wait;
+
+/// Whether a test runs its whole matrix of cases, as in `./test matrices`. Otherwise it runs a sample.
+pub fn whole_matrix() -> bool {
+    std::env::var_os("KVASIR_WHOLE_MATRIX").is_some()
+}

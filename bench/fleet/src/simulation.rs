@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_lends_while_it_computes() {
+    fn a_holder_sends_blocks_while_it_computes() {
         let prompts = [
             prompt(0..320),
             prompt(5_000..5_400),

@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_longest_known_beginning_and_who_was_sent_it_last() {
+    fn the_longest_known_prefix_and_its_last_receiver() {
         let mut tree = Tree::new();
         assert_eq!(tree.matched("abc"), (0, None));
         for (text, worker) in [("abcdef", 0), ("abcxyz", 1), ("abcdeq", 2)] {

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn sec_origins_are_those_that_were_said() {
+    fn sec_origins_are_the_configured_ones() {
         let page = from("http://localhost:5173");
         let default_cors = Cors::new(None).unwrap();
         assert_eq!(default_cors.allowed(&page, false), Some(HeaderValue::from_static("*")));

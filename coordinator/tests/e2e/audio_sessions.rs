@@ -497,7 +497,7 @@ async fn sec_sessions_are_the_keys() {
 
 /// In open mode on this machine, a page of another site may neither open a session nor cause any computation.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sec_no_page_of_another_site_asks() {
+async fn sec_requests_of_other_sites_pages_are_refused() {
     let (open, _worker) = rig(|_| {}).await;
     let here = open.at.http.to_string();
     let body = json!({"prompt": [1], "max_tokens": 1}).to_string();
@@ -599,7 +599,7 @@ async fn sec_websocket_abuse() {
 
 /// If a client does not read, results wait in the flow-control windows and are not buffered elsewhere.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sec_who_does_not_read_is_read_no_further() {
+async fn sec_a_peer_that_does_not_read_is_not_read_either() {
     /// Each message takes 128 KiB and is answered by 200 KB. The windows of all sockets and streams hold a
     /// few hundred.
     const MESSAGES: u64 = 2_000;

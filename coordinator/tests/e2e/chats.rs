@@ -64,7 +64,7 @@ fn bodies(merge: [Value; 3]) -> [(&'static str, Value); 3] {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_developer_role_becomes_system_unless_the_template_knows_it() {
+async fn the_developer_role_becomes_system_unless_the_template_has_it() {
     let with_developer =
         TEMPLATE.replace("{{ m.role }}", "{{ 'Developer' if m.role == 'developer' else m.role }}");
     for (template, role) in [(TEMPLATE, "system"), (&with_developer, "Developer")] {

@@ -166,7 +166,7 @@ async fn a_workers_own_error_reaches_the_client_after_tokens_too() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_queue_says_so_at_once() {
+async fn a_full_queue_refuses_at_once() {
     let (rig, [worker]) = Rig::with_workers::<1>(|c| {
         c.worker_inflight = 1;
         c.queue_requests = 2;

@@ -122,7 +122,7 @@ async fn the_cluster_view_has_its_documented_fields() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn metrics_have_the_names_that_boards_ask_for() {
+async fn metrics_have_the_names_that_boards_use() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     for body in [
         json!({"prompt": "secret canary", "max_tokens": 3}),

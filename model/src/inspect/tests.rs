@@ -2,7 +2,7 @@ use super::*;
 use crate::test_files::{self, fixture};
 
 #[test]
-fn equal_layers_are_told_once() {
+fn equal_layers_are_listed_once() {
     let summary = Summary::of(&test_files::gemma3(12).open()).unwrap();
     let Reading::Model(model) = &summary.reading else { panic!("{summary}") };
     assert_eq!(model.kv_elements_per_token, 12 * 2 * 8);
@@ -48,7 +48,7 @@ fn a_set_names_its_files() {
 }
 
 #[test]
-fn a_model_that_is_not_served_says_why() {
+fn the_refusal_of_a_model_names_the_reason() {
     let plan = test_files::llama().set(ARCHITECTURE_KEY, "mamba9");
     let summary = Summary::of(&plan.open()).unwrap();
     let json = serde_json::to_value(&summary).unwrap();
@@ -59,7 +59,7 @@ fn a_model_that_is_not_served_says_why() {
 }
 
 #[test]
-fn state_is_told_apart_from_keys_and_values() {
+fn state_is_distinguished_from_keys_and_values() {
     let summary =
         Summary::of(&ModelFile::open(fixture("tiny/granitehybrid/granitehybrid-f32.gguf")).unwrap());
     let Reading::Model(model) = summary.unwrap().reading else { panic!() };

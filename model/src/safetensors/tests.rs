@@ -25,7 +25,7 @@ fn tensors_come_in_the_order_of_their_bytes() {
 }
 
 #[test]
-fn each_bad_file_says_what_is_wrong() {
+fn each_bad_file_is_refused_with_its_fault() {
     let single = |dtype: &str, shape: &str, offsets: &str| {
         let header = format!(r#"{{"w":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#);
         file(&format!("{header:<80}"), 32)

@@ -94,7 +94,7 @@ fn drain_and_undrain(cluster: &Cluster, browser: &Browser) {
 
 /// Moving through the workers by keyboard reaches each of them: rows keep their places meanwhile, although
 /// the load changes. Afterwards they are sorted hottest first again.
-fn workers_stand_still_for_who_is_there(cluster: &Cluster, browser: &Browser) {
+fn absent_workers_do_not_move_present_ones(cluster: &Cluster, browser: &Browser) {
     let [first, second] = [0, 1].map(|at| cluster.nodes().workers[at].id.as_str());
     let ops = cluster.coordinator().ops.to_string();
     let row = |worker: &str| format!("document.querySelector(\"tr[data-worker='{worker}']\")");
@@ -235,7 +235,7 @@ fn limits(cluster: &Cluster, browser: &Browser) {
 }
 
 #[test]
-fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
+fn an_operator_sees_which_worker_is_hot_and_why_and_drains_it() {
     let cluster = Cluster::builder("dashboard", "smollm2-135m").start().unwrap();
     let browser = Browser::start().unwrap();
     browser.resize(1440, 1000, 1.0).unwrap();
@@ -294,7 +294,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     }
     browser.script("document.querySelector('#requests').scrollIntoView({behavior: 'instant'})").unwrap();
     browser.screenshot(&picture("dark")).unwrap();
-    workers_stand_still_for_who_is_there(&cluster, &browser);
+    absent_workers_do_not_move_present_ones(&cluster, &browser);
     assert_the_keyboard_reaches_everything(&browser);
 
     // From dark to the system's theme, then to dark again.

@@ -31,7 +31,7 @@ fn the_official_client_gets_the_vectors_of_minilm() {
 }
 
 #[test]
-fn a_killed_worker_costs_no_request_and_no_bit() {
+fn a_killed_worker_fails_no_request_and_changes_no_bit() {
     let manifest = Manifest::read().unwrap();
     let model = manifest.tiny("bert").unwrap().path();
     let cluster = Cluster::builder("embeddings-failover", model.to_str().unwrap()).start().unwrap();

@@ -85,7 +85,7 @@ fn tokens_of(event: &Value) -> Vec<Value> {
 /// A stream with a drafter continues on another worker, with the same bits as without a drafter: greedy, and
 /// sampled with a seed.
 #[test]
-fn a_stream_with_draft_tokens_goes_on_where_its_worker_dies() {
+fn a_stream_with_draft_tokens_continues_after_its_worker_dies() {
     const TOKENS: usize = 320;
     let samplings = [json!({"temperature": 0}), json!({"temperature": 0.6, "seed": 5})];
     let body = |model: &str, sampling: &Value, stream: bool| {

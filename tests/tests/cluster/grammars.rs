@@ -115,7 +115,7 @@ impl Drop for Stops<'_> {
 }
 
 #[test]
-fn an_evil_schema_holds_nobody_up() {
+fn a_costly_schema_delays_no_other_request() {
     const ATTACKERS: usize = 3;
     const KINDS: usize = 6;
     /// A worker's limit for a grammar.

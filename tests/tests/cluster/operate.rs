@@ -140,7 +140,7 @@ fn a_coordinator_is_added_to_one_that_was_alone() {
 /// One of three coordinators has a different setting: it is not ready, reports why, and has no worker, while
 /// the others continue.
 #[test]
-fn a_coordinator_with_another_setting_is_not_ready_and_says_so() {
+fn a_coordinator_with_another_setting_is_not_ready_and_names_the_setting() {
     let cluster = Cluster::builder("operate-odd", &tiny_model()).flag("--coordinators", "2").start().unwrap();
     let first = cluster.coordinator();
     let (_added, announcement) = add(&cluster, &["--raw-chats", "true"], SystemTime::now());
@@ -168,7 +168,7 @@ fn a_coordinator_with_another_setting_is_not_ready_and_says_so() {
 }
 
 #[test]
-fn a_certificate_that_ends_soon_is_told_by_its_node_and_by_status() {
+fn a_certificate_that_ends_soon_is_reported_by_its_node_and_by_status() {
     let cluster = Cluster::builder("operate-ends", &tiny_model()).flag("--workers", "1").start().unwrap();
     let day = Duration::from_hours(24);
     // A certificate is valid for 320 to 365 days.

@@ -60,7 +60,7 @@ fn script(cluster: &Cluster, arguments: &[&str]) {
 }
 
 #[test]
-fn sessions_and_recordings_are_told_the_same() {
+fn sessions_and_recordings_get_equal_results() {
     let cluster = Cluster::builder("operations", &tiny_model()).flag("--operation", BOTH).start().unwrap();
     script(&cluster, &["same"]);
     let shown = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
@@ -75,7 +75,7 @@ fn sessions_and_recordings_are_told_the_same() {
 }
 
 #[test]
-fn the_one_worker_that_hears_is_killed_in_a_session() {
+fn the_only_worker_of_an_operation_is_killed_in_a_session() {
     let cluster = Cluster::builder("operations-lost", &tiny_model()).start().unwrap();
     let vad = start_extra(&cluster, "ears", "silero-vad");
     let _turns = start_extra(&cluster, "turns", "smart-turn");
@@ -86,14 +86,14 @@ fn the_one_worker_that_hears_is_killed_in_a_session() {
 }
 
 #[test]
-fn a_worker_that_is_told_to_end_ends_its_sessions_by_name() {
+fn a_worker_that_stops_ends_its_sessions_with_a_named_error() {
     let cluster = Cluster::builder("operations-drain", &tiny_model()).start().unwrap();
     let vad = start_extra(&cluster, "ears", "silero-vad");
     script(&cluster, &["drained", &vad.0.id().to_string()]);
 }
 
 #[test]
-fn sessions_are_for_who_has_a_key_and_room() {
+fn sessions_need_a_key_and_room() {
     let cluster =
         Cluster::builder("operations-limits", &tiny_model()).flag("--operation", BOTH).start().unwrap();
     let create = |request: serde_json::Value| {

@@ -376,7 +376,7 @@ fn serve_instead(cluster: &Cluster, from: &Path, served: &Path) {
 
 /// F23 for a file that is placed before the failure to load is known.
 #[test]
-fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
+fn a_placed_file_that_cannot_be_loaded_is_blocked_and_harms_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let [served, bad] = ["served", "bad"].map(|name| dir.path().join(format!("{name}.gguf")));
     std::fs::copy(tiny_model(), &served).unwrap();

@@ -298,7 +298,7 @@ fn a_collector_that_is_gone_harms_no_request() {
 /// A collector at https:// receives spans if its certificate is trusted. Otherwise nothing is sent, the log
 /// reports it once, and requests continue.
 #[test]
-fn a_collector_is_who_its_certificate_says() {
+fn a_collector_is_verified_by_its_certificate() {
     let (collector, certificate) = Collector::with_certificate();
     let dir = tempfile::tempdir().unwrap();
     let pem = dir.path().join("collector.pem");

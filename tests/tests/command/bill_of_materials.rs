@@ -20,7 +20,7 @@ fn field(package: &str, name: &str) -> Option<String> {
 }
 
 #[test]
-fn it_has_every_crate_of_the_lock_and_tells_what_is_linked() {
+fn it_has_every_crate_of_the_lock_and_marks_linked_ones() {
     let bill = bill();
     assert_eq!((&bill["bomFormat"], &bill["specVersion"]), (&"CycloneDX".into(), &"1.5".into()));
     let found: BTreeMap<(String, String), &Value> = bill["components"]

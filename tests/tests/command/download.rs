@@ -84,7 +84,7 @@ fn processes_at_the_same_time_download_once_and_a_sum_is_held_to() {
 }
 
 #[test]
-fn a_hub_is_asked_where_its_variable_says_and_the_rest_is_refused() {
+fn a_hub_address_comes_from_its_variable_and_others_are_refused() {
     let world = world();
     let folder = world.served.path().join("o/r/resolve/v1");
     std::fs::create_dir_all(&folder).unwrap();

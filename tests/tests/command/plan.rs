@@ -70,7 +70,7 @@ fn check(arch: &str) {
 tiny_models!(check);
 
 #[test]
-fn layers_that_share_keys_stay_with_their_source_and_the_refusal_says_so() {
+fn layers_that_share_keys_stay_with_their_source_and_the_refusal_names_them() {
     let model = Manifest::read().unwrap().tiny("gemma4").unwrap().path();
     let report = json(&model, THREE, &[]);
     let (max_shards, layers) = (report["max_shards"].as_u64().unwrap(), report["layers"].as_u64().unwrap());

@@ -106,7 +106,7 @@ fn cut(fleet: &Fleet, coordinator: usize, from_it: bool, link: Link) {
 }
 
 #[test]
-fn a_leader_cut_one_way_is_replaced_and_a_follower_disturbs_nobody() {
+fn a_leader_cut_one_way_is_replaced_and_a_follower_disturbs_no_other() {
     let fleet = Fleet::builder("one-way", &crate::tiny_model(), 3, 3).start(22).unwrap();
     for from_it in [true, false] {
         let way = if from_it { "not heard" } else { "not hearing" };

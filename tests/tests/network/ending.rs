@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 #[test]
-fn a_leader_that_is_told_to_end_hands_over() {
+fn a_leader_that_stops_hands_over() {
     let fleet = Fleet::builder("leader-ends", &crate::tiny_model(), 3, 3).start(25).unwrap();
     let ending = leader(&fleet, &[0, 1, 2]);
     assert_eq!(fleet.stop(Node::Coordinator(ending)).unwrap(), Some(0));

@@ -22,7 +22,7 @@ fn connections(fleet: &Fleet, node: Node) -> usize {
 }
 
 #[test]
-fn a_flapping_link_moves_leadership_seldom_and_stops_nobody_else() {
+fn a_flapping_link_moves_leadership_seldom_and_stops_no_other_node() {
     let fleet = Fleet::builder("flap", &crate::tiny_model(), 3, 2).in_parallel().start(36).unwrap();
     let model = fleet.model().unwrap();
     let flapping = leader(&fleet, &[0, 1, 2]);

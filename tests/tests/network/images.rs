@@ -305,7 +305,7 @@ fn gpu_check(arch: &str, driver: Option<(&TempDir, &str)>) -> (Value, String) {
 
 #[test]
 #[ignore = "needs images: ./test images"]
-fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
+fn the_cuda_image_opens_a_mounted_driver_and_reports_its_devices() {
     let (report, _) = gpu_check("amd64", None);
     assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
     // NVIDIA's runtime looks for this file to choose where to mount the driver.

@@ -83,7 +83,7 @@ fn restarted(fleet: &Fleet, model: &str, killed: &[usize]) {
 }
 
 #[test]
-fn coordinators_that_restart_answer_remember_and_find_out_who_holds_what() {
+fn restarted_coordinators_answer_and_rebuild_the_prefix_index() {
     let fleet = Fleet::builder("all-restarted", &crate::tiny_model(), 3, 3).start(24).unwrap();
     let model = fleet.model().unwrap();
     leader(&fleet, &[0, 1, 2]);

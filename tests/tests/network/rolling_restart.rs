@@ -113,7 +113,7 @@ fn an_upgrade_and_the_way_back_fail_no_request() {
 }
 
 #[test]
-fn a_stream_on_a_worker_that_is_told_to_end_goes_on() {
+fn a_stream_on_a_worker_that_stops_continues() {
     let fleet = Fleet::builder("drained-worker", &crate::real_model(), 1, 2).start(12).unwrap();
     let model = fleet.model().unwrap();
     let bodies: Vec<Value> = (0..4).map(|n| crate::stream::request(&model, &prompt(n, 60), 96)).collect();

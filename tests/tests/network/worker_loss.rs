@@ -166,7 +166,7 @@ fn a_worker_frozen_for_moments_repeats_nothing() {
 }
 
 #[test]
-fn a_worker_that_cannot_be_heard_is_replaced_and_comes_back() {
+fn an_unreachable_worker_is_replaced_and_comes_back() {
     let fleet = Fleet::builder("cut-worker", &crate::real_model(), 1, 2).start(3).unwrap();
     let model = fleet.model().unwrap();
     let coordinator = fleet.host(Node::Coordinator(0));

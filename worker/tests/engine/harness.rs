@@ -18,6 +18,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+/// Whether a test runs its whole matrix of cases, as in `./test matrices`. Otherwise it runs a sample.
+pub(crate) fn whole_matrix() -> bool {
+    std::env::var_os("KVASIR_WHOLE_MATRIX").is_some()
+}
+
 /// Models with F32 weights, by folder: full attention, a mixture of experts, sliding windows, windows with
 /// sinks, layers that share KV, delta nets, Mamba-2. With `+bf16` some heads have their states in bfloat16.
 pub(crate) const TINY: [&str; 9] = [

@@ -156,7 +156,7 @@ fn step_until_error(engine: &mut Engine) -> Error {
 }
 
 #[test]
-fn a_stage_that_dies_while_blocks_are_moved_costs_the_replica_and_no_bit() {
+fn a_stage_that_dies_while_blocks_are_moved_ends_the_replica_and_changes_no_bit() {
     let model = "tiny/qwen35/qwen35-f32";
     let tokens = generate(&mut open(model, &options(model)), "r", crate::harness::prompt(3, 200));
     let mut whole = open(model, &options(model));

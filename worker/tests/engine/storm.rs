@@ -4,6 +4,7 @@
 
 use crate::harness::{
     Output, QUANT, ROOT, Request, Submitted, TINY, cramped, one_by_one, open, options, prompt, submit,
+    whole_matrix,
 };
 use engine::engine::resume::{Capture, SequenceKey};
 use engine::engine::{Engine, StepOutcome};
@@ -16,7 +17,8 @@ use proto::sequence::{SequenceError, SequenceName};
 use std::time::Instant;
 use tokio::sync::oneshot;
 
-const SEEDS: u64 = 24;
+/// Storms of each model, in a sample and in the whole matrix.
+const SEEDS: (u64, u64) = (12, 96);
 /// More than the growth for which admission keeps room.
 const GENERATE: u32 = 44;
 /// Minimum number of tokens that a fork or a restored sequence generates beyond that.
@@ -234,7 +236,7 @@ fn a_storm_changes_no_token() {
         let whole = EngineOptions { chunk: Some(0), ..options(model) };
         let longest = LONGEST + (GENERATE + AFTER) as usize;
         let smallest = cramped(model, &whole, longest).kv_bytes.unwrap();
-        for seed in 0..SEEDS {
+        for seed in 0..if whole_matrix() { SEEDS.1 } else { SEEDS.0 } {
             let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
             let options = EngineOptions {
                 kv_bytes: Some(smallest * dice.pick(&[4, 5, 6, 8, 12]) / 4),
@@ -261,7 +263,7 @@ fn a_storm_changes_no_token() {
     }
     let Seen { preempted, cached, cancelled, forks, saves, restores, poisoned } = seen;
     assert!(preempted > 100 && cached > 10_000 && cancelled > 50, "{seen:?}");
-    assert!(poisoned > 1 << 30, "{seen:?}");
+    assert!(poisoned > 1 << 28, "{seen:?}");
     assert!(forks > 50 && saves > 50 && restores > 50, "{seen:?}");
     println!("{seen:?}");
 }

@@ -53,7 +53,7 @@ async fn answers(
 }
 
 #[tokio::test]
-async fn a_session_hears_segments_resets_and_finishes() {
+async fn a_session_takes_segments_resets_and_finishes() {
     let pair = worker(SessionLimits::default()).await;
     let mut vad = open(&pair, Operation::Vad).await.unwrap();
     assert_eq!(

@@ -248,7 +248,7 @@ fn a_stream_has_its_events_in_order_and_equals_the_whole_answer() {
 }
 
 #[test]
-fn the_stop_reason_says_why_an_answer_ends() {
+fn the_stop_reason_is_the_end_of_the_answer() {
     let tokenizer = tokenizer();
     let ends = |reason, matched: Option<&str>, called| {
         let mut deltas = sample_deltas(reason, matched);

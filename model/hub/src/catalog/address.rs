@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn redirects_lead_where_they_say() {
+    fn redirects_are_followed_to_their_target() {
         let from = url("https://a.example:444/x/y?z=1");
         for (location, to) in [
             ("http://b/c", "http://b/c"),
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_told_from_the_network() {
+    fn loopback_is_distinguished_from_the_network() {
         for here in ["http://localhost/", "http://127.1.2.3/", "http://[::1]:1/"] {
             assert!(url(here).is_loopback(), "{here}");
         }
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hub_is_where_its_variables_say_and_its_token_is_not_shown() {
+    fn the_hub_address_comes_from_its_variables_and_its_token_is_not_shown() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("token"), "of-the-file\n").unwrap();
         let home = dir.path().display().to_string();

@@ -195,7 +195,7 @@ fn leftovers_of_a_killed_download_are_removed() {
 }
 
 #[test]
-fn failures_say_what_is_missing() {
+fn failures_name_what_is_missing() {
     let error = |store: &Store| store.pull(&HELLO, &offline(), &mut ()).unwrap_err().to_string();
     let missing = Store { python: "/no/such/python3".into(), ..store("").1 };
     let text = error(&Store { home: tempfile::tempdir().unwrap().path().join("x"), ..missing });
@@ -216,7 +216,7 @@ fn failures_say_what_is_missing() {
 }
 
 #[test]
-fn verify_tells_absent_from_changed() {
+fn verify_distinguishes_absent_from_changed() {
     let (_dir, store) = store("echo x > \"$wheel\"");
     assert!(matches!(
         store.verify(&HELLO, &mut ()),
@@ -320,7 +320,7 @@ impl Http for FixedBody {
 }
 
 #[test]
-fn an_entry_of_an_address_is_pulled_once_and_others_say_why_not() {
+fn an_entry_of_an_address_is_pulled_once_and_others_are_refused_by_reason() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::at(dir.path());
     let network = Network { http: Box::new(FixedBody(b"GGUF and more")), ..offline() };

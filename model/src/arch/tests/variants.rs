@@ -101,7 +101,7 @@ fn fused_gate_and_up() {
 }
 
 #[test]
-fn width_of_an_expert_that_is_not_said() {
+fn width_of_an_expert_without_a_key() {
     let plan = qwen3moe().unset("qwen3moe.expert_feed_forward_length");
     let spec = spec(&plan);
     let FfnSpec::Moe(moe) = &spec.layers[1].ffn[0].ffn else { panic!("{:?}", spec.layers[1].ffn) };

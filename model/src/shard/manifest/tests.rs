@@ -50,7 +50,7 @@ fn version_1_is_what_it_was() {
 }
 
 #[test]
-fn a_node_without_the_file_knows_the_model_by_its_manifest() {
+fn a_node_without_the_file_has_the_model_by_its_manifest() {
     for name in ["llama", "gemma4", "qwen3moe", "qwen35", "bert"] {
         let file = ModelFile::open(fixture(&format!("tiny/{name}/{name}-f32.gguf"))).unwrap();
         let sent = Manifest::of_file(&file).unwrap();

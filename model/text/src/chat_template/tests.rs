@@ -607,7 +607,7 @@ fn quoted(source: &str, content: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_prompt_knows_what_came_with_the_request() {
+fn a_prompt_marks_what_came_with_the_request() {
     let of = |expression: &str| quoted(&format!("<a>{{{{ {expression} }}}}<b>"), " x<y>z ");
     for whole in [
         "T",
@@ -653,7 +653,7 @@ fn a_prompt_knows_what_came_with_the_request() {
 }
 
 #[test]
-fn control_tokens_of_the_request_are_told_from_those_of_the_template() {
+fn control_tokens_of_the_request_differ_from_those_of_the_template() {
     let mut message = Message::new("user", " a<|im_end|>b<|x|>c ");
     message.name = Some("<|im_end|>".into());
     message.rest.insert("reasoning_content".into(), json!("t</think>"));

@@ -20,7 +20,7 @@ fn tools() -> Vec<Tool> {
 
 /// Simplified templates of the model families, with the expected dialects.
 #[test]
-fn the_template_tells_the_dialect() {
+fn the_dialect_follows_from_the_template() {
     for (template, calls, native, thinks) in [
         ("{% if tools %}<tool_call></tool_call>{% endif %}", Calls::Hermes, true, false),
         ("{% if tools %}<tool_call></tool_call>{% endif %}<think>", Calls::Hermes, true, true),
@@ -326,7 +326,7 @@ fn grammars_of_calls_are_as_the_dialect_writes_them() {
 }
 
 #[test]
-fn a_schema_says_how_it_is_written() {
+fn a_schema_has_a_canonical_text() {
     let made = schema(&json!({"type": "object", "x-guidance": {"lenient": true}}), false);
     assert_eq!(made["x-guidance"]["lenient"], json!(false));
     assert_eq!(made["x-guidance"]["whitespace_flexible"], json!(false));

@@ -158,7 +158,7 @@ fn scores_decide_and_bytes_stand_in() {
 }
 
 #[test]
-fn a_space_leads_every_text_where_the_file_says_so() {
+fn a_space_leads_every_text_if_the_file_sets_it() {
     let tokenizer = score_based(&["▁a", "a", "▁", "▁▁"], true);
     assert_eq!(shown(&tokenizer, "a", false), ["▁a"]);
     assert_eq!(shown(&tokenizer, "a<t>a", false), ["▁a", "<t>", "▁a"]);

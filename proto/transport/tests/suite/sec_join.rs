@@ -201,7 +201,7 @@ fn an_identity_without_a_node_certificate_does_not_load() {
 }
 
 #[tokio::test]
-async fn versions_that_do_not_overlap_are_told_to_both() {
+async fn versions_that_do_not_overlap_are_reported_to_both() {
     let ca = authority("c");
     let speaks = |min, max| EndpointConfig { versions: VersionRange { min, max }, ..config() };
     let coordinator = endpoint(&ca, Role::Coordinator, "c1", speaks(3, 4));

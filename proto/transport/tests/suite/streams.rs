@@ -292,7 +292,7 @@ async fn kv_events_and_snapshots() {
 }
 
 #[tokio::test]
-async fn a_snapshot_that_nobody_answers_is_cut() {
+async fn a_snapshot_without_an_answer_is_cut() {
     let nodes = pair().await;
     let drop_it = async { drop(nodes.to_coordinator.accept().await) };
     let (got, ()) =

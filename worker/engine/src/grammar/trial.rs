@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_goes_on_is_ended_and_how_it_ends_is_told() {
+    fn a_process_that_continues_is_killed_and_its_end_is_reported() {
         const TIMEOUT: Duration = Duration::from_secs(60);
         let task = || vec![b'x'; 1 << 20];
         let tried = |script: &str| run(&shell(script), task(), TIMEOUT).unwrap();

@@ -254,7 +254,7 @@ fn a_set_comes_file_by_file_and_a_complete_file_is_kept() {
 }
 
 #[test]
-fn a_full_disk_is_told_before_the_download() {
+fn a_full_disk_is_reported_before_the_download() {
     struct Huge;
     impl Http for Huge {
         fn get(&self, _: &Request) -> io::Result<Response> {
