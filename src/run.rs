@@ -148,8 +148,8 @@ impl Run {
         } else {
             tokenizer.encode(&self.prompt, true)
         };
-        if let Some(bos) = tokenizer.bos().filter(|bos| tokenizer.adds_bos() && ids.first() != Some(bos)) {
-            ids.insert(0, bos);
+        if !ids.starts_with(tokenizer.before()) {
+            ids.splice(0..0, tokenizer.before().iter().copied());
         }
         Ok(ids)
     }

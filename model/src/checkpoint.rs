@@ -18,6 +18,9 @@ use crate::{Error, GgmlType};
 use metadata::{Metadata, Strings, Value};
 
 mod names;
+mod text_files;
+
+pub use text_files::tokenizer_metadata;
 
 /// Longest file beside the weights, in bytes.
 const FILE_BYTES: u64 = 64 << 20;

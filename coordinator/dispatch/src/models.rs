@@ -78,8 +78,8 @@ struct Tokenised {
 }
 
 impl OfferedModel {
-    /// The tokens of `text`, with special tokens parsed. BOS is prepended if `bos` is set, the model uses BOS
-    /// and the text does not begin with it.
+    /// The tokens of `text`, with special tokens parsed. If `bos` is set, the tokens that begin every text of the
+    /// model, mostly BOS, are prepended unless the text begins with them.
     pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
         self.tokenize(text, &[], bos).0
     }
@@ -126,12 +126,15 @@ impl OfferedModel {
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.tokenised.nanos.fetch_add(nanos, Ordering::Relaxed);
         self.tokenised.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);
-        if let Some(id) = self.tokenizer.bos().filter(|_| bos && self.tokenizer.adds_bos())
-            && tokens.first() != Some(&id)
-        {
-            tokens.insert(0, id);
-            parts.iter_mut().for_each(|part| part.end += 1);
-            parts.insert(0, KnownPart::lone(id));
+        let before = self.tokenizer.before();
+        if bos && !tokens.starts_with(before) {
+            tokens.splice(0..0, before.iter().copied());
+            parts.iter_mut().for_each(|part| part.end += before.len());
+            match *before {
+                [only] => parts.insert(0, KnownPart::lone(only)),
+                // Only one token has a name.
+                _ => parts.clear(),
+            }
         }
         Some((tokens, parts))
     }

@@ -211,3 +211,45 @@ fn tensors_that_no_model_has_are_refused() {
     let error = ModelSpec::from_file(&unknown.open().unwrap()).unwrap_err();
     assert_eq!(error.to_string(), "architecture bert has no tensor encoder.layer.0.adapter.weight");
 }
+
+/// The texts of a repository's files become one tokenizer and one template.
+#[test]
+fn text_files_of_a_repository_are_metadata() {
+    let dir = tempfile::tempdir().unwrap();
+    let put = |file: &str, text: &str| fs::write(dir.path().join(file), text).unwrap();
+    let template = |key: &str| {
+        let metadata = super::tokenizer_metadata(dir.path()).unwrap();
+        metadata.get::<&str>(key).unwrap().map(str::to_owned)
+    };
+    let error = || super::tokenizer_metadata(dir.path()).unwrap_err().to_string();
+    assert!(error().contains("tokenizer.json"), "{}", error());
+    let vocab = json!({"a": 0, "b": 1, "ab": 2, "<s>": 3});
+    let tokens = json!([{"id": 3, "content": "<s>", "special": true}]);
+    let tokenizer =
+        json!({"added_tokens": tokens, "model": {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]}});
+    put("tokenizer.json", &tokenizer.to_string());
+    assert_eq!(template("tokenizer.chat_template"), None);
+    let named = json!([{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]);
+    put("tokenizer_config.json", &json!({"bos_token": "<s>", "chat_template": named}).to_string());
+    assert_eq!(template("tokenizer.chat_template").as_deref(), Some("one"));
+    assert_eq!(template("tokenizer.chat_template.tool_use").as_deref(), Some("two"));
+    put("chat_template.json", r#"{"chat_template": "three"}"#);
+    assert_eq!(template("tokenizer.chat_template").as_deref(), Some("three"));
+    put("chat_template.jinja", "{{ bos_token }}{{ messages[0]['content'] }}");
+    put("generation_config.json", r#"{"eos_token_id": [2]}"#);
+    let metadata = super::tokenizer_metadata(dir.path()).unwrap();
+    assert!(!metadata.get::<&str>("tokenizer.huggingface.config").unwrap().unwrap().contains("one"));
+    let tokenizer = Tokenizer::from_metadata(&metadata).unwrap();
+    let template = text::ChatTemplate::from_metadata(&metadata, &tokenizer).unwrap().unwrap();
+    let messages = [text::chat_template::Message::new("user", "ab<s>")];
+    let prompt = template.render_marked(&messages, None, true, &serde_json::Map::new()).unwrap();
+    assert_eq!(prompt.text, "<s>ab<s>");
+    assert_eq!(tokenizer.encode_prompt(&prompt.text, &prompt.quoted).0, [3, 2]);
+    assert!(tokenizer.is_eog(2));
+    for wrong in ["7", r#"[{"name": "a"}]"#, r#"[{"name": "a b", "template": ""}]"#] {
+        fs::remove_file(dir.path().join("chat_template.jinja")).ok();
+        fs::remove_file(dir.path().join("chat_template.json")).ok();
+        put("tokenizer_config.json", &format!("{{\"chat_template\": {wrong}}}"));
+        assert!(error().contains("chat_template is"), "{}", error());
+    }
+}

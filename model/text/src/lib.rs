@@ -1,7 +1,7 @@
 //! Text around a model: tokenizer, chat templates, parsers of answers, JSON schemas, sampling defaults.
 //!
-//! Everything is built from a model's metadata. No input bytes cause a panic, and templates run within limits. This
-//! crate neither opens files nor parses their formats: the crate `model` does.
+//! Everything is built from a model's metadata, or from texts. No input bytes cause a panic, and templates run within
+//! limits. This crate neither opens files nor parses formats of weights: the crate `model` does.
 
 pub mod chat_template;
 pub mod cpu_time;

@@ -1,11 +1,13 @@
 //! Text to token ids and back, from a model file's metadata alone.
 //!
-//! Four kinds of vocabulary are read, by the value of `tokenizer.ggml.model`: byte-level BPE (`gpt2`), BPE of
-//! characters (`gemma4`), SentencePiece by score (`llama`) and WordPiece (`bert`). Ids are those that llama.cpp
-//! gives for the same file.
+//! A tokenizer consists of parts: special tokens that are cut out of a text, normalizers, splitters that cut words,
+//! and a model that makes tokens of a word. Two kinds of files describe them. In a GGUF four kinds of vocabulary
+//! are read, by the value of `tokenizer.ggml.model`: byte-level BPE (`gpt2`), BPE of characters (`gemma4`),
+//! SentencePiece by score (`llama`) and WordPiece (`bert`). Ids are those that llama.cpp gives for the same file.
+//! The files of a Hugging Face repository name every part ([`HfFiles`]). Ids are those of Transformers.
 
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
@@ -16,10 +18,14 @@ use metadata::Metadata;
 
 use bpe::Bpe;
 use char_bpe::CharBpe;
+use decode::TokenDecoder;
 use memo::{Cuts, How, Memo};
+use normalize::Normalizer;
 use pieces::Pieces;
 use special::{Quoted, SpecialPart as Cut, Specials};
+use splitters::Splitter;
 use spm::Spm;
+use unigram::Unigram;
 use word_piece::WordPiece;
 
 /// Bytes of a piece that is encoded where time is short.
@@ -28,19 +34,27 @@ const SHORT_PIECE: usize = 8 << 10;
 const UNCHECKED_BYTES: usize = 4 << 10;
 
 pub use detokenizer::{Detokenizer, Utf8Stream};
+pub use hf::HfFiles;
 pub use memo::KnownPart;
 
 mod bpe;
 mod char_bpe;
+mod classes;
+mod decode;
 mod detokenizer;
+mod hf;
 mod memo;
 mod merge;
 mod merges;
+mod normalize;
 mod pieces;
 mod pretokenize;
 mod read;
+mod regex;
 mod special;
+mod splitters;
 mod spm;
+mod unigram;
 mod word_memo;
 mod word_piece;
 
@@ -54,32 +68,76 @@ pub struct Tokenizer {
     kinds: Vec<Kind>,
     /// Longest token in bytes. `None` if parts of a text may produce no token.
     longest: Option<NonZeroUsize>,
-    model: Model,
+    /// Found in a text as it is.
     specials: Specials,
+    normalizers: Vec<Normalizer>,
+    /// Found in a text that was normalised.
+    normal_specials: Specials,
+    splitters: Vec<Splitter>,
+    model: Model,
+    decoder: Vec<TokenDecoder>,
+    /// The first token of a text is spelled by `decoder`, otherwise than `bytes` has it.
+    decode_first: bool,
+    /// Added tokens that are written otherwise than their text.
+    written: BTreeMap<u32, Box<str>>,
+    /// A character, and how many of it at the beginning of a decoded text are removed.
+    strips: Option<(char, usize)>,
     ends: Ends,
     eog: BTreeSet<u32>,
+    /// `None` if it is not known where texts may be cut.
+    cutting: Option<Cutting>,
     digest: [u8; 32],
     memo: Option<Memo>,
 }
 
+/// Where texts may be cut for the memo.
+#[derive(Debug, Clone, Copy)]
+struct Cutting {
+    /// After a newline between printable characters.
+    newlines: bool,
+    /// Between a letter and a space, whatever the model is: words end there.
+    words: bool,
+}
+
 #[derive(Debug)]
 enum Model {
-    Bpe(Box<Bpe>),
+    Bpe {
+        bpe: Box<Bpe>,
+        /// Tokens by their bytes, if `Tokenizer::bytes` has others.
+        words: Option<Pieces>,
+    },
     CharBpe(Box<CharBpe>),
-    Spm { spm: Box<Spm>, add_space_prefix: bool },
+    Spm {
+        spm: Box<Spm>,
+        add_space_prefix: bool,
+    },
+    /// Of a GGUF: normalises and cuts words itself.
     WordPiece(WordPiece),
+    /// WordPiece over the words of the splitters.
+    Words(WordPiece),
+    Unigram(Box<Unigram>),
 }
 
 /// Special tokens before, between and after the texts of a sequence.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Ends {
     bos: Option<u32>,
     eos: Option<u32>,
-    /// If true, `bos` is `Some`. The same holds for EOS.
-    adds_bos: bool,
-    adds_eos: bool,
-    /// Separator between two texts.
-    sep: Option<u32>,
+    /// Before and after a text.
+    before: Vec<u32>,
+    after: Vec<u32>,
+    /// Before, between and after two texts.
+    pair: [Vec<u32>; 3],
+}
+
+impl Ends {
+    fn hash(&self, hash: &mut read::Hash) {
+        hash.number(self.bos.map_or(u64::MAX, u64::from));
+        for ids in [&self.before, &self.after].into_iter().chain(&self.pair) {
+            hash.number(ids.len() as u64);
+            ids.iter().for_each(|id| hash.number(u64::from(*id)));
+        }
+    }
 }
 
 /// Purpose of a token.
@@ -136,6 +194,18 @@ pub enum TokenizerError {
     /// The vocabulary has neither an unknown token nor a fallback for unknown words.
     #[error("tokenizer.ggml.unknown_token_id names no token, but this kind of vocabulary requires one")]
     NoUnknown,
+    /// A file of a Hugging Face repository is not JSON, or lacks a field.
+    #[error("{file}: {source}")]
+    NotReadable { file: &'static str, source: serde_json::Error },
+    #[error("{file} has {bytes} bytes, at most {limit}")]
+    FileTooLong { file: &'static str, bytes: usize, limit: usize },
+    /// A component of `tokenizer.json` that is not valid or not supported.
+    #[error("{place}: {reason}")]
+    Component {
+        /// Its place in the file, such as `pre_tokenizer.pretokenizers[1]`.
+        place: String,
+        reason: String,
+    },
 }
 
 /// Whether the deadline is checked before a piece of this size. `unchecked`: bytes since the last check.
@@ -147,12 +217,21 @@ fn is_checked(unchecked: &Cell<usize>, bytes: usize) -> bool {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.ggml.*`.
+    /// Reads `tokenizer.ggml.*`, or if these are absent the files in `tokenizer.huggingface.*`
+    /// ([`HfFiles::from_metadata`]).
     ///
     /// # Errors
     /// A missing key or one of the wrong type, and [`TokenizerError`].
     pub fn from_metadata(metadata: &Metadata) -> Result<Self, Error> {
         read::tokenizer(metadata)
+    }
+
+    /// Reads the files of a Hugging Face repository.
+    ///
+    /// # Errors
+    /// [`TokenizerError`]; what is not supported is named with its place.
+    pub fn from_hf(files: &HfFiles<'_>) -> Result<Self, Error> {
+        hf::tokenizer(files)
     }
 
     /// Encodes `text`. If `special`, texts of control tokens become these tokens; otherwise they are ordinary
@@ -171,7 +250,7 @@ impl Tokenizer {
     /// overlap.
     pub fn encode_prompt(&self, text: &str, quoted: &[Range<usize>]) -> (Vec<u32>, Vec<KnownPart>) {
         // Most texts contain no quoted control tokens, and then everything can be memoised.
-        let quoted = self.specials.relevant_ranges(text, quoted);
+        let quoted = self.relevant_ranges(text, quoted);
         self.encode_outside(text, true, Quoted::new(&quoted))
     }
 
@@ -184,7 +263,7 @@ impl Tokenizer {
         quoted: &[Range<usize>],
         deadline: &CpuDeadline,
     ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
-        let quoted = self.specials.relevant_ranges(text, quoted);
+        let quoted = self.relevant_ranges(text, quoted);
         let unchecked = Cell::new(UNCHECKED_BYTES);
         let affordable = |piece: &str| {
             piece.len() <= SHORT_PIECE && !(is_checked(&unchecked, piece.len()) && deadline.is_over())
@@ -220,26 +299,107 @@ impl Tokenizer {
         Some((ids, parts))
     }
 
+    /// The quoted ranges that may change the tokens of `text`.
+    fn relevant_ranges(&self, text: &str, quoted: &[Range<usize>]) -> Vec<Range<usize>> {
+        match self.normal_specials.has_controls() {
+            // Only the normalised text shows these.
+            true => quoted.to_vec(),
+            false => self.specials.relevant_ranges(text, quoted),
+        }
+    }
+
     /// Appends the tokens of a part of a text.
     fn encode_part(&self, text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>) {
-        let mut after_special = how.first;
+        let (mut begins, mut first) = (how.first, how.first);
         self.specials.split(text, how.special, quoted, |part| match part {
             Cut::Token(id) => {
                 ids.push(id);
-                after_special = true;
+                (begins, first) = (true, false);
             }
-            Cut::Text(text) => {
-                match &self.model {
-                    Model::Bpe(bpe) => bpe.encode(&self.bytes, text, ids),
-                    Model::CharBpe(bpe) => bpe.encode(&self.texts, text, ids),
-                    Model::WordPiece(pieces) => pieces.encode(&self.texts, text, ids),
-                    Model::Spm { spm, add_space_prefix } => {
-                        spm.encode(&self.texts, text, *add_space_prefix && after_special, ids);
-                    }
-                }
-                after_special = false;
+            Cut::Text(piece) => {
+                self.encode_piece((text, piece), (how.special, begins, first), quoted, ids);
+                (begins, first) = (false, false);
             }
         });
+    }
+
+    /// Appends the tokens of a piece of `text` between special tokens. `begins`: it begins a text or follows
+    /// a token; `first`: it begins the whole text.
+    fn encode_piece(
+        &self,
+        (text, piece): (&str, &str),
+        (special, begins, first): (bool, bool, bool),
+        quoted: Quoted<'_>,
+        ids: &mut Vec<u32>,
+    ) {
+        let normal = normalize::apply(&self.normalizers, piece, begins);
+        let first = first && normalize::keep_start(&self.normalizers, piece);
+        if self.normal_specials.is_empty() {
+            return self.encode_text(&normal, begins, first, ids);
+        }
+        let start = piece.as_ptr() as usize - text.as_ptr() as usize;
+        let inside = quoted.within(start, start + piece.len());
+        let ranges = match inside.is_empty() {
+            true => Vec::new(),
+            false => self.normalised_ranges(piece, &normal, begins, inside),
+        };
+        let mut first = first;
+        self.normal_specials.split(&normal, special, Quoted::new(&ranges), |part| {
+            match part {
+                Cut::Token(id) => ids.push(id),
+                Cut::Text(words) => self.encode_text(words, false, first, ids),
+            }
+            first = false;
+        });
+    }
+
+    /// Where the quoted ranges of `piece` are in its normalised text; all of it if that cannot be told.
+    fn normalised_ranges(
+        &self,
+        piece: &str,
+        normal: &str,
+        begins: bool,
+        quoted: Quoted<'_>,
+    ) -> Vec<Range<usize>> {
+        let (mut ranges, mut joined, mut at) = (Vec::new(), String::with_capacity(normal.len()), 0);
+        let mut add = |from: usize, to: usize| {
+            let start = joined.len();
+            let part = piece.get(from..to).unwrap_or_default();
+            joined.push_str(&normalize::apply(&self.normalizers, part, begins && from == 0));
+            start..joined.len()
+        };
+        while let Some(range) = quoted.next(at).filter(|range| range.start < piece.len()) {
+            let end = range.end.min(piece.len());
+            add(at, range.start);
+            ranges.push(add(range.start, end));
+            at = end;
+        }
+        add(at, piece.len());
+        // Normalising part by part shows where each one ends, unless characters joined across.
+        if joined == normal { ranges } else { std::iter::once(0..normal.len()).collect() }
+    }
+
+    /// Appends the tokens of a text without special tokens.
+    fn encode_text(&self, text: &str, begins: bool, first: bool, ids: &mut Vec<u32>) {
+        let splitters = &*self.splitters;
+        match &self.model {
+            Model::Bpe { bpe, words } => {
+                bpe.encode(words.as_ref().unwrap_or(&self.bytes), (splitters, text, first), ids);
+            }
+            Model::CharBpe(bpe) => {
+                splitters::each_word(splitters, text, first, |word| bpe.encode(&self.texts, word, ids));
+            }
+            Model::WordPiece(pieces) => pieces.encode(&self.texts, text, ids),
+            Model::Words(pieces) => {
+                splitters::each_word(splitters, text, first, |word| pieces.word(&self.texts, word, ids));
+            }
+            Model::Unigram(unigram) => {
+                splitters::each_word(splitters, text, first, |word| unigram.encode(&self.texts, word, ids));
+            }
+            Model::Spm { spm, add_space_prefix } => {
+                spm.encode(&self.texts, text, *add_space_prefix && begins, ids);
+            }
+        }
     }
 
     /// Lower bound of the number of tokens of a text of `bytes` bytes.
@@ -263,48 +423,59 @@ impl Tokenizer {
         let is_special = |kind: &Kind| matches!(kind, Kind::Control | Kind::Unknown | Kind::UserDefined);
         let specials = (0..).zip(&self.kinds).filter(|(_, kind)| is_special(kind));
         let texts = specials.filter_map(|(id, _)| self.texts.get(id));
+        let Cutting { newlines, words } = self.cutting?;
         match &self.model {
-            Model::Bpe(_) => Some(Cuts::new(|_| false, true, texts)),
-            Model::CharBpe(bpe) => Some(Cuts::new(|letter| bpe.joins_space(letter), true, texts)),
-            Model::Spm { spm, .. } => Some(Cuts::new(|letter| spm.joins_space(letter), false, texts)),
-            // Whole texts are normalised before they are cut, and encoders read each text once.
-            Model::WordPiece(_) => None,
+            _ if words => Some(Cuts::new(|_| false, newlines, texts)),
+            Model::CharBpe(bpe) => Some(Cuts::new(|letter| bpe.joins_space(letter), newlines, texts)),
+            Model::Spm { spm, .. } => Some(Cuts::new(|letter| spm.joins_space(letter), newlines, texts)),
+            Model::Bpe { .. } | Model::WordPiece(_) | Model::Words(_) | Model::Unigram(_) => None,
         }
     }
 
-    /// Adds BOS and EOS to `ids` if the vocabulary requires them.
+    /// Adds the special tokens before and after a text to `ids`, such as BOS and EOS, if the vocabulary
+    /// requires them.
     pub fn with_ends(&self, mut ids: Vec<u32>) -> Vec<u32> {
-        if let Some(bos) = self.ends.bos.filter(|_| self.ends.adds_bos) {
-            ids.insert(0, bos);
-        }
-        ids.extend(self.ends.eos.filter(|_| self.ends.adds_eos));
+        ids.splice(0..0, self.ends.before.iter().copied());
+        ids.extend(&self.ends.after);
         ids
+    }
+
+    /// The special tokens before every text; mostly none or BOS.
+    pub fn before(&self) -> &[u32] {
+        &self.ends.before
     }
 
     /// Two texts as one sequence for a cross-encoder: `[CLS] first [SEP] second [SEP]`. Also returns the
     /// index where the second begins.
-    pub fn pair(&self, first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
-        let mut ids = self.with_ends(first);
-        ids.extend(self.ends.sep);
-        let begin = ids.len();
-        ids.extend_from_slice(second);
-        ids.extend(self.ends.eos.filter(|_| self.ends.adds_eos));
-        (ids, begin)
+    pub fn pair(&self, mut first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
+        let [before, between, after] = &self.ends.pair;
+        first.splice(0..0, before.iter().copied());
+        first.extend(between);
+        let begin = first.len();
+        first.extend_from_slice(second);
+        first.extend(after);
+        (first, begin)
     }
 
     /// The text of `ids`; invalid UTF-8 becomes U+FFFD. `skip_special` omits control tokens. If the
     /// vocabulary adds a space before every text, that space is removed.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut bytes = Vec::with_capacity(ids.len() * 4);
-        let mut ids = ids.iter().copied().skip_while(|&id| self.is_special(id) && skip_special);
-        if let Some(first) = ids.next() {
-            let piece = self.token_bytes(first);
-            let prefixed =
-                matches!(self.model, Model::Spm { add_space_prefix: true, .. } | Model::WordPiece(_));
-            bytes.extend_from_slice(piece.strip_prefix(b" ").filter(|_| prefixed).unwrap_or(piece));
+        let mut ids = ids.iter().copied().filter(|&id| !(skip_special && self.is_special(id)));
+        let known = |id: &u32| self.kind(*id).is_some_and(|kind| kind != Kind::Unused);
+        if self.decode_first
+            && let Some(first) = ids.find(known)
+        {
+            let text = self.written.get(&first).map_or_else(|| self.token_text(first), |text| Some(text));
+            bytes.extend(decode::spell(&self.decoder, text.unwrap_or_default(), true));
         }
-        for id in ids.filter(|&id| !(skip_special && self.is_special(id))) {
-            bytes.extend_from_slice(self.token_bytes(id));
+        ids.for_each(|id| bytes.extend_from_slice(self.token_bytes(id)));
+        if let Some((content, count)) = self.strips {
+            let mut buffer = [0; 4];
+            let content = content.encode_utf8(&mut buffer).as_bytes();
+            let starts =
+                bytes.chunks(content.len()).take(count).take_while(|chunk| *chunk == content).count();
+            bytes.drain(..starts * content.len());
         }
         String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
     }
@@ -320,12 +491,12 @@ impl Tokenizer {
 
     /// True if every prompt begins with BOS; then [`bos`](Self::bos) is `Some`.
     pub fn adds_bos(&self) -> bool {
-        self.ends.adds_bos
+        self.ends.bos.is_some_and(|bos| self.ends.before == [bos])
     }
 
     /// True if every text ends with EOS; then [`eos`](Self::eos) is `Some`.
     pub fn adds_eos(&self) -> bool {
-        self.ends.adds_eos
+        self.ends.eos.is_some_and(|eos| self.ends.after == [eos])
     }
 
     /// True if `id` ends a generation: end of sequence, turn or message.

@@ -6,16 +6,19 @@ use std::sync::{Mutex, PoisonError};
 
 use super::TokenizerError;
 use super::merge::{Letters, Merger};
-use super::merges::{Merges, Symbols};
+use super::merges::{Merges, NO_SYMBOL, Symbols};
 use super::pieces::{Index, Pieces};
-use super::pretokenize::{self, PreTokenizer};
+use super::splitters::{self, Splitter};
 use super::word_memo::{Word, WordMemo};
 
 #[derive(Debug)]
 pub(super) struct Bpe {
-    pre: PreTokenizer,
+    /// True: a word that is a token is not merged from its bytes.
+    whole_words_first: bool,
     /// Symbol of each byte. A byte without a token is dropped.
     bytes: [u32; 256],
+    /// Bytes are dropped before their word is merged, not after.
+    drops_first: bool,
     merges: Merges,
     /// Tokens by their bytes.
     words: Index,
@@ -45,7 +48,7 @@ impl Bpe {
     /// `texts` are the tokens as in the file, `pieces` their bytes (empty if a token has no byte form),
     /// `lines` the merge list, best first, each line two texts separated by a space.
     pub(super) fn new<'a>(
-        pre: PreTokenizer,
+        whole_words_first: bool,
         texts: &Pieces,
         pieces: &Pieces,
         lines: impl ExactSizeIterator<Item = &'a str>,
@@ -62,18 +65,50 @@ impl Bpe {
                 words.insert(pieces, id);
             }
         }
-        let whole = (0..texts.len()).map(|_| AtomicU8::new(UNKNOWN)).collect();
-        Ok(Self { pre, bytes, merges, words, whole, scratches: Mutex::default() })
+        Ok(Self::of_parts(whole_words_first, bytes, merges, words, texts.len()))
     }
 
-    /// Appends the tokens of `text`.
-    pub(super) fn encode(&self, pieces: &Pieces, text: &str, out: &mut Vec<u32>) {
+    /// `token` finds the token of a text, `words` those that may be a whole word by their bytes.
+    pub(super) fn of_tokens(
+        whole_words_first: bool,
+        token: impl Fn(&str) -> Option<u32>,
+        merges: Merges,
+        words: Index,
+        tokens: usize,
+    ) -> Self {
+        let bytes = std::array::from_fn(|byte| {
+            let byte = u8::try_from(byte).map(byte_char).map(|c| token(c.encode_utf8(&mut [0; 4])));
+            byte.ok().flatten().unwrap_or(NO_SYMBOL)
+        });
+        let drops_first = bytes.contains(&NO_SYMBOL);
+        Self { drops_first, ..Self::of_parts(whole_words_first, bytes, merges, words, tokens) }
+    }
+
+    fn of_parts(
+        whole_words_first: bool,
+        bytes: [u32; 256],
+        merges: Merges,
+        words: Index,
+        tokens: usize,
+    ) -> Self {
+        let whole = (0..tokens).map(|_| AtomicU8::new(UNKNOWN)).collect();
+        let scratches = Mutex::default();
+        Self { whole_words_first, bytes, drops_first: false, merges, words, whole, scratches }
+    }
+
+    /// Appends the tokens of `text`, cut into words by `splitters`. `first`: the text begins the whole text.
+    pub(super) fn encode(
+        &self,
+        pieces: &Pieces,
+        (splitters, text, first): (&[Splitter], &str, bool),
+        out: &mut Vec<u32>,
+    ) {
         // No code panics under this lock, and the list stays valid in any case.
         let free = || self.scratches.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = free().pop();
         let mut scratch =
             scratch.unwrap_or_else(|| BpeScratch { merger: Merger::new(), words: WordMemo::new() });
-        pretokenize::split(self.pre.style, text, &mut |word| {
+        splitters::each_word(splitters, text, first, |word| {
             let word = word.as_bytes();
             let short = Word::new(word);
             if short.is_some_and(|word| scratch.words.recall(word, out)) {
@@ -95,12 +130,17 @@ impl Bpe {
         let token = self.words.find(pieces, word);
         let whole = token.and_then(|id| self.whole.get(id as usize));
         if let (Some(id), Some(whole)) = (token, whole)
-            && (self.pre.whole_words_first || whole.load(Ordering::Relaxed) == WHOLE)
+            && (self.whole_words_first || whole.load(Ordering::Relaxed) == WHOLE)
         {
             out.push(id);
             return;
         }
         let before = out.len();
+        if self.drops_first {
+            let known = |byte: &u8| self.merges.is_token(self.bytes[usize::from(*byte)]);
+            let kept: Vec<u8> = word.iter().copied().filter(known).collect();
+            return self.merge(&kept, merger, out);
+        }
         self.merge(word, merger, out);
         if let (Some(id), Some(whole)) = (token, whole) {
             let same = out.get(before..) == Some(&[id]);

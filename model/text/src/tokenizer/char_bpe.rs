@@ -1,6 +1,7 @@
-//! BPE of characters with spaces as U+2581. Merges follow the file's merge list as in byte-level BPE;
-//! characters without a token become bytes as in SentencePiece.
+//! BPE of characters. Merges follow the file's merge list as in byte-level BPE; characters without a token become
+//! bytes as in SentencePiece, or the unknown token.
 
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -8,30 +9,52 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use super::TokenizerError;
 use super::bpe::{NOT_WHOLE, UNKNOWN, WHOLE};
 use super::merge::{Letters, Merger};
-use super::merges::{Merges, Symbols};
+use super::merges::{Merges, NO_SYMBOL, Symbols};
 use super::pieces::{Index, Pieces};
 use super::spm::SPACE;
-
-/// No symbol; never merges.
-const NO_SYMBOL: u32 = u32::MAX;
 
 #[derive(Debug)]
 pub(super) struct CharBpe {
     merges: Merges,
     chars: HashMap<char, u32>,
-    /// Tokens by their text.
+    /// Tokens that may be a whole word, by their text.
     index: Index,
-    /// Token of each byte, for characters without a token.
-    bytes: [Option<u32>; 256],
+    rules: Rules,
     /// Characters after which a merge may include a space. After any other character a space begins a new
     /// word.
     before_space: BTreeSet<char>,
+    /// Characters that are spaces in words and begin new ones; without affixes.
+    spaces: Vec<char>,
     /// Whether the text of a token merges to it, as in byte-level BPE.
     whole: Vec<AtomicU8>,
 }
 
+/// What becomes of characters without a token, and how words are spelled.
+#[derive(Debug)]
+pub(super) struct Rules {
+    /// Token of each byte, for characters without a token whose bytes all have one.
+    pub(super) bytes: [Option<u32>; 256],
+    /// Token of other characters; `None` drops them before their word is merged.
+    pub(super) unknown: Option<u32>,
+    /// Unknown characters in a row are one token.
+    pub(super) fuses_unknown: bool,
+    /// A word that is a token is not merged from its characters.
+    pub(super) whole_words_first: bool,
+    /// Symbols of characters that begin no word, end one, or both; `None` if they are as others.
+    pub(super) affixed: Option<Affixed>,
+}
+
+/// Symbols of characters by their position in a word.
+#[derive(Debug, Default)]
+pub(super) struct Affixed {
+    pub(super) middle: HashMap<char, u32>,
+    pub(super) last: HashMap<char, u32>,
+    /// Of a word of one character.
+    pub(super) only: HashMap<char, u32>,
+}
+
 impl CharBpe {
-    /// `texts` are the tokens as in the file, `lines` the merge list, best first.
+    /// `texts` are the tokens as in a GGUF, `lines` the merge list, best first.
     pub(super) fn new<'a>(
         texts: &Pieces,
         lines: impl ExactSizeIterator<Item = &'a str>,
@@ -39,55 +62,89 @@ impl CharBpe {
     ) -> Result<Self, TokenizerError> {
         let mut symbols = Symbols::new(texts)?;
         let mut before_space = BTreeSet::new();
-        let merges = Merges::read(&mut symbols, lines, |left, right| {
-            let last = left.chars().next_back().filter(|&last| last != SPACE && right.starts_with(SPACE));
-            before_space.extend(last);
-        })?;
+        let merges =
+            Merges::read(&mut symbols, lines, |left, right| note_space(&mut before_space, left, right))?;
         let mut index = Index::with_capacity(texts.len());
         (0..).take(texts.len()).for_each(|id| index.insert(texts, id));
-        let mut bytes = [None; 256];
-        for (byte, token) in (0u8..=255).zip(&mut bytes) {
-            *token = index.find(texts, format!("<0x{byte:02X}>").as_bytes()).or(unknown);
-        }
-        Ok(Self {
-            merges,
-            chars: symbols.chars().collect(),
-            index,
-            bytes,
-            before_space,
-            whole: (0..texts.len()).map(|_| AtomicU8::new(UNKNOWN)).collect(),
-        })
+        let bytes =
+            std::array::from_fn(|byte| index.find(texts, format!("<0x{byte:02X}>").as_bytes()).or(unknown));
+        let rules =
+            Rules { bytes, unknown: None, fuses_unknown: false, whole_words_first: false, affixed: None };
+        let chars = symbols.chars().collect();
+        Ok(Self::of_parts(merges, chars, index, rules, (before_space, vec![SPACE]), texts.len()))
     }
 
-    /// Appends the tokens of `text`.
-    pub(super) fn encode(&self, texts: &Pieces, text: &str, out: &mut Vec<u32>) {
-        let escaped = text.replace(' ', SPACE.encode_utf8(&mut [0; 4]));
+    /// `chars` are the symbols of characters, of those that begin a word if that matters; `index` has the tokens
+    /// that may be a whole word. `parts` are the two texts of every merge.
+    pub(super) fn of_tokens<'a>(
+        merges: Merges,
+        chars: HashMap<char, u32>,
+        index: Index,
+        rules: Rules,
+        parts: impl Iterator<Item = (&'a str, &'a str)>,
+        tokens: usize,
+    ) -> Self {
+        let mut before_space = BTreeSet::new();
+        parts.for_each(|(left, right)| note_space(&mut before_space, left, right));
+        // Cutting before a space needs it to be a symbol: an unknown one may fuse, or be dropped.
+        let mut spaces: Vec<char> = [SPACE, ' '].into_iter().filter(|c| chars.contains_key(c)).collect();
+        if rules.affixed.is_some() || rules.whole_words_first {
+            spaces.clear();
+        }
+        Self::of_parts(merges, chars, index, rules, (before_space, spaces), tokens)
+    }
+
+    fn of_parts(
+        merges: Merges,
+        chars: HashMap<char, u32>,
+        index: Index,
+        rules: Rules,
+        (before_space, spaces): (BTreeSet<char>, Vec<char>),
+        tokens: usize,
+    ) -> Self {
+        let whole = (0..tokens).map(|_| AtomicU8::new(UNKNOWN)).collect();
+        Self { merges, chars, index, rules, before_space, spaces, whole }
+    }
+
+    /// Appends the tokens of a word, in which merges may cross spaces.
+    pub(super) fn encode(&self, texts: &Pieces, word: &str, out: &mut Vec<u32>) {
+        let dropped = self.rules.unknown.is_none() && !word.chars().all(|c| self.is_kept(c));
+        let whole_first = self.rules.whole_words_first && self.index.find(texts, word.as_bytes()).is_some();
+        if dropped && !whole_first {
+            // What remains is joined, so it is cut afterwards.
+            let kept: String = word.chars().filter(|c| self.is_kept(*c)).collect();
+            return self.encode_kept(texts, &kept, out);
+        }
+        self.encode_kept(texts, word, out);
+    }
+
+    fn encode_kept(&self, texts: &Pieces, word: &str, out: &mut Vec<u32>) {
         let mut merger = Merger::new();
         let (mut start, mut before) = (0, None);
-        for (at, c) in escaped.char_indices() {
-            // Newlines never merge with other text. A merge includes a space only after one of the recorded
-            // characters.
-            let cut = before.is_some_and(|last: char| {
-                (last == '\n') != (c == '\n')
-                    || (c == SPACE && last != SPACE && !self.before_space.contains(&last))
-            });
+        for (at, c) in word.char_indices() {
+            // A merge includes a space only after one of the recorded characters.
+            let cut = self.spaces.contains(&c)
+                && before
+                    .is_some_and(|last| !self.spaces.contains(&last) && !self.before_space.contains(&last));
             if cut {
-                self.word(texts, &escaped[start..at], &mut merger, out);
+                self.word(texts, &word[start..at], &mut merger, out);
                 start = at;
             }
             before = Some(c);
         }
-        self.word(texts, &escaped[start..], &mut merger, out);
+        self.word(texts, &word[start..], &mut merger, out);
     }
 
     /// Whether a word may continue with a space after `letter`.
     pub(super) fn joins_space(&self, letter: char) -> bool {
-        self.before_space.contains(&letter)
+        let dropped = self.rules.unknown.is_none() && !self.is_kept(letter);
+        self.spaces.is_empty() || dropped || self.before_space.contains(&letter)
     }
 
     /// Whether every byte has a token, or is part of one.
     pub(super) fn keeps_all(&self) -> bool {
-        self.bytes.iter().all(Option::is_some)
+        self.rules.bytes.iter().all(Option::is_some)
+            || (self.rules.unknown.is_some() && !self.rules.fuses_unknown)
     }
 
     fn word(&self, texts: &Pieces, word: &str, merger: &mut Merger<u32>, out: &mut Vec<u32>) {
@@ -97,7 +154,7 @@ impl CharBpe {
         let token = self.index.find(texts, word.as_bytes());
         let whole = token.and_then(|id| self.whole.get(id as usize));
         if let (Some(id), Some(whole)) = (token, whole)
-            && whole.load(Ordering::Relaxed) == WHOLE
+            && (self.rules.whole_words_first || whole.load(Ordering::Relaxed) == WHOLE)
         {
             out.push(id);
             return;
@@ -110,12 +167,45 @@ impl CharBpe {
         }
     }
 
+    /// Whether a character becomes tokens although there is no unknown one.
+    fn is_kept(&self, c: char) -> bool {
+        let known = match &self.rules.affixed {
+            None => self.chars.contains_key(&c),
+            Some(affixed) => [&self.chars, &affixed.middle, &affixed.last, &affixed.only]
+                .iter()
+                .any(|symbols| symbols.contains_key(&c)),
+        };
+        known || self.bytes_of(c).is_some()
+    }
+
+    /// The tokens of a character's bytes, if all have one.
+    fn bytes_of(&self, c: char) -> Option<Vec<u32>> {
+        c.encode_utf8(&mut [0; 4]).bytes().map(|byte| self.rules.bytes[usize::from(byte)]).collect()
+    }
+
+    /// The symbol of the character at `at` of a word.
+    fn symbol(&self, word: &str, at: usize, c: char) -> u32 {
+        let symbols = match &self.rules.affixed {
+            None => &self.chars,
+            Some(affixed) => match (at == 0, at + c.len_utf8() == word.len()) {
+                (true, true) => &affixed.only,
+                (true, false) => &self.chars,
+                (false, true) => &affixed.last,
+                (false, false) => &affixed.middle,
+            },
+        };
+        symbols.get(&c).copied().unwrap_or(NO_SYMBOL)
+    }
+
     fn merge(&self, word: &str, merger: &mut Merger<u32>, out: &mut Vec<u32>) {
         let push = |merger: &mut Merger<u32>, range: Range<usize>| {
-            for c in word.get(range).unwrap_or_default().chars() {
-                merger.push(self.chars.get(&c).copied().unwrap_or(NO_SYMBOL), c.len_utf8());
+            let start = range.start;
+            for (at, c) in word.get(range).unwrap_or_default().char_indices() {
+                merger.push(self.symbol(word, start + at, c), c.len_utf8());
             }
         };
+        // Where the last unknown character ends.
+        let unknown_end = Cell::new(usize::MAX);
         merger.word(
             &Letters { bytes: word.len(), push, boundary_at: |at| word.floor_char_boundary(at) },
             |left, right| self.merges.pair(left.id, right.id),
@@ -126,19 +216,31 @@ impl CharBpe {
                     return;
                 }
                 let text = word.get(symbol.start..symbol.start + symbol.len).unwrap_or_default();
-                for c in text.chars() {
-                    match self.chars.get(&c) {
-                        Some(&token) if self.merges.is_token(token) => out.push(token),
-                        _ => {
-                            let mut buffer = [0; 4];
-                            let bytes = c.encode_utf8(&mut buffer).bytes();
-                            out.extend(bytes.filter_map(|byte| self.bytes[usize::from(byte)]));
-                        }
+                for (at, c) in text.char_indices() {
+                    let start = symbol.start + at;
+                    match self.symbol(word, start, c) {
+                        token if self.merges.is_token(token) => out.push(token),
+                        _ => match (self.bytes_of(c), self.rules.unknown) {
+                            (Some(bytes), _) => out.extend(bytes),
+                            (None, Some(unknown)) => {
+                                if !(self.rules.fuses_unknown && unknown_end.get() == start) {
+                                    out.push(unknown);
+                                }
+                                unknown_end.set(start + c.len_utf8());
+                            }
+                            (None, None) => {}
+                        },
                     }
                 }
             },
         );
     }
+}
+
+/// Records the character before a space that a merge joins to it.
+fn note_space(before: &mut BTreeSet<char>, left: &str, right: &str) {
+    let space = |c: char| c == SPACE || c == ' ';
+    before.extend(left.chars().next_back().filter(|last| !space(*last) && right.starts_with(space)));
 }
 
 #[cfg(test)]
@@ -161,7 +263,7 @@ mod tests {
     fn encode(merges: &[&'static str], text: &str) -> Vec<&'static str> {
         let (texts, bpe) = bpe(merges);
         let mut ids = Vec::new();
-        bpe.encode(&texts, text, &mut ids);
+        bpe.encode(&texts, &text.replace(' ', "▁"), &mut ids);
         ids.into_iter().map(|id| TOKENS[id as usize]).collect()
     }
 
@@ -187,11 +289,12 @@ mod tests {
         ) {
             let (texts, bpe) = bpe(&taken);
             let (mut by_word, mut at_once) = (Vec::new(), Vec::new());
+            let text = text.replace(' ', "▁");
             bpe.encode(&texts, &text, &mut by_word);
             // Again, with cached results of whole words.
             bpe.encode(&texts, &text, &mut by_word);
             for _ in 0..2 {
-                bpe.merge(&text.replace(' ', "▁"), &mut Merger::new(), &mut at_once);
+                bpe.merge(&text, &mut Merger::new(), &mut at_once);
             }
             prop_assert_eq!(by_word, at_once);
         }

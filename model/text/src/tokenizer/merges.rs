@@ -5,6 +5,9 @@ use std::collections::HashMap;
 use super::TokenizerError;
 use super::pieces::{FastBuild, Pieces};
 
+/// No symbol; never merges, and stands for no token.
+pub(super) const NO_SYMBOL: u32 = u32::MAX;
+
 /// Numbers of texts: tokens have their ids; texts of the merge list that are not tokens have higher numbers.
 pub(super) struct Symbols {
     by_text: HashMap<String, u32, FastBuild>,
@@ -80,6 +83,16 @@ impl Merges {
             each(left, right);
         }
         Ok(Self { pairs, tokens: symbols.tokens, spelled: std::mem::take(&mut symbols.spelled) })
+    }
+
+    /// Merges of tokens alone, best first, as (left, right, merged). Of two merges of a pair the last one
+    /// counts, as in Transformers.
+    pub(super) fn of_tokens(merges: impl ExactSizeIterator<Item = (u32, u32, u32)>) -> Self {
+        let mut pairs = HashMap::with_capacity_and_hasher(merges.len(), FastBuild::default());
+        for (rank, (left, right, merged)) in (0..).zip(merges) {
+            pairs.insert(key(left, right), (rank, merged));
+        }
+        Self { pairs, tokens: NO_SYMBOL, spelled: Vec::new() }
     }
 
     /// Rank and symbol of merging two symbols.

@@ -33,22 +33,26 @@ pub(super) enum Style {
         digits: usize,
         /// Combining marks count as letters.
         marks: bool,
+        /// U+017F counts as an s in contractions, as where case is ignored.
+        long_s: bool,
     },
     /// The o200k family: like cl100k, and a change of case may end a word.
-    Cased,
+    Cased {
+        /// As in `Words`.
+        long_s: bool,
+    },
 }
 
 const fn row(name: &'static str, style: Style) -> PreTokenizer {
     PreTokenizer { name, style, whole_words_first: false, adds_bos: false }
 }
 
+const fn words_of(digits: usize, marks: bool) -> Style {
+    Style::Words { digits, marks, long_s: false }
+}
+
 const fn llama3(name: &'static str) -> PreTokenizer {
-    PreTokenizer {
-        name,
-        style: Style::Words { digits: 3, marks: false },
-        whole_words_first: true,
-        adds_bos: true,
-    }
+    PreTokenizer { name, style: words_of(3, false), whole_words_first: true, adds_bos: true }
 }
 
 pub(super) const TABLE: &[PreTokenizer] = &[
@@ -57,11 +61,11 @@ pub(super) const TABLE: &[PreTokenizer] = &[
     row("smollm", Style::DigitsThenGpt2),
     row("refact", Style::DigitsThenGpt2),
     row("starcoder", Style::DigitsThenGpt2),
-    row("qwen2", Style::Words { digits: 1, marks: false }),
-    row("deepseek-r1-qwen", Style::Words { digits: 1, marks: false }),
-    row("qwen35", Style::Words { digits: 1, marks: true }),
-    row("gpt-4o", Style::Cased),
-    row("dbrx", Style::Words { digits: 3, marks: false }),
+    row("qwen2", words_of(1, false)),
+    row("deepseek-r1-qwen", words_of(1, false)),
+    row("qwen35", words_of(1, true)),
+    row("gpt-4o", Style::Cased { long_s: false }),
+    row("dbrx", words_of(3, false)),
     llama3("llama-bpe"),
     llama3("llama3"),
     llama3("llama-v3"),
@@ -217,8 +221,14 @@ pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a s
             // The second expression also treats runs of punctuation as separate words, and may split them.
             alternate(text, is_punctuation, &mut |segment, _| words(segment, gpt2_word, &mut by_number));
         }
-        Style::Words { digits, marks } => words(text, |rest| cl100k_word(rest, digits, marks), emit),
-        Style::Cased => words(text, o200k_word, emit),
+        Style::Words { digits, marks, long_s } => {
+            let short = if long_s { Contractions::WithLongS } else { Contractions::AnyCase };
+            words(text, |rest| cl100k_word(rest, digits, marks, short), emit);
+        }
+        Style::Cased { long_s } => {
+            let short = if long_s { Contractions::WithLongS } else { Contractions::AnyCase };
+            words(text, |rest| o200k_word(rest, short), emit);
+        }
     }
 }
 
@@ -295,9 +305,20 @@ fn may_have_numbers(text: &str) -> bool {
     text.bytes().fold(false, |any, byte| any | byte.is_ascii_digit() | !byte.is_ascii())
 }
 
+/// Which contractions are words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Contractions {
+    LowerCase,
+    AnyCase,
+    /// In any case; the long s, which folds to s, too.
+    WithLongS,
+}
+
 /// Length in bytes of the contraction at the start of `text`; 0 if there is none.
-fn contraction(text: &str, any_case: bool) -> usize {
-    let lower = |b: Option<&u8>| b.map(|b| if any_case { b.to_ascii_lowercase() } else { *b });
+fn contraction(text: &str, which: Contractions) -> usize {
+    let lower = |b: Option<&u8>| {
+        b.map(|b| if which == Contractions::LowerCase { *b } else { b.to_ascii_lowercase() })
+    };
     let bytes = text.as_bytes();
     if bytes.first() != Some(&b'\'') {
         return 0;
@@ -305,13 +326,14 @@ fn contraction(text: &str, any_case: bool) -> usize {
     match (lower(bytes.get(1)), lower(bytes.get(2))) {
         (Some(b's' | b't' | b'm' | b'd'), _) => 2,
         (Some(b'r' | b'v'), Some(b'e')) | (Some(b'l'), Some(b'l')) => 3,
+        (Some(0xc5), Some(0xbf)) if which == Contractions::WithLongS => 3,
         _ => 0,
     }
 }
 
 /// `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s`
 fn gpt2_word(text: &str) -> usize {
-    let short = contraction(text, false);
+    let short = contraction(text, Contractions::LowerCase);
     if short > 0 {
         return short;
     }
@@ -349,8 +371,8 @@ fn spaces(text: &str) -> usize {
 /// `'(?i:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}|
 /// ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`,
 /// with marks counted as letters if `marks`.
-fn cl100k_word(text: &str, digits: usize, marks: bool) -> usize {
-    let short = contraction(text, true);
+fn cl100k_word(text: &str, digits: usize, marks: bool, short: Contractions) -> usize {
+    let short = contraction(text, short);
     if short > 0 {
         return short;
     }
@@ -375,7 +397,7 @@ fn cl100k_word(text: &str, digits: usize, marks: bool) -> usize {
 
 /// With U for `\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}`, L for `\p{Ll}\p{Lm}\p{Lo}\p{M}` and 's for `(?i:'s|'t|'re|'ve|'m|'ll|'d)?`:
 /// `[^\r\n\p{L}\p{N}]?[U]*[L]+'s|[^\r\n\p{L}\p{N}]?[U]+[L]*'s|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+`
-fn o200k_word(text: &str) -> usize {
+fn o200k_word(text: &str, short: Contractions) -> usize {
     let Some(first) = text.chars().next() else { return 0 };
     let kind = class(first);
     if kind == Class::Number {
@@ -387,7 +409,7 @@ fn o200k_word(text: &str) -> usize {
     let capitals =
         || Some(lead + run(&text[lead..], |c| case(c) == Some(Case::Upper))).filter(|&end| end > lead);
     if let Some(end) = ends[0].or(ends[1]).or_else(capitals) {
-        return end + contraction(&text[end..], true);
+        return end + contraction(&text[end..], short);
     }
     let other = |c| matches!(class(c), Class::Other | Class::Mark);
     symbols_or_blank(text, other, |c| class(c) == Class::Newline || c == '/')

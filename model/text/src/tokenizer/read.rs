@@ -1,7 +1,7 @@
 //! Builds a tokenizer from metadata.
 
 use std::borrow::Cow;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 
 use crate::Error;
@@ -9,12 +9,16 @@ use metadata::{Metadata, Strings, Value};
 
 use super::bpe::{self, Bpe};
 use super::char_bpe::CharBpe;
+use super::decode::byte;
+use super::hf::{self, HfFiles};
+use super::normalize::{Normalizer, Pattern};
 use super::pieces::Pieces;
 use super::pretokenize::{self, PreTokenizer};
-use super::special::Specials;
+use super::special::{Precedence, Special, Specials};
+use super::splitters::Splitter;
 use super::spm::{SPACE, Spm};
 use super::word_piece::WordPiece;
-use super::{Ends, Kind, Model, Tokenizer, TokenizerError};
+use super::{Cutting, Ends, Kind, Model, Tokenizer, TokenizerError};
 
 const MODELS: &[&str] = &["bert", "gemma4", "gpt2", "llama"];
 
@@ -62,6 +66,9 @@ const SHOWN_TEXTS: &[&str] = &["<|channel|>", "<|message|>", "<|start|>", "<|con
 
 /// Implements [`Tokenizer::from_metadata`].
 pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
+    if let (None, Some(files)) = (metadata.value("tokenizer.ggml.model"), HfFiles::from_metadata(metadata)?) {
+        return hf::tokenizer(&files);
+    }
     let model: &str = metadata.require("tokenizer.ggml.model")?;
     let tokens: &Strings = metadata.require("tokenizer.ggml.tokens")?;
     let mut vocabulary = Vocabulary::read(metadata, tokens)?;
@@ -71,6 +78,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
     let unknown = vocabulary.id(metadata, "tokenizer.ggml.unknown_token_id", defaults.unknown)?;
 
     let mut hash = Hash::new(model, &vocabulary);
+    let (mut normalizers, mut splitters) = (Vec::new(), Vec::new());
     let (model, adds_bos) = match model {
         "bert" => {
             let lowercase = metadata.get("tokenizer.ggml.normalizer.lowercase")?.unwrap_or(true);
@@ -85,6 +93,10 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
             hash.list(merges.iter());
             hash.number(unknown.map_or(u64::MAX, u64::from));
             vocabulary.spell(spell_spaces);
+            let (pattern, content) = (Pattern::Text(" ".into()), SPACE.to_string().into());
+            normalizers.push(Normalizer::Replace { pattern, content });
+            // Newlines never merge with other text.
+            splitters.push(Splitter::NewlineRuns);
             (Model::CharBpe(Box::new(CharBpe::new(&vocabulary.texts, merges.iter(), unknown)?)), true)
         }
         "gpt2" => {
@@ -93,10 +105,9 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
             hash.text(pre.name);
             hash.list(merges.iter());
             vocabulary.spell(spell_bytes);
-            (
-                Model::Bpe(Box::new(Bpe::new(pre, &vocabulary.texts, &vocabulary.bytes, merges.iter())?)),
-                pre.adds_bos,
-            )
+            splitters.push(Splitter::Style(pre.style));
+            let bpe = Bpe::new(pre.whole_words_first, &vocabulary.texts, &vocabulary.bytes, merges.iter())?;
+            (Model::Bpe { bpe: Box::new(bpe), words: None }, pre.adds_bos)
         }
         "llama" => {
             let scores = scores(metadata, tokens.len())?;
@@ -117,34 +128,54 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
             return Err(TokenizerError::UnknownModel { found: found.to_owned(), supported: MODELS }.into());
         }
     };
-    let ends = vocabulary.sequence_ends(metadata, &defaults, eos, adds_bos)?;
-    hash.number(ends.bos.map_or(u64::MAX, u64::from));
+    let Around { bos, adds_bos, adds_eos, sep } = vocabulary.around(metadata, &defaults, eos, adds_bos)?;
+    hash.number(bos.map_or(u64::MAX, u64::from));
     hash.number(eos.map_or(u64::MAX, u64::from));
-    hash.number(u64::from(ends.adds_bos));
+    hash.number(u64::from(adds_bos));
     hash.number(eog.len() as u64);
     eog.iter().for_each(|&id| hash.number(id.into()));
-    if ends.adds_eos || ends.sep.is_some() {
-        hash.number(u64::from(ends.adds_eos));
-        hash.number(ends.sep.map_or(u64::MAX, u64::from));
+    if adds_eos || sep.is_some() {
+        hash.number(u64::from(adds_eos));
+        hash.number(sep.map_or(u64::MAX, u64::from));
     }
+    let before: Vec<u32> = bos.filter(|_| adds_bos).into_iter().collect();
+    let after: Vec<u32> = eos.filter(|_| adds_eos).into_iter().collect();
+    let between = after.iter().copied().chain(sep).collect();
+    let ends = Ends { bos, eos, pair: [before.clone(), between, after.clone()], before, after };
 
     let keeps_all = match &model {
-        Model::Bpe(bpe) => bpe.keeps_all(),
+        Model::Bpe { bpe, .. } => bpe.keeps_all(),
         Model::CharBpe(bpe) => bpe.keeps_all(),
         Model::Spm { spm, .. } => spm.keeps_all(),
         // White space and accents may be dropped, and a long word becomes one token.
-        Model::WordPiece(_) => false,
+        Model::WordPiece(_) | Model::Words(_) | Model::Unigram(_) => false,
     };
+    // Texts of BERT are normalised before they are cut, and encoders read each text once.
+    let cutting = match &model {
+        Model::Bpe { .. } => Some(Cutting { newlines: true, words: true }),
+        Model::CharBpe(_) => Some(Cutting { newlines: true, words: false }),
+        Model::Spm { .. } => Some(Cutting { newlines: false, words: false }),
+        Model::WordPiece(_) | Model::Words(_) | Model::Unigram(_) => None,
+    };
+    let leads = matches!(model, Model::Spm { add_space_prefix: true, .. } | Model::WordPiece(_));
     Ok(Tokenizer {
         longest: vocabulary.longest().filter(|_| keeps_all),
         specials: vocabulary.specials(),
+        normal_specials: Specials::new(Precedence::Leftmost, []),
+        normalizers,
+        splitters,
+        decoder: Vec::new(),
+        decode_first: false,
+        written: BTreeMap::new(),
+        strips: leads.then_some((' ', 1)),
         texts: vocabulary.texts,
         bytes: vocabulary.bytes,
         kinds: vocabulary.kinds,
         model,
         ends,
         eog,
-        digest: hash.0.finalize().into(),
+        cutting,
+        digest: hash.finish(),
         memo: None,
     })
 }
@@ -207,14 +238,50 @@ impl Defaults {
     }
 }
 
+/// What a GGUF says of the special tokens around texts.
+struct Around {
+    bos: Option<u32>,
+    adds_bos: bool,
+    adds_eos: bool,
+    sep: Option<u32>,
+}
+
 /// Tokens while a tokenizer is built.
-struct Vocabulary {
-    texts: Pieces,
-    bytes: Pieces,
-    kinds: Vec<Kind>,
+pub(super) struct Vocabulary {
+    pub(super) texts: Pieces,
+    pub(super) bytes: Pieces,
+    pub(super) kinds: Vec<Kind>,
 }
 
 impl Vocabulary {
+    /// Normal tokens without bytes.
+    pub(super) fn of_texts<'a>(tokens: impl Iterator<Item = &'a str>) -> Self {
+        let mut texts = Pieces::default();
+        tokens.for_each(|text| texts.push(text.as_bytes()));
+        let kinds = vec![Kind::Normal; texts.len()];
+        Self { texts, bytes: Pieces::default(), kinds }
+    }
+
+    pub(super) fn all_texts(&self) -> impl ExactSizeIterator<Item = &str> {
+        (0..self.texts.len()).map(|id| u32::try_from(id).map_or("", |id| self.text(id)))
+    }
+
+    pub(super) fn kind(&self, id: u32) -> Option<Kind> {
+        self.kinds.get(id as usize).copied()
+    }
+
+    /// Computes the bytes of each token.
+    pub(super) fn spell_by(&mut self, bytes: impl Fn(u32, &str) -> Vec<u8>) {
+        let mut spelled = Pieces::default();
+        for (id, kind) in (0..).zip(&self.kinds) {
+            match kind {
+                Kind::Unused => spelled.push(&[]),
+                _ => spelled.push(&bytes(id, self.text(id))),
+            }
+        }
+        self.bytes = spelled;
+    }
+
     fn read(metadata: &Metadata, tokens: &Strings) -> Result<Self, Error> {
         if tokens.is_empty() {
             return Err(TokenizerError::Empty.into());
@@ -270,15 +337,24 @@ impl Vocabulary {
             };
             ends.extend(found);
         }
-        let by_text: Vec<u32> = self.ids().filter(|&id| END_TEXTS.contains(&self.text(id))).collect();
+        self.ends_by_text(&mut ends, |_, _| true);
+        Ok(ends)
+    }
+
+    /// Adds the tokens that end a generation in every model to `ends`, of those that `may`, and corrects their
+    /// kinds.
+    pub(super) fn ends_by_text(&mut self, ends: &mut BTreeSet<u32>, may: impl Fn(&Self, u32) -> bool) {
+        let found = |vocabulary: &Self, texts: &[&str]| -> Vec<u32> {
+            let ids = vocabulary.ids().filter(|&id| texts.contains(&vocabulary.text(id)));
+            ids.filter(|id| may(vocabulary, *id)).collect()
+        };
+        let by_text = found(self, END_TEXTS);
         for &id in &by_text {
             self.set_kind(id, Kind::Control);
         }
         ends.extend(by_text);
-        for id in self.ids() {
-            if SHOWN_TEXTS.contains(&self.text(id)) {
-                self.set_kind(id, Kind::UserDefined);
-            }
+        for id in found(self, SHOWN_TEXTS) {
+            self.set_kind(id, Kind::UserDefined);
         }
         let find = |text: &str| ends.iter().copied().find(|&id| self.text(id) == text);
         let calls = find("<|call|>").or(find("<|calls|>")).is_some();
@@ -294,17 +370,16 @@ impl Vocabulary {
             ends.remove(&id);
             self.set_kind(id, Kind::Normal);
         }
-        Ok(ends)
     }
 
     /// The special tokens before, between and after the texts of a sequence.
-    fn sequence_ends(
+    fn around(
         &self,
         metadata: &Metadata,
         defaults: &Defaults,
         eos: Option<u32>,
         adds_bos: bool,
-    ) -> Result<Ends, Error> {
+    ) -> Result<Around, Error> {
         let bos = self.id(metadata, "tokenizer.ggml.bos_token_id", defaults.bos)?;
         let adds_bos = metadata.get("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos);
         if adds_bos && bos.is_none() {
@@ -320,10 +395,10 @@ impl Vocabulary {
             true => self.id(metadata, "tokenizer.ggml.seperator_token_id", None)?,
             false => None,
         };
-        Ok(Ends { bos, eos, adds_bos, adds_eos, sep })
+        Ok(Around { bos, adds_bos, adds_eos, sep })
     }
 
-    fn set_kind(&mut self, id: u32, kind: Kind) {
+    pub(super) fn set_kind(&mut self, id: u32, kind: Kind) {
         if let Some(slot) = self.kinds.get_mut(id as usize) {
             *slot = kind;
         }
@@ -350,7 +425,7 @@ impl Vocabulary {
     }
 
     /// Longest token in bytes.
-    fn longest(&self) -> Option<NonZeroUsize> {
+    pub(super) fn longest(&self) -> Option<NonZeroUsize> {
         let bytes = |(id, kind): (u32, &Kind)| {
             let text = match kind {
                 // Matched in a text by the token's own text.
@@ -363,18 +438,13 @@ impl Vocabulary {
     }
 
     fn specials(&self) -> Specials {
-        Specials::new((0..).zip(&self.kinds).filter_map(|(id, kind)| match kind {
-            Kind::Control | Kind::Unknown => Some((self.texts.get(id)?, id, false)),
-            Kind::UserDefined => Some((self.texts.get(id)?, id, true)),
+        let token = |(id, kind): (u32, &Kind)| match kind {
+            Kind::Control | Kind::Unknown => Some((self.texts.get(id)?, Special::new(id, false))),
+            Kind::UserDefined => Some((self.texts.get(id)?, Special::new(id, true))),
             Kind::Normal | Kind::Unused | Kind::Byte => None,
-        }))
+        };
+        Specials::new(Precedence::Longest, (0..).zip(&self.kinds).filter_map(token))
     }
-}
-
-/// Parses a byte token such as `<0xE2>`.
-fn byte(text: &str) -> Option<u8> {
-    let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
-    u8::from_str_radix(digits, 16).ok()
 }
 
 fn kind(number: i32) -> Kind {
@@ -389,12 +459,18 @@ fn kind(number: i32) -> Kind {
 }
 
 /// BLAKE3 over everything that defines a tokenizer; variable-length data has a length prefix.
-struct Hash(blake3::Hasher);
+pub(super) struct Hash(blake3::Hasher);
 
 impl Hash {
-    fn new(model: &str, vocabulary: &Vocabulary) -> Self {
+    /// `format` names what is hashed.
+    pub(super) fn begin(format: &str) -> Self {
         let mut hash = Self(blake3::Hasher::new());
-        hash.text("kvasir tokenizer 1");
+        hash.text(format);
+        hash
+    }
+
+    fn new(model: &str, vocabulary: &Vocabulary) -> Self {
+        let mut hash = Self::begin("kvasir tokenizer 1");
         hash.text(model);
         hash.number(vocabulary.texts.len() as u64);
         vocabulary.ids().for_each(|id| hash.text(vocabulary.text(id)));
@@ -402,17 +478,21 @@ impl Hash {
         hash
     }
 
-    fn number(&mut self, number: u64) {
+    pub(super) fn number(&mut self, number: u64) {
         self.0.update(&number.to_le_bytes());
     }
 
-    fn text(&mut self, text: &str) {
+    pub(super) fn text(&mut self, text: &str) {
         self.number(text.len() as u64);
         self.0.update(text.as_bytes());
     }
 
-    fn list<'a>(&mut self, texts: impl ExactSizeIterator<Item = &'a str>) {
+    pub(super) fn list<'a>(&mut self, texts: impl ExactSizeIterator<Item = &'a str>) {
         self.number(texts.len() as u64);
         texts.for_each(|text| self.text(text));
+    }
+
+    pub(super) fn finish(self) -> [u8; 32] {
+        self.0.finalize().into()
     }
 }

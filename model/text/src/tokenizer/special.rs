@@ -1,11 +1,14 @@
 //! Finds special tokens in a text before anything is merged.
 //!
-//! Longer tokens take precedence over shorter ones anywhere in the text, and among equal lengths the leftmost
-//! one: `ab` and `bcd` on `abcd` give `a`, `bcd`. llama.cpp also matches longer tokens first, but tokens of equal
-//! length one after the other. The difference is only visible if two tokens of equal length overlap in the text.
+//! In [`Precedence::Longest`], longer tokens take precedence over shorter ones anywhere in the text, and among
+//! equal lengths the leftmost one: `ab` and `bcd` on `abcd` give `a`, `bcd`. llama.cpp also matches longer tokens
+//! first, but tokens of equal length one after the other. The difference is only visible if two tokens of equal
+//! length overlap in the text.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+
+use super::classes::is_word;
 
 /// Ranges of a text in which control tokens' texts are ordinary text. Ascending, not overlapping, with
 /// offsets in a longer text.
@@ -36,10 +39,37 @@ impl<'a> Quoted<'a> {
     }
 
     /// The first quoted range that ends after `start`, cut at `start`.
-    fn next(self, start: usize) -> Option<Range<usize>> {
+    pub(super) fn next(self, start: usize) -> Option<Range<usize>> {
         let start = self.base + start;
         let next = self.ranges.get(self.ranges.partition_point(|range| range.end <= start))?;
         Some(next.start.max(start) - self.base..next.end - self.base)
+    }
+}
+
+/// Which of two tokens that overlap in a text is matched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Precedence {
+    /// The longer one.
+    Longest,
+    /// The one that begins first, and of two that begin together the longer one, as in Transformers.
+    Leftmost,
+}
+
+/// A special token.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Special {
+    pub(super) id: u32,
+    /// True: matched even if special tokens are not requested.
+    pub(super) always: bool,
+    /// White space before or after the text belongs to the token. Only with [`Precedence::Leftmost`].
+    pub(super) takes_space: (bool, bool),
+    /// Not matched next to a character of a word. Only with [`Precedence::Leftmost`].
+    pub(super) whole_word: bool,
+}
+
+impl Special {
+    pub(super) fn new(id: u32, always: bool) -> Self {
+        Self { id, always, takes_space: (false, false), whole_word: false }
     }
 }
 
@@ -47,6 +77,7 @@ impl<'a> Quoted<'a> {
 #[derive(Debug)]
 pub(super) struct Specials {
     nodes: Vec<Node>,
+    precedence: Precedence,
     /// First bytes of all tokens.
     first: First,
     /// First bytes of the tokens that are always matched.
@@ -102,14 +133,6 @@ struct Node {
     token: Option<Special>,
 }
 
-/// A special token.
-#[derive(Debug, Clone, Copy)]
-struct Special {
-    id: u32,
-    /// True: matched even if special tokens are not requested.
-    always: bool,
-}
-
 /// A part of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SpecialPart<'a> {
@@ -119,28 +142,34 @@ pub(super) enum SpecialPart<'a> {
     Token(u32),
 }
 
-/// An occurrence of a token's text. `taken` is set once its bytes belong to a token.
+/// An occurrence of a token's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Found {
     start: usize,
     len: usize,
     id: u32,
+    /// The token's place in the trie.
+    node: usize,
 }
 
 impl Specials {
-    /// Takes `(text, id, always)`. Tokens with `always` are matched even if special tokens are not requested.
-    pub(super) fn new<'a>(tokens: impl IntoIterator<Item = (&'a [u8], u32, bool)>) -> Self {
+    /// Takes texts and tokens. Of two tokens with the same text the first one counts.
+    pub(super) fn new<'a>(
+        precedence: Precedence,
+        tokens: impl IntoIterator<Item = (&'a [u8], Special)>,
+    ) -> Self {
         let mut tree = Self {
             nodes: vec![Node::default()],
+            precedence,
             first: First::none(),
             first_always: First::none(),
             first_control: First::none(),
             longest_control: 0,
         };
-        for (text, id, always) in tokens {
+        for (text, token) in tokens {
             let Some(&first) = text.first() else { continue };
             tree.first.add(first);
-            match always {
+            match token.always {
                 true => tree.first_always.add(first),
                 false => {
                     tree.first_control.add(first);
@@ -159,9 +188,19 @@ impl Specials {
                     }
                 };
             }
-            tree.nodes[at].token.get_or_insert(Special { id, always });
+            tree.nodes[at].token.get_or_insert(token);
         }
         tree
+    }
+
+    /// Whether there are no tokens.
+    pub(super) fn is_empty(&self) -> bool {
+        self.first.list.is_empty()
+    }
+
+    /// Whether there are tokens that are not always matched.
+    pub(super) fn has_controls(&self) -> bool {
+        !self.first_control.list.is_empty()
     }
 
     /// The parts of `quoted` that overlap a control token's text. The other ranges have no effect.
@@ -203,7 +242,11 @@ impl Specials {
         mut emit: impl FnMut(SpecialPart<'a>),
     ) {
         let mut at = 0;
-        for found in self.choose(text.as_bytes(), all, quoted) {
+        let chosen = match self.precedence {
+            Precedence::Longest => self.choose(text.as_bytes(), all, quoted),
+            Precedence::Leftmost => self.choose_leftmost(text, all, quoted),
+        };
+        for found in chosen {
             if found.start > at {
                 emit(SpecialPart::Text(&text[at..found.start]));
             }
@@ -255,6 +298,50 @@ impl Specials {
         chosen
     }
 
+    /// Like [`choose`](Self::choose). White space that belongs to a token is part of its occurrence, so
+    /// occurrences overlap if a token takes space that contains another one.
+    fn choose_leftmost(&self, text: &str, all: bool, quoted: Quoted<'_>) -> Vec<Found> {
+        let bytes = text.as_bytes();
+        let first = if all { &self.first } else { &self.first_always };
+        let (mut scanned, mut taken, mut space_end) = (0, 0, 0);
+        let mut chosen: Vec<Found> = Vec::new();
+        first.each(bytes, |start| {
+            if start < scanned {
+                return;
+            }
+            let Some(mut found) = self.longest_outside(bytes, start, bytes.len(), all, quoted) else {
+                return;
+            };
+            let end = start + found.len;
+            let Some(token) = self.nodes.get(found.node).and_then(|node| node.token) else { return };
+            scanned = end;
+            let (before, after) =
+                (text.get(..start).unwrap_or_default(), text.get(end..).unwrap_or_default());
+            if token.whole_word
+                && (before.chars().next_back().is_some_and(is_word)
+                    || after.chars().next().is_some_and(is_word))
+            {
+                return;
+            }
+            let mut stop = end;
+            if token.takes_space.1 {
+                // A run of white space is read once, also if tokens within it take it.
+                if end >= space_end {
+                    space_end = text.len() - after.trim_start().len();
+                }
+                stop = stop.max(space_end);
+            }
+            if token.takes_space.0 {
+                let free = text.get(taken.min(start)..start).unwrap_or_default();
+                found.start = start - (free.len() - free.trim_end().len());
+            }
+            found.len = stop - found.start;
+            taken = stop;
+            chosen.push(found);
+        });
+        chosen
+    }
+
     /// The longest token at `start` that ends at or before `end`. A token that overlaps a quoted range counts
     /// only if it is always matched.
     fn longest_outside(
@@ -290,7 +377,7 @@ impl Specials {
             if let Some(token) = self.nodes[at].token
                 && (all || token.always)
             {
-                best = Some(Found { start, len: depth + 1, id: token.id });
+                best = Some(Found { start, len: depth + 1, id: token.id, node: at });
             }
         }
         best
@@ -332,9 +419,16 @@ mod tests {
         parts
     }
 
+    fn specials_of(tokens: &[(&str, bool)]) -> Specials {
+        let tokens = tokens.iter().zip(0..);
+        Specials::new(
+            Precedence::Longest,
+            tokens.map(|((text, always), id)| (text.as_bytes(), Special::new(id, *always))),
+        )
+    }
+
     fn split<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<SpecialPart<'a>> {
-        let specials =
-            Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
+        let specials = specials_of(tokens);
         let mut parts = Vec::new();
         specials.split(text, all, Quoted::NONE, |part| parts.push(part));
         parts
@@ -349,8 +443,7 @@ mod tests {
     }
 
     fn outside<'a>(tokens: &[(&str, bool)], text: &'a str, quoted: &[Range<usize>]) -> Vec<SpecialPart<'a>> {
-        let specials =
-            Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
+        let specials = specials_of(tokens);
         let mut parts = Vec::new();
         let matter = specials.relevant_ranges(text, quoted);
         specials.split(text, true, Quoted::new(&matter), |part| parts.push(part));

@@ -1,14 +1,27 @@
-//! WordPiece: splits text into words at white space and punctuation, and each word from its start into the
-//! longest possible tokens. In the file, a piece that begins a word starts with U+2581.
+//! WordPiece: splits each word from its start into the longest possible tokens. In a GGUF, text is first split
+//! into words at white space and punctuation, and a piece that begins a word starts with U+2581. In other files
+//! the pieces that do not begin a word have a prefix.
 
 use unicode_general_category::{GeneralCategory, get_general_category};
 use unicode_normalization::char::decompose_canonical;
 
+use super::classes::{is_ideograph, is_other, is_punctuation};
 use super::pieces::{Index, Pieces};
 use super::spm::SPACE;
 
-/// A word with more characters becomes the unknown token, as in the original implementation.
+/// In a GGUF, a word with more characters becomes the unknown token, as in the original implementation.
 const LONGEST_WORD: usize = 100;
+
+/// What distinguishes pieces that begin a word from others.
+#[derive(Debug)]
+pub(super) struct Spelling {
+    /// Put before the first piece of a word.
+    pub(super) first: Box<str>,
+    /// Put before the other pieces of a word.
+    pub(super) next: Box<str>,
+    /// A word with more characters is unknown.
+    pub(super) longest_word: usize,
+}
 
 #[derive(Debug)]
 pub(super) struct WordPiece {
@@ -18,20 +31,35 @@ pub(super) struct WordPiece {
     longest: usize,
     /// Token of words that cannot be split into pieces.
     unknown: u32,
+    spelling: Spelling,
     /// Lower-case letters and remove accents.
     lowercase: bool,
 }
 
 impl WordPiece {
-    /// `texts` are the tokens as in the file.
+    /// `texts` are the tokens as in a GGUF.
     pub(super) fn new(texts: &Pieces, unknown: u32, lowercase: bool) -> Self {
-        let mut index = Index::with_capacity(texts.len());
-        (0..).take(texts.len()).for_each(|id| index.insert(texts, id));
-        let longest = (0..).take(texts.len()).filter_map(|id| texts.get(id)).map(<[u8]>::len).max();
-        Self { index, longest: longest.unwrap_or(0), unknown, lowercase }
+        let spelling =
+            Spelling { first: SPACE.to_string().into(), next: "".into(), longest_word: LONGEST_WORD };
+        Self { lowercase, ..Self::of_words(texts, (0..).take(texts.len()), unknown, spelling) }
     }
 
-    /// Appends the tokens of `text`.
+    /// For [`word`](Self::word) alone. `tokens` are those that may be part of a text.
+    pub(super) fn of_words(
+        texts: &Pieces,
+        tokens: impl Iterator<Item = u32>,
+        unknown: u32,
+        spelling: Spelling,
+    ) -> Self {
+        let (mut index, mut longest) = (Index::with_capacity(texts.len()), 0);
+        for id in tokens {
+            index.insert(texts, id);
+            longest = longest.max(texts.get(id).map_or(0, <[u8]>::len));
+        }
+        Self { index, longest, unknown, spelling, lowercase: false }
+    }
+
+    /// Splits `text` into words as in a GGUF, and appends their tokens.
     pub(super) fn encode(&self, texts: &Pieces, text: &str, out: &mut Vec<u32>) {
         let mut word = String::new();
         self.split(text, |c| match c {
@@ -83,12 +111,13 @@ impl WordPiece {
         });
     }
 
-    fn word(&self, texts: &Pieces, word: &str, out: &mut Vec<u32>) {
+    /// Appends the tokens of a word.
+    pub(super) fn word(&self, texts: &Pieces, word: &str, out: &mut Vec<u32>) {
         if word.is_empty() {
             return;
         }
         let before = out.len();
-        let found = word.chars().count() <= LONGEST_WORD && self.pieces(texts, word, out);
+        let found = word.chars().count() <= self.spelling.longest_word && self.pieces(texts, word, out);
         if !found {
             out.truncate(before);
             out.push(self.unknown);
@@ -97,19 +126,24 @@ impl WordPiece {
 
     /// Appends the pieces of `word`; false if it has some that is no token.
     fn pieces(&self, texts: &Pieces, word: &str, out: &mut Vec<u32>) -> bool {
-        let marked = format!("{SPACE}{word}");
-        let mut rest = marked.as_str();
+        let (mut rest, mut candidate) = (word, String::new());
+        let mut prefix = &*self.spelling.first;
         while !rest.is_empty() {
-            let longest = &rest[..rest.floor_char_boundary(self.longest)];
-            // The mark alone is no piece.
-            let min_end = if rest.len() == marked.len() { SPACE.len_utf8() + 1 } else { 1 };
-            let ends = longest.char_indices().rev().map(|(at, c)| at + c.len_utf8());
-            let found = ends
-                .take_while(|&end| end >= min_end)
-                .find_map(|end| Some((self.index.find(texts, &rest.as_bytes()[..end])?, end)));
+            let longest = self.longest.saturating_sub(prefix.len());
+            let head = &rest[..rest.floor_char_boundary(longest)];
+            candidate.clear();
+            candidate.push_str(prefix);
+            candidate.push_str(head);
+            // The prefix alone is no piece.
+            let ends = head.char_indices().rev().map(|(at, c)| at + c.len_utf8());
+            let found = ends.into_iter().find_map(|end| {
+                let piece = candidate.as_bytes().get(..prefix.len() + end)?;
+                Some((self.index.find(texts, piece)?, end))
+            });
             let Some((token, end)) = found else { return false };
             out.push(token);
             rest = &rest[end..];
+            prefix = &self.spelling.next;
         }
         true
     }
@@ -117,38 +151,7 @@ impl WordPiece {
 
 /// Control characters, and what stands for a character that could not be read.
 fn is_left_out(c: char) -> bool {
-    use GeneralCategory as G;
-    c == char::REPLACEMENT_CHARACTER
-        || matches!(get_general_category(c), G::Control | G::Format | G::PrivateUse | G::Surrogate)
-}
-
-fn is_punctuation(c: char) -> bool {
-    use GeneralCategory as G;
-    c.is_ascii_punctuation()
-        || (!c.is_ascii()
-            && matches!(
-                get_general_category(c),
-                G::ConnectorPunctuation
-                    | G::DashPunctuation
-                    | G::OpenPunctuation
-                    | G::ClosePunctuation
-                    | G::InitialPunctuation
-                    | G::FinalPunctuation
-                    | G::OtherPunctuation
-            ))
-}
-
-/// The blocks of CJK ideographs that these vocabularies were made with, a gap in the extensions included.
-fn is_ideograph(c: char) -> bool {
-    matches!(u32::from(c),
-        0x3400..=0x4dbf
-        | 0x4e00..=0x9fff
-        | 0xf900..=0xfaff
-        | 0x20000..=0x2a6df
-        | 0x2a700..=0x2b73f
-        | 0x2b740..=0x2b81f
-        | 0x2b920..=0x2ceaf
-        | 0x2f800..=0x2fa1f)
+    c == char::REPLACEMENT_CHARACTER || is_other(c)
 }
 
 #[cfg(test)]

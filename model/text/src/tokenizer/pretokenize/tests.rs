@@ -13,22 +13,25 @@ fn expressions(style: Style) -> Vec<String> {
         Style::PunctuationThenGpt2 => {
             vec![r"[\p{P}\$\+<=>\^~\|]+".into(), GPT2.into(), r"\p{N}+".into(), "[0-9][0-9][0-9]".into()]
         }
-        Style::Cased => {
+        Style::Cased { long_s } => {
             let (upper, lower) = (r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]");
+            let s = if long_s { "[sS\u{17f}]" } else { "[sS]" };
             let short = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?";
+            let short = short.replace("[sS]", s);
             let lead = r"[^\r\n\p{L}\p{N}]?";
             vec![format!(
                 r"{lead}{upper}*{lower}+{short}|{lead}{upper}+{lower}*{short}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
             )]
         }
-        Style::Words { digits, marks } => {
+        Style::Words { digits, marks, long_s } => {
+            let s = if long_s { "[sS\u{17f}]" } else { "[sS]" };
             let (l, o) = if marks {
                 (r"[\p{L}\p{M}]", r"[^\s\p{L}\p{M}\p{N}]")
             } else {
                 (r"\p{L}", r"[^\s\p{L}\p{N}]")
             };
             vec![format!(
-                r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{{L}}\p{{N}}]?{l}+|\p{{N}}{{1,{digits}}}| ?{o}+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+                r"(?:'{s}|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{{L}}\p{{N}}]?{l}+|\p{{N}}{{1,{digits}}}| ?{o}+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
             )]
         }
     }
@@ -65,9 +68,10 @@ fn by_scanner(style: Style, text: &str) -> Vec<&str> {
 
 fn styles() -> Vec<(Style, Vec<Regex>)> {
     let mut styles: Vec<Style> = Vec::new();
-    for row in TABLE {
-        if !styles.contains(&row.style) {
-            styles.push(row.style);
+    let scanned = crate::tokenizer::hf::scanned().map(|(_, style)| style);
+    for style in TABLE.iter().map(|row| row.style).chain(scanned) {
+        if !styles.contains(&style) {
+            styles.push(style);
         }
     }
     styles.into_iter().map(|s| (s, expressions(s).iter().map(|e| Regex::new(e).unwrap()).collect())).collect()
