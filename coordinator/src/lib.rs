@@ -10,9 +10,11 @@
 //! what all coordinators agree on, `dispatch` sends requests to workers, `api` serves clients, `group` takes
 //! part in the coordinators' group and plans replicas, `ops` serves operators.
 //!
-//! Guarantees of a coordinator: a request that has emitted nothing is tried on another worker before it fails.
-//! A stream is a prefix of what an undisturbed run would emit, followed by `[DONE]` or an explicit error. Every
-//! wait is bounded. Losing this process costs speed, not answers.
+//! Guarantees of a coordinator: a request whose worker is lost, or returns an error that another worker may
+//! not return, is tried on another worker if one can take it, at most `max_attempts` times in all. A stream
+//! is a prefix of what an undisturbed run would emit, followed by the end of its API (such as `[DONE]`, or
+//! `message_stop` of Messages) or an explicit error. Every wait is bounded. Losing this process costs speed,
+//! not answers.
 //! Must not contain: handlers of requests, decisions about requests or replicas, arithmetic (no dependency on
 //! `kernels`), models.
 

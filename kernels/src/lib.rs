@@ -3,8 +3,8 @@
 //!
 //! Invariants: a row's result depends only on that row and its own context, never on the other rows of the
 //! batch, on the number of threads or on how work is split. A backend refuses an op that it cannot compute
-//! exactly. The unsafe code of Kvasir is in this crate and in `cuda`. This crate never handles files,
-//! tokens or sockets.
+//! exactly. The unsafe code of Kvasir is in this crate, in `cuda`, and in the modules that the test
+//! `sec_unsafe_is_listed` lists. This crate never handles files, tokens or sockets.
 
 pub mod aligned;
 pub mod attention;

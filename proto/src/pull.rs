@@ -9,11 +9,12 @@ use crate::block::BlockId;
 use crate::ids::NodeId;
 use serde::{Deserialize, Serialize};
 
-/// Most bytes that a holder copies from its caches between two of its steps; at least one piece is copied.
-/// A pull from a busy holder waits for a step before each slice.
+/// Most bytes that a holder copies from its caches at once, between two of its steps or between two layers of
+/// a step; at least one piece is copied. A pull from a busy holder waits for such a point before each slice.
 pub const SLICE_BYTES: u64 = 16 << 20;
 
-/// Most workers that one worker sends to at once. Further ones are refused and compute the prefix.
+/// Most transfers that one worker sends at once, to any workers. Further ones are refused, and the receiver
+/// computes the prefix.
 pub const SENDS_AT_ONCE: usize = 8;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,7 +72,7 @@ pub enum PullRefusal {
     /// The worker holds no more of these tokens than the receiver.
     #[error("the holder does not have the prefix")]
     NotHeld,
-    /// The worker sends to its maximum number of receivers.
+    /// The worker already sends [`SENDS_AT_ONCE`] transfers.
     #[error("the holder already serves its limit of transfers")]
     Busy,
     #[error("internal error")]

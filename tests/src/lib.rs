@@ -1,9 +1,10 @@
 //! Test cluster: real `kvasir` processes, controlled and observed from outside, as by a user.
 //!
 //! Every wait has a deadline. Every process started here ends when its handle is dropped. Node logs are in
-//! `target/test-logs`. This crate never links Kvasir's libraries, so that the shipped binary is tested. The
-//! exceptions are the simulator (`tests/sim`), which runs the coordinators' consensus in a virtual world, and
-//! the fuzz targets (`fuzz`).
+//! `target/test-logs`. This library never links Kvasir's libraries, so that the shipped binary is tested.
+//! Some tests do: the simulator (`tests/sim`), which runs the coordinators' consensus in a virtual world; the
+//! fuzz targets (`fuzz`); and tests that write model files or certificates, read schemas, or speak to a node
+//! as another node (`cluster/{grammars,shards,operate}.rs`, `network/shipping.rs`).
 
 pub mod binary;
 pub mod browser;

@@ -3,6 +3,12 @@
 //! A request passes, in this order: the connection's limits (in the crate `coordinator`), `serve` for
 //! all routes (request id, authentication, deny by default), [`limits::read`], [`plan`], the dispatch,
 //! and [`answer`].
+//!
+//! Guarantees: every request except a preflight is authenticated before its body is read, and every response
+//! has a request id. An error names the field. Bodies are bounded, and the planning threads are shared by the
+//! tenants in turns.
+//! Must not contain: listeners and connections (the crate `coordinator`), the choice of a worker, model
+//! files.
 
 mod admitted;
 pub mod answer;

@@ -7,8 +7,8 @@
 //! every change that was acknowledged before the read began. A change is applied at most once, however often
 //! it is sent. Without a majority the table does not change, but stays readable.
 //!
-//! Values that change every second (load, prefixes, progress) do not belong into the table. Only the driver
-//! uses clocks, sockets and randomness.
+//! Must not contain: values that change every second (load, prefixes, progress); clocks, sockets and
+//! randomness outside the driver; what a change means to the rest of a coordinator (the crate `group`).
 
 pub mod core;
 pub mod driver;

@@ -1,6 +1,11 @@
 //! Executes the balancer's decisions: the balancer behind a lock, the connections to the workers, and the
 //! life cycle of each generation ([`Generation`]), call to encode texts ([`Encoding`]) and session of an
 //! operation ([`OpenedSession`]).
+//!
+//! Guarantees: requests are sent to a worker in the order of the balancer's decisions, except those that wait
+//! for a prefill worker. A client gets no token twice: a retry continues after the emitted tokens. Dropping a
+//! request takes it out of the balancer and cancels its stream at the worker.
+//! Must not contain: the choice of a worker (the crate `router`), HTTP, plans of replicas, arithmetic.
 
 mod certificates;
 mod choice;

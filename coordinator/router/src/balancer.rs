@@ -163,12 +163,15 @@ pub enum Refusal {
         /// Suggested delay before the client retries.
         retry_after: Duration,
     },
-    /// No worker serves the model now, and none is expected to.
+    /// No worker that serves the model can take the request now, and the model is not expected to be served
+    /// again soon. Either none serves it, or none offers the operation or has the numeric class of the tokens
+    /// that were sent.
     #[error("no worker serves the model at the moment")]
     NoWorker,
     #[error("the deadline passed in the queue")]
     Deadline,
-    /// [`Policy::max_attempts`] attempts have failed.
+    /// [`Policy::max_attempts`] attempts have failed, or a worker has declined the request and no other one
+    /// that serves the model can take it.
     #[error("every attempt failed")]
     AttemptsFailed,
 }

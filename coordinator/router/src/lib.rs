@@ -8,8 +8,10 @@
 //! - [`table`]: the members of the cluster
 //! - [`balancer`]: all of these as one state machine: time and events in, actions out
 //!
-//! No code here reads a clock, draws a random number, or does I/O: the caller passes time, random numbers and
-//! events, so that tests can replay every decision.
+//! Guarantees: the same calls lead to the same decisions, so that tests can replay them. The queue and the
+//! prefix index have limits.
+//! Must not contain: clocks, sources of random numbers, I/O. The caller passes time, random numbers and
+//! events.
 
 pub mod admission;
 pub mod balancer;

@@ -1,8 +1,10 @@
 //! Key/value metadata of a model file, with typed access.
 //!
-//! Writers use different integer widths, and bool or integer arrays. A getter accepts every stored type that
-//! holds the value exactly; anything else is an error that names the key. This crate reads no file and defines no
-//! key: the crates `model` and `text` do.
+//! Writers use different integer widths, and bool or integer arrays.
+//!
+//! Guarantees: a getter accepts every stored type that holds the value exactly; anything else is an error
+//! that names the key.
+//! Must not contain: readers of files, names of keys. The crates `model` and `text` have them.
 
 use std::collections::BTreeMap;
 

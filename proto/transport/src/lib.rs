@@ -1,10 +1,10 @@
 //! QUIC with mutual TLS between the nodes of one cluster: connections, the streams of each kind of message,
-//! the RPC services, and the heartbeats of event loops. This crate never contains scheduling, routing,
-//! arithmetic or model files.
+//! the RPC services, and the heartbeats of event loops. Must not contain: scheduling, routing, arithmetic,
+//! model files.
 //!
 //! A node [binds](Endpoint::bind) one endpoint. Every worker dials every coordinator ([`Dialer`]), and
 //! coordinators dial each other. On a [`Connection`] either side opens streams; the first byte of a stream
-//! is its [`StreamKind`]. Invariants:
+//! is its [`StreamKind`]. Guarantees:
 //!
 //! - A `Connection` exists only after both certificates were checked (chain, validity, key usage, cluster,
 //!   role, node id), both hellos were exchanged and a protocol version was agreed on.

@@ -365,7 +365,8 @@ impl Engine {
     }
 
     /// Schedules a request, or lets it wait for another one with the same prompt, or for a prefix from a tier
-    /// or another worker. Removes it if the scheduler refuses it.
+    /// or another worker. Removes it if the scheduler refuses it. A request that waits for a leader or a tier
+    /// drops its pull source: it computes what these do not bring, unless a running KV transfer brings it.
     fn schedule_or_wait(
         &mut self,
         now: Instant,
@@ -645,7 +646,7 @@ impl Engine {
                     continue;
                 };
                 let Some(at) = drawn.iter().position(|draw| draw.id == id) else {
-                    // The request arrived while the step was in flight.
+                    // The request arrived while the step was in flight, or its mask was not ready.
                     self.schedule(request);
                     continue;
                 };

@@ -27,7 +27,8 @@ pub trait Source: Send {
 pub enum PullFailure {
     /// The holder cannot be reached, or its identity is not the expected one.
     Unreachable,
-    /// The holder is busy, is of another origin, or does not hold the whole prefix.
+    /// The holder is busy, is of another origin, holds no more of the prefix than the receiver, or no longer
+    /// has one of the pieces. A holder of a shorter prefix than requested offers that one.
     Refused,
     /// The connection to the holder was lost before everything arrived.
     Lost,

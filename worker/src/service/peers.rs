@@ -1,7 +1,8 @@
 //! KV transfers between workers: fetches prefixes from a holder, and sends them to workers that request them.
 //!
-//! A transfer ends when no request waits for it any more. It costs the holder a few copies between steps. If
-//! it fails, the receiver computes the prefix instead.
+//! The receiver cancels a transfer that no request waits for any more. A transfer costs the holder a few
+//! copies between steps and between the layers of a step. If it fails, the receiver computes the prefix
+//! instead.
 
 use super::Node;
 use super::runner::Runner;
@@ -128,7 +129,7 @@ async fn receive(
         let length = |piece: &PulledPiece| order.length(piece).filter(|bytes| *bytes as u64 <= left);
         let (piece, bytes) = stream.piece(length).await.map_err(failed)?;
         left -= bytes.len() as u64;
-        // Later slices wait for the holder's steps, so only the first slice measures the network.
+        // Later slices wait for the holder's engine, so only the first slice measures the network.
         if travelled.0 + bytes.len() as u64 <= SLICE_BYTES {
             travelled = (travelled.0 + bytes.len() as u64, began.elapsed());
         }

@@ -332,8 +332,10 @@ impl WorkerPool {
         }
     }
 
-    /// The only way out of the pool: ends the request's bookings, its lead of a group, and its wait for a
-    /// prefix. `None` if no worker has the request and it waits for no prefix.
+    /// Takes a request out of the pool: ends its bookings, its lead of a group, and its wait for a prefix.
+    /// `None` if no worker has the request and it waits for no prefix. The only way out of `running`.
+    /// Requests that wait for a prefix also leave by [`take_ended_waits`](Self::take_ended_waits) and
+    /// [`remove_waiting`](Self::remove_waiting).
     pub(super) fn remove(&mut self, now: Instant, ticket: Ticket, ending: Ending) -> Option<RequestState> {
         let Some(mut state) = self.running.remove(&ticket) else {
             return self.remove_waiting(|state| state.ticket == ticket).pop();

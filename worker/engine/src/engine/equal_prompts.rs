@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// Maximum number of requests that wait for one leader. Further ones are computed like any others.
 const MAX_FOLLOWERS: usize = 256;
-/// Time for which a leader that has only its last row left waits for the announced requests. They were sent
+/// Time from a leader's arrival for which its last row waits for the announced requests. They were sent
 /// together, so a request that is later than this was lost or went to another worker.
 const GATHER_TIMEOUT: Duration = Duration::from_millis(500);
 

@@ -216,8 +216,9 @@ impl Engine {
                 let Some(RequestState::ReceivingKv { request, source }) = self.take_state(id) else {
                     continue;
                 };
-                // Another source may have more than the transfer brought. After a failed transfer, or one
-                // that the arena has no room for, the request computes.
+                // The request's own source may have more than the transfer brought. It is not used after a
+                // failed transfer, or one that the arena has no room for: then the request joins another
+                // running transfer that shares its prefix, or computes.
                 let source =
                     source.filter(|_| outcome.is_ok() && matches!(result, TransferResult::Tokens(_)));
                 if let Some(request) = self.schedule_or_receive(now, request, source) {
