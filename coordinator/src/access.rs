@@ -1,4 +1,4 @@
-//! Lets the group update the API's keys: neither crate knows the other.
+//! Lets the group update the API's keys: neither crate imports the other.
 
 use api::auth::Keys;
 use consensus::table::Access;

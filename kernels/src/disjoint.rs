@@ -1,4 +1,4 @@
-//! One output of which several threads write different parts.
+//! A slice that several threads write, each a different part of it.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;

@@ -327,10 +327,10 @@ fn prepare_on(
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
     let drafter = match last_stage_drafter {
-        Some(_) => LoadedDrafter::Drafter(None),
+        Some(_) => LoadedDrafter::InDecoder,
         None => {
             let own = (tokenizer.as_ref(), max_sequences);
-            drafter::drafter(options, &gguf, &mut decoder, own, (floor, arena_bytes))?
+            drafter::load_drafter(options, &gguf, &mut decoder, own, (floor, arena_bytes))?
         }
     };
     let memory = memory.behind(decoder.backend().memory(), options)?;
@@ -445,7 +445,8 @@ impl Prepared {
         let engine = match self.drafter {
             LoadedDrafter::Off => engine,
             LoadedDrafter::Ngrams => engine.with_speculation(Speculation::ngram()),
-            LoadedDrafter::Drafter(model) => engine.with_drafter(model.map(|model| *model)),
+            LoadedDrafter::InDecoder => engine.with_drafter(None),
+            LoadedDrafter::DraftModel(model) => engine.with_drafter(Some(*model)),
         };
         let engine = match self.pull_timeout {
             Some(limit) => engine.with_transfer_time(limit),

@@ -1,14 +1,14 @@
 //! Trace spans of how a worker was chosen for a generation or a call to encode texts.
 
-use super::ticket::Placed;
+use super::ticket::PlacedAttempt;
 use proto::trace::{Span, SpanKind, within};
 use router::balancer::{Assignment, Explained, RouteRequest};
 
 /// Records the queue and route spans of a request. Returns the span of the attempt; `None` if nothing is
 /// recorded.
-pub(super) fn record(request: &RouteRequest, placed: &Placed) -> Option<Span> {
+pub(super) fn record(request: &RouteRequest, placed: &PlacedAttempt) -> Option<Span> {
     let trace = request.trace?;
-    let Placed { assignment, chosen, .. } = placed;
+    let PlacedAttempt { assignment, chosen, .. } = placed;
     let Assignment { node, attempt, predicted, reason, prefill, pull, explained, .. } = assignment;
     if let Some(explained) = explained {
         let Explained { at, candidates } = &**explained;

@@ -7,7 +7,7 @@
 //! own stream and the old stream is dropped first.
 
 use super::choice;
-use super::ticket::{Placed, TicketGuard};
+use super::ticket::{PlacedAttempt, TicketGuard};
 use proto::block::BlockId;
 use proto::ids::{Epoch, NodeId};
 use proto::message::{
@@ -93,7 +93,7 @@ pub struct Generation {
 
 #[derive(Debug)]
 struct RunningAttempt {
-    placed: Placed,
+    placed: PlacedAttempt,
     stream: GenerateStream,
     started: bool,
     span: Option<Span>,
@@ -274,7 +274,7 @@ impl Generation {
         }
     }
 
-    fn retry_elsewhere(&mut self, placed: &Placed, error: Option<GenerateError>) {
+    fn retry_elsewhere(&mut self, placed: &PlacedAttempt, error: Option<GenerateError>) {
         let class = (!self.emitted.is_empty()).then(|| placed.assignment.numeric_class.clone());
         self.ticket.retry_elsewhere(placed, error, class);
     }

@@ -58,7 +58,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use ticket::{Placed, TicketGuard};
+use ticket::{PlacedAttempt, TicketGuard};
 use tokio::sync::{Notify, mpsc};
 use transport::service::deadline;
 use transport::{CloseCode, Connection};
@@ -96,7 +96,7 @@ struct DispatchState {
 
 /// The balancer's decision about a ticket. Boxed, because a channel allocates space for dozens of values up
 /// front.
-type PlacementResult = Result<Box<Placed>, Refusal>;
+type PlacementResult = Result<Box<PlacedAttempt>, Refusal>;
 
 /// Source of a ticket's next placement.
 #[derive(Debug)]
@@ -162,8 +162,8 @@ impl Dispatch {
     fn submit(self: &Arc<Self>, requests: &[Arc<RouteRequest>]) -> Result<Vec<TicketGuard>, Refusal> {
         let mut state = self.state.lock();
         let (tickets, actions) = state.balancer.submit(Instant::now(), requests, random_u64())?;
-        // Most requests are placed at once and need no channel. Actions are handled in order, so that send
-        // sends follow the order of the decisions.
+        // Most requests are placed at once and need no channel. Actions are handled in order, so that
+        // requests are sent in the order of the decisions.
         let mut decided: Vec<Option<PlacementResult>> = tickets.iter().map(|_| None).collect();
         for action in actions {
             let own = |ticket: &Ticket| tickets.iter().position(|own| own == ticket);
@@ -539,7 +539,7 @@ impl Dispatch {
         // A member always has a link; without one there is no worker to send to.
         let link = Arc::clone(link.ok_or(Refusal::NoWorker)?);
         let send_order = Some(link.next_send());
-        Ok(Box::new(Placed { assignment, link, send_order, chosen: Instant::now() }))
+        Ok(Box::new(PlacedAttempt { assignment, link, send_order, chosen: Instant::now() }))
     }
 
     fn perform(self: &Arc<Self>, state: &mut DispatchState, actions: impl IntoIterator<Item = Action>) {

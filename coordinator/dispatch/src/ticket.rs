@@ -25,7 +25,7 @@ pub(super) struct TicketGuard {
 
 /// A worker that was chosen for an attempt.
 #[derive(Debug)]
-pub(super) struct Placed {
+pub(super) struct PlacedAttempt {
     pub(super) assignment: Assignment,
     pub(super) link: Arc<Link>,
     /// The position in the order in which requests are sent to the worker; `None` after the request was sent.
@@ -34,7 +34,7 @@ pub(super) struct Placed {
     pub(super) chosen: Instant,
 }
 
-impl Placed {
+impl PlacedAttempt {
     /// Time from submission until the worker was chosen.
     pub(super) fn queued(&self, request: &RouteRequest) -> Duration {
         self.chosen.saturating_duration_since(request.submitted)
@@ -55,7 +55,7 @@ impl TicketGuard {
     }
 
     /// Waits for a worker, and until it may be sent to. `emitted`: the client has tokens of the answer.
-    pub(super) async fn worker(&mut self, emitted: bool) -> Result<Placed, Failure> {
+    pub(super) async fn worker(&mut self, emitted: bool) -> Result<PlacedAttempt, Failure> {
         let placement: PlacementResult = self.placements.next().await.ok_or(Failure::Lost)?;
         let refusal = match placement {
             Ok(mut placed) => {
@@ -92,7 +92,7 @@ impl TicketGuard {
     /// class may continue.
     pub(super) fn retry_elsewhere(
         &mut self,
-        placed: &Placed,
+        placed: &PlacedAttempt,
         error: Option<GenerateError>,
         only_class: Option<String>,
     ) {

@@ -25,7 +25,7 @@ use consensus::storage::{Disk, Loaded, StorageError};
 use consensus::table::{Change, GroupMember, Level, Refusal, Table, WorkerDrained};
 use consensus::telemetry::RaftMetrics;
 use dispatch::Dispatch;
-use founding::{DraftFile, Founding};
+use founding::{Founding, ProposalFile};
 use members::MemberReply;
 use mesh::Mesh;
 use news::{GroupMessage, LatestNews, MemberStatus, News};
@@ -45,7 +45,7 @@ use tokio::task::JoinHandle;
 use transport::{Connection, Endpoint};
 
 pub use access::AccessControl;
-pub use founding::DraftError;
+pub use founding::ProposalError;
 pub use members::{GroupView, MemberRequest, MemberView};
 pub use mesh::PeerEntry;
 pub use news::Standing;
@@ -82,7 +82,7 @@ pub enum GroupError {
     Storage { path: PathBuf, source: StorageError },
     /// The founding proposal's file cannot be used.
     #[error(transparent)]
-    Draft(#[from] DraftError),
+    FoundingProposal(#[from] ProposalError),
     #[error(transparent)]
     Core(#[from] CoreError),
     /// The founders do not fit into a frame.
@@ -183,7 +183,7 @@ struct Member {
 /// An initialized disk without a group.
 struct Blank {
     disk: Disk,
-    file: DraftFile,
+    file: ProposalFile,
     founding: Founding,
 }
 
@@ -216,7 +216,7 @@ impl Agreement {
             opened => opened.map_err(at)?,
         };
         let lost = Disk::was_put_aside(&path);
-        let file = DraftFile(directory.join("founding"));
+        let file = ProposalFile(directory.join("founding"));
         let (orders, received_orders) = mpsc::channel(MAX_ORDERS);
         let shared = Arc::new(Shared {
             node: node.clone(),
@@ -255,10 +255,10 @@ impl Agreement {
                 None
             }
             None => {
-                let draft = file.load_or_draw(&node, &at)?;
-                let _first = shared.seat.set(GroupMember { level: Level::OWN, ..draft.seat.clone() });
+                let proposal = file.load_or_create(&node, &at)?;
+                let _first = shared.seat.set(GroupMember { level: Level::OWN, ..proposal.seat.clone() });
                 let others = others.iter().map(|peer| peer.node.clone());
-                Some(Blank { disk, file, founding: Founding::new(draft, others) })
+                Some(Blank { disk, file, founding: Founding::new(proposal, others) })
             }
         };
         if let Some(waiting) = blank.take() {
@@ -412,7 +412,7 @@ impl Shared {
         let mut group = None;
         for (peer, news) in self.latest.lock().all_news() {
             match news {
-                News::Draft(draft) => blank.founding.add_draft(peer, draft.clone()),
+                News::FoundingProposal(proposal) => blank.founding.add_proposal(peer, proposal.clone()),
                 News::Member(member) => group = Some(member.group),
             }
         }
@@ -422,7 +422,7 @@ impl Shared {
             None if self.lost => None,
             None => {
                 if blank.founding.agree() {
-                    blank.file.save(blank.founding.draft())?;
+                    blank.file.save(blank.founding.proposal())?;
                 }
                 blank.founding.founded()?
             }
@@ -452,7 +452,7 @@ impl Shared {
                 };
             }
             let news = match (&blank, self.member.get()) {
-                (Some(blank), _) => Some(News::Draft(blank.founding.draft().clone())),
+                (Some(blank), _) => Some(News::FoundingProposal(blank.founding.proposal().clone())),
                 (None, Some(Member { group, handle })) => {
                     let status = handle.status();
                     let (role, term, applied) = (self.role(&status), status.term, status.applied);

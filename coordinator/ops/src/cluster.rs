@@ -143,8 +143,8 @@ fn shipment((node, report): &(NodeId, ShippingReport)) -> Value {
     })
 }
 
-/// Models of which no further replica can be planned though workers are free, or whose operator's plan is not
-/// fully placed. Known to the leader only.
+/// Models for which no further replica can be planned although workers are free, and models whose operator's
+/// plan is not fully placed. Empty at coordinators that do not lead.
 fn unplanned(ops: &Ops) -> Vec<Value> {
     let unplanned = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());

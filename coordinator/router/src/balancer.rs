@@ -456,7 +456,7 @@ impl Balancer {
         self.worker_pool.index_of(node, |index, slot| index.apply(slot, batch))
     }
 
-    /// Places requests whose awaited prefix has arrived or no longer will. Call it after [`Balancer::events`].
+    /// Places the requests whose wait for a prefix has ended. Call it after [`Balancer::events`].
     pub fn announced(&mut self, now: Instant, mut random: u64) -> Vec<Action> {
         let mut actions = Vec::new();
         for state in self.worker_pool.take_ended_waits(now) {

@@ -13,13 +13,13 @@ pub(crate) enum Token<'a> {
 
 /// A token and its line, from 1.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Placed<'a> {
+pub(crate) struct PlacedToken<'a> {
     pub(crate) token: Token<'a>,
     pub(crate) line: u32,
 }
 
 /// Returns all tokens of a text, without comments.
-pub(crate) fn tokens(text: &str) -> Result<Vec<Placed<'_>>, PtxError> {
+pub(crate) fn tokens(text: &str) -> Result<Vec<PlacedToken<'_>>, PtxError> {
     let mut out = Vec::new();
     let mut rest = text;
     let mut line = 1;
@@ -38,17 +38,17 @@ pub(crate) fn tokens(text: &str) -> Result<Vec<Placed<'_>>, PtxError> {
             }
             '"' => {
                 let end = rest[1..].find('"').ok_or_else(|| unfinished(line, "a string"))?;
-                out.push(Placed { token: Token::Text(&rest[1..=end]), line });
+                out.push(PlacedToken { token: Token::Text(&rest[1..=end]), line });
                 line += newlines(&rest[1..=end]);
                 end + 2
             }
             c if is_word(c) => {
                 let end = word_end(rest);
-                out.push(Placed { token: Token::Word(&rest[..end]), line });
+                out.push(PlacedToken { token: Token::Word(&rest[..end]), line });
                 end
             }
             c => {
-                out.push(Placed { token: Token::Mark(c), line });
+                out.push(PlacedToken { token: Token::Mark(c), line });
                 c.len_utf8()
             }
         };

@@ -17,8 +17,9 @@
 //! the host's, exact to about one unit in the last place. Sums of matrix products are rounded once. A NaN
 //! stays a NaN, but its bits are the host's.
 //!
-//! Guarantees: an access outside its allocation, and anything unknown, is an error; the same seed runs the warps
-//! in the same order. Must not contain: kernels, calls of a driver, fast paths that skip checks.
+//! Guarantees: an access outside its allocation, and anything unknown, is an error; the same seed runs the
+//! warps in the same order.
+//! Must not contain: Kvasir's kernels, calls of a driver, fast paths that skip checks.
 //!
 //! One core of the build machine (a quiet run of `cargo bench -p kvasir-ptx`, 2026-11-22) runs 360 million
 //! lane instructions per second in memory-bound kernels and 690 million in compute-bound ones.

@@ -6,7 +6,7 @@ mod scope;
 
 use crate::PtxError;
 use crate::ast::{Function, Parameter, Space, Variable};
-use crate::lex::{Placed, Token, tokens};
+use crate::lex::{PlacedToken, Token, tokens};
 use std::collections::HashMap;
 
 #[derive(Debug, Default)]
@@ -63,7 +63,7 @@ struct Declared {
 }
 
 struct Parser<'a> {
-    tokens: &'a [Placed<'a>],
+    tokens: &'a [PlacedToken<'a>],
     at: usize,
     parsed: Parsed,
     functions: Vec<Header>,
@@ -71,7 +71,7 @@ struct Parser<'a> {
 }
 
 impl<'a> Parser<'a> {
-    fn new(tokens: &'a [Placed<'a>]) -> Self {
+    fn new(tokens: &'a [PlacedToken<'a>]) -> Self {
         Self { tokens, at: 0, parsed: Parsed::default(), functions: Vec::new(), variables: HashMap::new() }
     }
 
@@ -112,7 +112,7 @@ impl<'a> Parser<'a> {
     /// `.file 1 "name"`, optionally with a time and a size.
     fn file(&mut self, line: u32) -> Result<(), PtxError> {
         let number = self.integer()?;
-        if let Some(Placed { token: Token::Text(name), .. }) = self.tokens.get(self.at) {
+        if let Some(PlacedToken { token: Token::Text(name), .. }) = self.tokens.get(self.at) {
             self.parsed.files.insert(number as u32, (*name).into());
         }
         self.skip_line(line);

@@ -20,7 +20,7 @@ pub use entries::{CATALOG, Entry, find};
 pub use http::{Head, Http, Request, Response};
 pub use transfer::{PlainHttp, Refusal};
 
-use download::Expected;
+use download::ExpectedChecksums;
 use entries::{Origin, PackagePart, Pinned};
 
 mod about;
@@ -350,7 +350,7 @@ impl Store {
                 let sha256: Vec<String> = sha256.iter().map(|sha256| (*sha256).to_owned()).collect();
                 let verification =
                     if sha256.is_empty() { Verification::Unverified } else { Verification::Pinned };
-                let expected = Expected { sha256: &sha256, verification };
+                let expected = ExpectedChecksums { sha256: &sha256, verification };
                 download::fetch(&self.dir(entry), &parse(address)?, expected, network, progress)?;
             }
         }
@@ -376,7 +376,7 @@ impl Store {
         let here = Record::read(&dir).is_some_and(|record| record.is_complete(&dir, address));
         if !here || !sha256.is_empty() {
             let verification = if sha256.is_empty() { Verification::Unverified } else { Verification::Given };
-            download::fetch(&dir, address, Expected { sha256, verification }, network, progress)?;
+            download::fetch(&dir, address, ExpectedChecksums { sha256, verification }, network, progress)?;
         }
         Ok(path)
     }

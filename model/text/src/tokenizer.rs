@@ -19,7 +19,7 @@ use metadata::Metadata;
 use bpe::Bpe;
 use char_bpe::CharBpe;
 use decode::TokenDecoder;
-use memo::{Cuts, How, Memo};
+use memo::{Cuts, Memo, PieceContext};
 use normalize::Normalizer;
 use pieces::Pieces;
 use special::{Quoted, SpecialPart as Cut, Specials};
@@ -283,17 +283,17 @@ impl Tokenizer {
         (special, quoted): (bool, Quoted<'_>),
         affordable: impl Fn(&str) -> bool,
     ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
-        let encode = |text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
+        let encode = |text: &str, context: PieceContext, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
             let affordable = affordable(text);
             if affordable {
-                self.encode_part(text, how, quoted, ids);
+                self.encode_part(text, context, quoted, ids);
             }
             affordable
         };
         let mut ids = Vec::with_capacity(text.len() / 3);
         let parts = match &self.memo {
             Some(memo) => memo.encode(text, (special, quoted), &mut ids, encode)?,
-            None if encode(text, How { special, first: true }, quoted, &mut ids) => Vec::new(),
+            None if encode(text, PieceContext { special, first: true }, quoted, &mut ids) => Vec::new(),
             None => return None,
         };
         Some((ids, parts))
@@ -309,15 +309,15 @@ impl Tokenizer {
     }
 
     /// Appends the tokens of a part of a text.
-    fn encode_part(&self, text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>) {
-        let (mut begins, mut first) = (how.first, how.first);
-        self.specials.split(text, how.special, quoted, |part| match part {
+    fn encode_part(&self, text: &str, context: PieceContext, quoted: Quoted<'_>, ids: &mut Vec<u32>) {
+        let (mut begins, mut first) = (context.first, context.first);
+        self.specials.split(text, context.special, quoted, |part| match part {
             Cut::Token(id) => {
                 ids.push(id);
                 (begins, first) = (true, false);
             }
             Cut::Text(piece) => {
-                self.encode_piece((text, piece), (how.special, begins, first), quoted, ids);
+                self.encode_piece((text, piece), (context.special, begins, first), quoted, ids);
                 (begins, first) = (false, false);
             }
         });

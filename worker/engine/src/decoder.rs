@@ -1,7 +1,7 @@
 //! The decoder: runs a layer range of a [`ModelSpec`] on a backend.
 //!
-//! It knows no device and no architecture. All input that changes from step to step is in a [`StepInput`].
-//! The outputs are the residual stream, rows of logits or pooled vectors.
+//! It depends on no device and on no architecture. All input that changes from step to step is in a
+//! [`StepInput`]. The outputs are the residual stream, rows of logits or pooled vectors.
 
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
@@ -114,7 +114,7 @@ impl Decoder {
     ) -> Result<Self, Error> {
         let weights =
             Loader::new(source, packs, backend.as_mut()).load(&spec, config.layers.clone(), progress)?;
-        let layout::Placed { groups, caches, kv_locations, narrow_heads } =
+        let layout::PlacedCaches { groups, caches, kv_locations, narrow_heads } =
             layout::place_caches(&spec, &weights, &config, backend.as_mut())?;
         let buffers =
             layout::create_buffers(&spec, &spec.layers[config.layers.clone()], &config, backend.as_mut())?;

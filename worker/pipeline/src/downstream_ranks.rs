@@ -606,7 +606,7 @@ impl DownstreamRanks {
                 Some(LostStage { stage, source })
             };
             if status.last_report.max(since).elapsed() > SILENCE {
-                return timeout("saying how far it is", SILENCE);
+                return timeout("reporting progress", SILENCE);
             }
             let StageProgressReport { done, computes, for_us } = status.progress;
             let computed = self.under_way.iter().find(|step| step.step == computes);

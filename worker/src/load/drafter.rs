@@ -23,8 +23,9 @@ use text::tokenizer::Tokenizer;
 pub(super) enum LoadedDrafter {
     Off,
     Ngrams,
-    /// `None`: an MTP head or assistant inside the decoder. `Some`: a draft model.
-    Drafter(Option<Box<DraftModel>>),
+    /// An MTP head or an assistant, which the decoder of this worker or of the last stage contains.
+    InDecoder,
+    DraftModel(Box<DraftModel>),
 }
 
 /// Rows of a drafter's largest step.
@@ -46,7 +47,7 @@ pub(super) fn mtp_head(file: &ModelFile, arch: &str) -> Result<MtpHeadSpec, Erro
 
 /// Loads the drafter for the model in `decoder`, loaded from `file`, which uses `tokenizer` and decodes
 /// `sequences` at once. Must be called before its arena of `arena_bytes` is allocated.
-pub(super) fn drafter(
+pub(super) fn load_drafter(
     options: &EngineOptions,
     file: &ModelFile,
     decoder: &mut Decoder,
@@ -63,20 +64,20 @@ pub(super) fn drafter(
         SpeculativeMethod::Ngram => Ok(LoadedDrafter::Ngrams),
         SpeculativeMethod::MtpHead => {
             load_mtp_head(options, file, decoder, sequences)?;
-            Ok(LoadedDrafter::Drafter(None))
+            Ok(LoadedDrafter::InDecoder)
         }
         SpeculativeMethod::Assistant(path) => {
             let (drafter, spec) = assistant(path)?;
             admit("the drafter", drafter.total_tensor_bytes())?;
             load_assistant(options, (file, &drafter), &spec, decoder, sequences)?;
-            Ok(LoadedDrafter::Drafter(None))
+            Ok(LoadedDrafter::InDecoder)
         }
         SpeculativeMethod::Model(path) => {
             let (file, spec) = draft_model(path)?;
             check_vocabulary(
                 path,
                 &spec,
-                &of_file(path, Tokenizer::from_metadata(file.metadata()))?,
+                &name_file_in_error(path, Tokenizer::from_metadata(file.metadata()))?,
                 (&*decoder, tokenizer),
             )?;
             // The drafter's caches get a quarter of the model's.
@@ -89,7 +90,7 @@ pub(super) fn drafter(
             let backend = backend(&options, &environment)?;
             let drafter = load_decoder(&file, spec, &options, backend, (layers, rows), &mut |_, _| {})?;
             let model = DraftModel::new(drafter, (options.block_tokens, rows), cache_bytes)?;
-            Ok(LoadedDrafter::Drafter(Some(Box::new(model))))
+            Ok(LoadedDrafter::DraftModel(Box::new(model)))
         }
     }
 }
@@ -121,22 +122,22 @@ fn load_assistant(
 
 /// Opens a drafter that reads a model's caches.
 fn assistant(path: &Path) -> Result<(ModelFile, AssistantSpec), Error> {
-    let file = of_file(path, ModelFile::open(path))?;
-    let spec = of_file(path, AssistantSpec::from_file(&file))?;
+    let file = name_file_in_error(path, ModelFile::open(path))?;
+    let spec = name_file_in_error(path, AssistantSpec::from_file(&file))?;
     Ok((file, spec))
 }
 
 /// Opens a draft model.
 fn draft_model(path: &Path) -> Result<(ModelFile, ModelSpec), Error> {
-    let file = of_file(path, ModelFile::open(path))?;
-    let spec = of_file(path, ModelSpec::from_file(&file))?;
+    let file = name_file_in_error(path, ModelFile::open(path))?;
+    let spec = name_file_in_error(path, ModelSpec::from_file(&file))?;
     generates(&spec)?;
     Ok((file, spec))
 }
 
 /// Converts an error in a drafter's file into one that names that file, so that it is not attributed to the
 /// model. Errors of the shard store stay, since missing chunks can be fetched again.
-fn of_file<T>(path: &Path, read: Result<T, impl Into<Error>>) -> Result<T, Error> {
+fn name_file_in_error<T>(path: &Path, read: Result<T, impl Into<Error>>) -> Result<T, Error> {
     read.map_err(|error| match error.into() {
         error @ Error::Engine(engine::Error::Model(model::Error::Store(_))) => error,
         error => {
@@ -147,7 +148,7 @@ fn of_file<T>(path: &Path, read: Result<T, impl Into<Error>>) -> Result<T, Error
 
 /// Digest of a drafter's file.
 pub(crate) fn digest_of(path: &Path, options: &EngineOptions) -> Result<[u8; 32], Error> {
-    digest(&of_file(path, ModelFile::open(path))?, options)
+    digest(&name_file_in_error(path, ModelFile::open(path))?, options)
 }
 
 /// Costs of the drafter `speculative_method` next to the model in `file`. `None` for drafters without costs.
@@ -256,7 +257,7 @@ pub(super) fn last_stage_drafter(
 ///
 /// # Errors
 /// [`engine::Error::Config`] if the drafter does not fit the stage's layers.
-pub(super) fn at_last_stage(
+pub(super) fn load_at_last_stage(
     drafter: StageDrafter,
     options: &EngineOptions,
     file: &ModelFile,

@@ -115,7 +115,7 @@ pub(crate) fn stage(
     let rows = options.max_rows.unwrap_or(1);
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), &mut |_, _| {})?;
     if let Some(drafter) = drafter {
-        drafter::at_last_stage(drafter, options, &gguf, &mut decoder)?;
+        drafter::load_at_last_stage(drafter, options, &gguf, &mut decoder)?;
     }
     Ok((own, Some(decoder)))
 }

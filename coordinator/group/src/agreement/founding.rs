@@ -20,9 +20,9 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-/// A founder's proposal. It is kept on disk until the group exists.
+/// A founder's founding proposal. It is kept on disk until the group exists.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct FounderRecord {
+pub(super) struct FoundingProposal {
     /// The future seat, with the incarnation of the disk.
     pub seat: GroupMember,
     /// The founders that it has agreed on, sorted by name.
@@ -31,7 +31,7 @@ pub(super) struct FounderRecord {
 
 /// Error of a founding proposal's file that cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum DraftError {
+pub enum ProposalError {
     /// The file cannot be read or written.
     #[error("{}", directory::failed(path, source))]
     File { path: PathBuf, source: io::Error },
@@ -42,33 +42,37 @@ pub enum DraftError {
 
 /// The file of the founding proposal.
 #[derive(Debug, Clone)]
-pub(super) struct DraftFile(pub(super) PathBuf);
+pub(super) struct ProposalFile(pub(super) PathBuf);
 
-impl DraftFile {
+impl ProposalFile {
     /// Loads the proposal, or creates one for `node` at address `quic`.
-    pub(super) fn load_or_draw(&self, node: &NodeId, quic: &str) -> Result<FounderRecord, DraftError> {
+    pub(super) fn load_or_create(
+        &self,
+        node: &NodeId,
+        quic: &str,
+    ) -> Result<FoundingProposal, ProposalError> {
         match fs::read(&self.0) {
             Ok(bytes) => {
-                let draft = decode(&bytes, Cap::Stream)
-                    .map_err(|source| DraftError::Damaged { path: self.0.clone(), source })?;
-                Ok(draft)
+                let proposal = decode(&bytes, Cap::Stream)
+                    .map_err(|source| ProposalError::Damaged { path: self.0.clone(), source })?;
+                Ok(proposal)
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let incarnation = Incarnation(random_u64());
                 let seat =
                     GroupMember { node: node.clone(), incarnation, quic: quic.into(), level: Level::OWN };
-                let draft = FounderRecord { seat, agreed: None };
-                self.save(&draft)?;
-                Ok(draft)
+                let proposal = FoundingProposal { seat, agreed: None };
+                self.save(&proposal)?;
+                Ok(proposal)
             }
             Err(error) => Err(self.failed(error)),
         }
     }
 
     /// Makes a proposal durable. It may be sent only afterwards.
-    pub(super) fn save(&self, draft: &FounderRecord) -> Result<(), DraftError> {
-        let bytes = encode(&draft.clone(), Cap::Stream)
-            .map_err(|source| DraftError::Damaged { path: self.0.clone(), source })?;
+    pub(super) fn save(&self, proposal: &FoundingProposal) -> Result<(), ProposalError> {
+        let bytes = encode(&proposal.clone(), Cap::Stream)
+            .map_err(|source| ProposalError::Damaged { path: self.0.clone(), source })?;
         let next = self.0.with_extension("new");
         let write = || {
             let mut file = directory::create_private(&next)?;
@@ -82,7 +86,7 @@ impl DraftFile {
 
     /// Deletes the file once the group exists. A file that stayed would pass its incarnation on to a disk
     /// that was wiped.
-    pub(super) fn forget(&self) -> Result<(), DraftError> {
+    pub(super) fn forget(&self) -> Result<(), ProposalError> {
         match fs::remove_file(&self.0) {
             Ok(()) => self.sync_directory().map_err(|error| self.failed(error)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -94,33 +98,33 @@ impl DraftFile {
         self.0.parent().map_or(Ok(()), |dir| File::open(dir)?.sync_all())
     }
 
-    fn failed(&self, source: io::Error) -> DraftError {
-        DraftError::File { path: self.0.clone(), source }
+    fn failed(&self, source: io::Error) -> ProposalError {
+        ProposalError::File { path: self.0.clone(), source }
     }
 }
 
 /// The state of a founder before the group exists.
 #[derive(Debug)]
 pub(super) struct Founding {
-    own: FounderRecord,
-    others: BTreeMap<NodeId, Option<FounderRecord>>,
+    own: FoundingProposal,
+    others: BTreeMap<NodeId, Option<FoundingProposal>>,
 }
 
 impl Founding {
     /// Starts with the own proposal, as on disk, and the names of all other founders.
-    pub(super) fn new(own: FounderRecord, others: impl IntoIterator<Item = NodeId>) -> Self {
+    pub(super) fn new(own: FoundingProposal, others: impl IntoIterator<Item = NodeId>) -> Self {
         Self { own, others: others.into_iter().map(|node| (node, None)).collect() }
     }
 
     /// The own proposal. Send it only after it is on disk.
-    pub(super) fn draft(&self) -> &FounderRecord {
+    pub(super) fn proposal(&self) -> &FoundingProposal {
         &self.own
     }
 
     /// Takes `peer`'s proposal. Proposals of unknown founders, or for another node, are ignored.
-    pub(super) fn add_draft(&mut self, peer: &NodeId, draft: FounderRecord) {
-        if let Some(slot) = self.others.get_mut(peer).filter(|_| draft.seat.node == *peer) {
-            *slot = Some(draft);
+    pub(super) fn add_proposal(&mut self, peer: &NodeId, proposal: FoundingProposal) {
+        if let Some(slot) = self.others.get_mut(peer).filter(|_| proposal.seat.node == *peer) {
+            *slot = Some(proposal);
         }
     }
 
@@ -130,7 +134,8 @@ impl Founding {
         if self.own.agreed.is_some() {
             return false;
         }
-        let others = self.others.values().map(|draft| draft.as_ref().map(|draft| draft.seat.clone()));
+        let others =
+            self.others.values().map(|proposal| proposal.as_ref().map(|proposal| proposal.seat.clone()));
         let Some(mut seats) = others.collect::<Option<Vec<_>>>() else { return false };
         seats.push(self.own.seat.clone());
         seats.sort_by(|a, b| a.node.cmp(&b.node));
@@ -141,8 +146,8 @@ impl Founding {
     /// The founder's initial state, once all founders have agreed on the same set.
     pub(super) fn founded(&self) -> Result<Option<Loaded>, CodecError> {
         let Some(agreed) = &self.own.agreed else { return Ok(None) };
-        let same = |draft: &Option<FounderRecord>| {
-            draft.as_ref().is_some_and(|draft| draft.agreed.as_ref() == Some(agreed))
+        let same = |proposal: &Option<FoundingProposal>| {
+            proposal.as_ref().is_some_and(|proposal| proposal.agreed.as_ref() == Some(agreed))
         };
         if !self.others.values().all(same) {
             return Ok(None);
@@ -184,32 +189,36 @@ mod tests {
         NodeId::new(name).unwrap()
     }
 
-    fn draft(name: &str, incarnation: u64) -> FounderRecord {
+    fn proposal(name: &str, incarnation: u64) -> FoundingProposal {
         let incarnation = Incarnation(incarnation);
         let seat = GroupMember { node: node(name), incarnation, quic: name.into(), level: Level::OWN };
-        FounderRecord { seat, agreed: None }
+        FoundingProposal { seat, agreed: None }
     }
 
     fn founding(name: &str, incarnation: u64) -> Founding {
         let others = ["a", "b", "c"].into_iter().filter(|other| *other != name).map(node);
-        Founding::new(draft(name, incarnation), others)
+        Founding::new(proposal(name, incarnation), others)
     }
 
     /// Delivers every founder's current proposal to all founders.
     fn exchange(founders: &mut [Founding]) {
-        let drafts: Vec<FounderRecord> = founders.iter().map(|founder| founder.draft().clone()).collect();
+        let proposals: Vec<FoundingProposal> =
+            founders.iter().map(|founder| founder.proposal().clone()).collect();
         for founder in founders {
-            drafts.iter().for_each(|draft| founder.add_draft(&draft.seat.node, draft.clone()));
+            proposals.iter().for_each(|proposal| founder.add_proposal(&proposal.seat.node, proposal.clone()));
         }
     }
 
     #[test]
     fn three_found_the_same_group_when_all_have_agreed() {
         let mut all = [founding("a", 1), founding("b", 2), founding("c", 3)];
-        assert!(all.iter_mut().all(|founder| !founder.agree()), "nobody is known yet");
+        assert!(all.iter_mut().all(|founder| !founder.agree()), "no other founder is known yet");
         exchange(&mut all);
         assert!(all.iter_mut().all(Founding::agree));
-        assert!(all.iter().all(|founder| founder.founded().unwrap().is_none()), "nobody has said so yet");
+        assert!(
+            all.iter().all(|founder| founder.founded().unwrap().is_none()),
+            "no other founder's agreement has arrived yet"
+        );
         exchange(&mut all);
         let loaded: Vec<Loaded> = all.iter().map(|founder| founder.founded().unwrap().unwrap()).collect();
         assert!(loaded.iter().all(|each| each.snapshot == loaded[0].snapshot));
@@ -236,25 +245,25 @@ mod tests {
     #[test]
     fn a_proposal_for_another_node_is_ignored() {
         let mut founder = founding("a", 1);
-        founder.add_draft(&node("b"), draft("c", 3));
-        founder.add_draft(&node("d"), draft("d", 4));
-        founder.add_draft(&node("b"), draft("b", 2));
+        founder.add_proposal(&node("b"), proposal("c", 3));
+        founder.add_proposal(&node("d"), proposal("d", 4));
+        founder.add_proposal(&node("b"), proposal("b", 2));
         assert!(!founder.agree());
-        founder.add_draft(&node("c"), draft("c", 3));
+        founder.add_proposal(&node("c"), proposal("c", 3));
         assert!(founder.agree());
-        assert_eq!(founder.draft().agreed.as_ref().unwrap().len(), 3);
+        assert_eq!(founder.proposal().agreed.as_ref().unwrap().len(), 3);
     }
 
     #[test]
     fn a_proposal_survives_a_restart_but_not_its_deletion() {
         let dir = tempfile::tempdir().unwrap();
-        let file = DraftFile(dir.path().join("founding"));
-        let drawn = file.load_or_draw(&node("a"), "h:1").unwrap();
-        assert_eq!(file.load_or_draw(&node("a"), "other:2").unwrap(), drawn);
+        let file = ProposalFile(dir.path().join("founding"));
+        let created = file.load_or_create(&node("a"), "h:1").unwrap();
+        assert_eq!(file.load_or_create(&node("a"), "other:2").unwrap(), created);
         file.forget().unwrap();
         file.forget().unwrap();
-        assert_ne!(file.load_or_draw(&node("a"), "h:1").unwrap(), drawn);
+        assert_ne!(file.load_or_create(&node("a"), "h:1").unwrap(), created);
         fs::write(&file.0, b"\xffrubbish").unwrap();
-        assert!(matches!(file.load_or_draw(&node("a"), "h:1"), Err(DraftError::Damaged { .. })));
+        assert!(matches!(file.load_or_create(&node("a"), "h:1"), Err(ProposalError::Damaged { .. })));
     }
 }

@@ -1,6 +1,6 @@
 //! Messages between coordinators besides Raft frames, and the last ones received.
 
-use super::founding::FounderRecord;
+use super::founding::FoundingProposal;
 use super::members::{MemberReply, MemberRequest};
 use super::settings::SettingDigests;
 use consensus::Incarnation;
@@ -38,7 +38,7 @@ pub(super) enum GroupMessage {
 /// A coordinator's status. Variants are only appended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum News {
-    Draft(FounderRecord),
+    FoundingProposal(FoundingProposal),
     Member(MemberStatus),
 }
 
@@ -94,7 +94,7 @@ impl LatestNews {
             News::Member(member) if member.role == RaftRole::Leader && member.group == group => {
                 Some((member.term, node))
             }
-            News::Member(_) | News::Draft(_) => None,
+            News::Member(_) | News::FoundingProposal(_) => None,
         });
         leads.max_by_key(|(term, _)| *term).map(|(_, node)| node)
     }
@@ -117,7 +117,7 @@ impl LatestNews {
                 let there = at.elapsed() < SILENT_AFTER;
                 (if there { role.name() } else { "unreachable" }, *term, *applied)
             }
-            Some((at, News::Draft(_))) if at.elapsed() < SILENT_AFTER => ("founding", 0, 0),
+            Some((at, News::FoundingProposal(_))) if at.elapsed() < SILENT_AFTER => ("founding", 0, 0),
             _ => ("unreachable", 0, 0),
         };
         Standing { node: node.clone(), role, term, applied }

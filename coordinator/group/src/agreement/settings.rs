@@ -37,7 +37,7 @@ pub(super) struct SettingDigests {
 pub(super) struct SettingDigest {
     pub name: String,
     pub digest: [u8; 16],
-    /// The sender knows that its value is the odd one.
+    /// The sender has found that its own value is the odd one.
     pub odd: bool,
 }
 

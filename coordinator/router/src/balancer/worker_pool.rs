@@ -51,7 +51,7 @@ pub(super) struct WorkerPool {
     lengths: Lengths,
     groups: Groups,
     recent: Recent,
-    expected: HashMap<ModelId, Expected>,
+    expected: HashMap<ModelId, ExpectedModel>,
     joins: u64,
     rounds: u64,
 }
@@ -71,7 +71,7 @@ pub(super) struct Booking {
 
 /// A model that may have no worker now and is expected to have one again.
 #[derive(Debug)]
-struct Expected {
+struct ExpectedModel {
     /// Deadline of all waiting requests.
     until: Instant,
     served: Option<ServedModel>,
@@ -158,7 +158,7 @@ impl WorkerPool {
     pub(super) fn expect(&mut self, model: &ModelId, until: Instant) {
         let before = self.expected.remove(model).and_then(|expected| expected.served);
         let served = self.table.model(model).cloned().or(before);
-        self.expected.insert(model.clone(), Expected { until, served });
+        self.expected.insert(model.clone(), ExpectedModel { until, served });
     }
 
     /// The model of this name, if it is served or was served and is expected to be again.
@@ -214,11 +214,11 @@ impl WorkerPool {
             actions.push(Action::Refuse(state.ticket, refusal));
             return PlacementOutcome::Done;
         }
-        let lively = |&&(_, load): &&(&Member, &Load)| self.is_responsive(now, load);
-        let any_lively = eligible.iter().any(|w| lively(&w));
+        let responsive = |&&(_, load): &&(&Member, &Load)| self.is_responsive(now, load);
+        let any_responsive = eligible.iter().any(|w| responsive(&w));
         let overlap = self.index.lookup(&request.chain);
         let eligible: Vec<(&Member, &Load)> =
-            eligible.into_iter().filter(|w| !any_lively || lively(&w)).collect();
+            eligible.into_iter().filter(|w| !any_responsive || responsive(&w)).collect();
         let generates = Self::generates(&eligible);
         let mut candidates: Vec<Candidate> = eligible
             .iter()

@@ -54,7 +54,7 @@ pub(super) struct Claims {
 #[derive(Debug, Default)]
 struct OfSlot {
     live: usize,
-    ordered: BTreeSet<Expected>,
+    ordered: BTreeSet<LiveReservation>,
     /// Reservations that are not sorted yet; may include released ones.
     unsorted: Vec<ReservationId>,
     /// Reservations of ended requests, in the order of their end, which is mostly that of the events; may
@@ -62,15 +62,14 @@ struct OfSlot {
     settled: VecDeque<ReservationId>,
 }
 
-/// A live reservation in chain order. Chains with a common prefix are adjacent: no chain shares a longer
-/// prefix with another than its two neighbours do.
+/// A live reservation in chain order. A chain's longest shared prefix is with one of its two neighbours.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Expected {
+struct LiveReservation {
     chain: Arc<[BlockId]>,
     id: ReservationId,
 }
 
-impl Ord for Expected {
+impl Ord for LiveReservation {
     /// By the first differing unit, then by length, then by age.
     fn cmp(&self, other: &Self) -> Ordering {
         let shared = common(&self.chain, &other.chain);
@@ -79,7 +78,7 @@ impl Ord for Expected {
     }
 }
 
-impl PartialOrd for Expected {
+impl PartialOrd for LiveReservation {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
@@ -88,7 +87,7 @@ impl PartialOrd for Expected {
 /// Upper bound of the bytes of a B-tree set: nodes of 11 entries, of which at least 5 are used in all but the
 /// root, and for every 6 nodes at most one inner node with 12 more pointers.
 fn set_bytes(entries: usize) -> usize {
-    const NODE: usize = 11 * size_of::<Expected>() + 16;
+    const NODE: usize = 11 * size_of::<LiveReservation>() + 16;
     const INNER: usize = NODE + 12 * size_of::<usize>();
     if entries == 0 { 0 } else { NODE + entries * NODE / 6 + entries * INNER / 36 }
 }
@@ -140,7 +139,7 @@ impl Claims {
     pub(super) fn release(&mut self, id: ReservationId, lanes: &Lanes, tree: &mut Tree) {
         let Some(Reservation { slot, chain, ordered, .. }) = self.live.remove(&id) else { return };
         self.chain_bytes -= size_of_val(&chain[..]);
-        let released = Expected { chain, id };
+        let released = LiveReservation { chain, id };
         if let Some(of_slot) = self.by_slot.get_mut(&slot) {
             of_slot.live -= 1;
             if ordered {
@@ -160,7 +159,7 @@ impl Claims {
     }
 
     /// Length of the longest prefix that the released chain shares with another live one of this worker.
-    fn longest_shared(&mut self, slot: Slot, released: &Expected) -> usize {
+    fn longest_shared(&mut self, slot: Slot, released: &LiveReservation) -> usize {
         let Self { live, by_slot, unsorted_bytes, .. } = self;
         let Some(of_slot) = by_slot.get_mut(&slot) else { return 0 };
         *unsorted_bytes -= of_slot.unsorted_bytes();
@@ -169,11 +168,11 @@ impl Claims {
                 continue;
             };
             reservation.ordered = true;
-            of_slot.ordered.insert(Expected { chain: Arc::clone(&reservation.chain), id });
+            of_slot.ordered.insert(LiveReservation { chain: Arc::clone(&reservation.chain), id });
         }
         let before = of_slot.ordered.range(..released).next_back();
         let behind = of_slot.ordered.range((Bound::Excluded(released), Bound::Unbounded)).next();
-        let share = |other: &Expected| common(&other.chain, &released.chain);
+        let share = |other: &LiveReservation| common(&other.chain, &released.chain);
         before.into_iter().chain(behind).map(share).max().unwrap_or(0)
     }
 

@@ -82,8 +82,8 @@ enum Closing {
     Linger(Pin<Box<Sleep>>),
 }
 
-/// Bytes per read for a request of which `left` bytes are to come: one more, since a read that fills its
-/// buffer is followed by one that finds nothing.
+/// Bytes per read for a request with `left` bytes still to come: one more, since a read that fills its buffer
+/// is followed by one that finds nothing.
 fn read_size(left: u64) -> usize {
     usize::try_from(left).unwrap_or(MAX_READ_BYTES).saturating_add(1).clamp(READ_BYTES, MAX_READ_BYTES)
 }

@@ -4,7 +4,7 @@ use super::scope::{self, Named, Scope};
 use super::{Header, ModuleVariable, Parser, number};
 use crate::PtxError;
 use crate::ast::{File, Function, Number, Operand, Raw, Reg, Space};
-use crate::lex::{Placed, Token};
+use crate::lex::{PlacedToken, Token};
 use std::collections::HashMap;
 
 /// Maximum depth of nested calls. Deeper nesting counts as recursion, which is not supported.
@@ -209,8 +209,9 @@ impl Parser<'_> {
     fn label(&mut self, body: &mut Body, label: &str) -> Result<(), PtxError> {
         let id = body.scopes.last().map_or(0, |scope| scope.id);
         let name = format!("{label}@{id}");
-        if let Some(Placed {
-            token: Token::Word(directive @ (".branchtargets" | ".callprototype")), ..
+        if let Some(PlacedToken {
+            token: Token::Word(directive @ (".branchtargets" | ".callprototype")),
+            ..
         }) = self.tokens.get(self.at)
         {
             self.at += 1;

@@ -84,7 +84,7 @@ pub struct RecordedFile {
 
 /// Expected checksums: one SHA-256 per file, or empty.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Expected<'a> {
+pub(super) struct ExpectedChecksums<'a> {
     pub(super) sha256: &'a [String],
     /// Recorded as the source of the checksums.
     pub(super) verification: Verification,
@@ -126,7 +126,7 @@ impl RecordedFile {
 pub(super) fn fetch(
     dir: &Path,
     address: &Address,
-    expected: Expected<'_>,
+    expected: ExpectedChecksums<'_>,
     network: &Network,
     progress: &mut dyn Progress,
 ) -> Result<Record, Error> {

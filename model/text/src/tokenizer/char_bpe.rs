@@ -23,9 +23,11 @@ pub(super) struct CharBpe {
     /// Characters after which a merge may include a space. After any other character a space begins a new
     /// word.
     before_space: BTreeSet<char>,
-    /// Characters that are spaces in words and begin new ones; without affixes.
+    /// Space characters before which a text may be cut into words. Empty if [`Rules::affixed`] or
+    /// [`Rules::whole_words_first`] is set.
     spaces: Vec<char>,
-    /// Whether the text of a token merges to it, as in byte-level BPE.
+    /// For each token: `WHOLE` if merging the characters of its text results in the token, `NOT_WHOLE` if
+    /// not, `UNKNOWN` if not tried yet.
     whole: Vec<AtomicU8>,
 }
 
@@ -40,7 +42,8 @@ pub(super) struct Rules {
     pub(super) fuses_unknown: bool,
     /// A word that is a token is not merged from its characters.
     pub(super) whole_words_first: bool,
-    /// Symbols of characters that begin no word, end one, or both; `None` if they are as others.
+    /// Symbols of characters that do not begin a word, that end one, or that are a whole word. `None`: a
+    /// character has the same symbol in every position.
     pub(super) affixed: Option<Affixed>,
 }
 

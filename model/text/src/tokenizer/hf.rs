@@ -1,6 +1,6 @@
 //! Builds a tokenizer from the files of a Hugging Face repository: `tokenizer.json` and those beside it.
 //!
-//! Ids are those of the library `tokenizers` for the same files. What the files say and this reader does not
+//! Ids are those of the library `tokenizers` for the same files. Content of the files that this reader does not
 //! support is refused, with its place.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};

@@ -120,7 +120,7 @@ static NEXT_NAME: AtomicU64 = AtomicU64::new(1);
 struct Piece {
     /// Unique; never reused.
     name: u64,
-    how: How,
+    context: PieceContext,
     text: Box<str>,
     tokens: Box<[u32]>,
     /// Hash of the piece that followed last. That piece is compared before it is used.
@@ -129,7 +129,7 @@ struct Piece {
 
 /// Properties besides the text that determine a piece's tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct How {
+pub(super) struct PieceContext {
     /// Texts of control tokens become these tokens.
     pub(super) special: bool,
     /// The piece is at the beginning of the text, or only special tokens precede it.
@@ -192,17 +192,17 @@ impl Memo {
         text: &str,
         (special, quoted): (bool, Quoted<'_>),
         out: &mut Vec<u32>,
-        encode: impl Fn(&str, How, Quoted<'_>, &mut Vec<u32>) -> bool,
+        encode: impl Fn(&str, PieceContext, Quoted<'_>, &mut Vec<u32>) -> bool,
     ) -> Option<Vec<KnownPart>> {
         let (mut start, mut before, mut next) = (0, NO_PIECE, NO_PIECE);
         let (mut parts, mut all_memoised) = (Vec::with_capacity(MAX_PARTS), true);
         let mut stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
         while start < text.len() {
-            let how = How { special, first: start == 0 };
+            let context = PieceContext { special, first: start == 0 };
             let tokens = out.len();
             // A memoised piece is mostly followed by the same piece as before. If so, its end need not be
             // searched.
-            if let Some((end, after, name)) = self.expected((text, quoted), start, how, next, out) {
+            if let Some((end, after, name)) = self.expected((text, quoted), start, context, next, out) {
                 if all_memoised {
                     parts.push(KnownPart { name, end: out.len() });
                 }
@@ -222,15 +222,17 @@ impl Memo {
             let within = quoted.within(start, end);
             if !within.is_empty() {
                 // Quoted ranges change the tokens of the piece, so it is not memoised.
-                if !encode(piece, how, within, out) {
+                if !encode(piece, context, within, out) {
                     return None;
                 }
                 (start, before, next, all_memoised) = (end, NO_PIECE, NO_PIECE, false);
                 stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
                 continue;
             }
-            let encode = |text: &str, how: How, out: &mut Vec<u32>| encode(text, how, Quoted::NONE, out);
-            let (hash, after, name) = self.piece(piece, how, out, &encode)?;
+            let encode = |text: &str, context: PieceContext, out: &mut Vec<u32>| {
+                encode(text, context, Quoted::NONE, out)
+            };
+            let (hash, after, name) = self.piece(piece, context, out, &encode)?;
             all_memoised &= name.is_some();
             parts.extend(name.filter(|_| all_memoised).map(|name| KnownPart { name, end: out.len() }));
             self.link(before, hash);
@@ -247,7 +249,7 @@ impl Memo {
         &self,
         (text, quoted): (&str, Quoted<'_>),
         start: usize,
-        how: How,
+        context: PieceContext,
         expected: u64,
         out: &mut Vec<u32>,
     ) -> Option<(usize, u64, u64)> {
@@ -257,7 +259,7 @@ impl Memo {
         let found = self.pieces.get(expected, |piece| {
             let bytes = text.as_bytes();
             let end = start + piece.text.len();
-            let stands = piece.how == how && bytes.get(start..end)? == piece.text.as_bytes();
+            let stands = piece.context == context && bytes.get(start..end)? == piece.text.as_bytes();
             let ends = end == bytes.len() || self.cuts.allow(bytes, end).is_some();
             (stands && ends && quoted.within(start, end).is_empty()).then(|| {
                 out.extend_from_slice(&piece.tokens);
@@ -273,13 +275,13 @@ impl Memo {
     fn piece(
         &self,
         text: &str,
-        how: How,
+        context: PieceContext,
         out: &mut Vec<u32>,
-        encode: &impl Fn(&str, How, &mut Vec<u32>) -> bool,
+        encode: &impl Fn(&str, PieceContext, &mut Vec<u32>) -> bool,
     ) -> Option<(u64, u64, Option<u64>)> {
-        let hash = self.hash(text, how);
+        let hash = self.hash(text, context);
         let found = self.pieces.get(hash, |piece| {
-            (piece.how == how && *piece.text == *text).then(|| {
+            (piece.context == context && *piece.text == *text).then(|| {
                 out.extend_from_slice(&piece.tokens);
                 (piece.next.load(Ordering::Relaxed), piece.name)
             })
@@ -289,10 +291,10 @@ impl Memo {
             return Some((hash, next, Some(name)));
         }
         let begin = out.len();
-        if !encode(text, how, out) {
+        if !encode(text, context, out) {
             return None;
         }
-        self.put(hash, how, text, out.get(begin..).unwrap_or_default());
+        self.put(hash, context, text, out.get(begin..).unwrap_or_default());
         Some((hash, NO_PIECE, None))
     }
 
@@ -310,9 +312,9 @@ impl Memo {
         }
         let (text, tokens) = (text.get(stretch.start..end)?, out.get(stretch.tokens..tokens)?);
         // A text's first piece is never an expected one.
-        let how = How { special, first: false };
-        let hash = self.hash(text, how);
-        self.put(hash, how, text, tokens);
+        let context = PieceContext { special, first: false };
+        let hash = self.hash(text, context);
+        self.put(hash, context, text, tokens);
         self.link(stretch.before, hash);
         Some(hash)
     }
@@ -327,17 +329,17 @@ impl Memo {
         }
     }
 
-    fn hash(&self, text: &str, how: How) -> u64 {
+    fn hash(&self, text: &str, context: PieceContext) -> u64 {
         let mut hasher = self.pieces.hasher();
-        hasher.pair(how.special.into(), how.first.into());
+        hasher.pair(context.special.into(), context.first.into());
         hasher.bytes(text.as_bytes());
         hasher.finish()
     }
 
-    fn put(&self, hash: u64, how: How, text: &str, tokens: &[u32]) {
+    fn put(&self, hash: u64, context: PieceContext, text: &str, tokens: &[u32]) {
         let bytes = size_of::<Piece>() + text.len() + size_of_val(tokens);
         let (name, next) = (NEXT_NAME.fetch_add(1, Ordering::Relaxed), AtomicU64::new(NO_PIECE));
-        self.pieces.put(hash, Piece { name, how, text: text.into(), tokens: tokens.into(), next }, bytes);
+        self.pieces.put(hash, Piece { name, context, text: text.into(), tokens: tokens.into(), next }, bytes);
     }
 
     /// End of the piece that begins at `start`, which is before the end of the text.

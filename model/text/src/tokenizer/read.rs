@@ -238,7 +238,7 @@ impl Defaults {
     }
 }
 
-/// What a GGUF says of the special tokens around texts.
+/// A GGUF's settings of the special tokens around texts.
 struct Around {
     bos: Option<u32>,
     adds_bos: bool,

@@ -160,7 +160,7 @@ impl Regex {
     /// Compiles `pattern`.
     ///
     /// # Errors
-    /// [`RegexError`], for what is not supported too.
+    /// [`RegexError`] if the pattern is malformed, too long, or uses a feature that is not supported.
     pub(super) fn new(pattern: &str) -> Result<Self, RegexError> {
         parse::compile(pattern)
     }

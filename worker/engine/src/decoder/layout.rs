@@ -54,9 +54,9 @@ pub(super) enum LayerCache {
     State(StateLayerId),
 }
 
-/// BlockLayout of the caches of a layer range.
+/// Layout of the caches of a layer range.
 #[derive(Debug)]
-pub(super) struct Placed {
+pub(super) struct PlacedCaches {
     pub(super) groups: Vec<CacheGroup>,
     pub(super) caches: Vec<LayerCache>,
     /// Group of each layer's keys and values, and the byte offset of the layer in its blocks.
@@ -72,7 +72,7 @@ pub(super) fn place_caches(
     weights: &Weights,
     config: &DecoderConfig,
     backend: &mut dyn Backend,
-) -> Result<Placed, Error> {
+) -> Result<PlacedCaches, Error> {
     // Based on the whole model and not on this range, so that all stages of a replica number groups alike.
     let attention = (0..spec.layers.len()).filter_map(|index| spec.attention(index));
     let mut windows: Vec<Option<usize>> = attention.map(|attention| attention.window).collect();
@@ -136,7 +136,7 @@ pub(super) fn place_caches(
         state.layers += 1;
     }
     groups.extend(spec.is_recurrent().then_some(state));
-    Ok(Placed { groups, caches, kv_locations, narrow_heads })
+    Ok(PlacedCaches { groups, caches, kv_locations, narrow_heads })
 }
 
 pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvShape {

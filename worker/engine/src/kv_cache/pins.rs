@@ -56,7 +56,7 @@ pub struct RestoreId(u64);
 pub(super) struct Pins {
     last: u64,
     pins: BTreeMap<PinId, Pin>,
-    restores: BTreeMap<RestoreId, Vec<Placed>>,
+    restores: BTreeMap<RestoreId, Vec<PlacedBlock>>,
     /// Number of pins that hold each (group, block).
     counts: HashMap<(usize, u32), u32>,
     /// Bytes of the blocks in `counts`.
@@ -71,7 +71,7 @@ struct Pin {
 
 /// Consecutive units and the block that holds them from its start.
 #[derive(Debug)]
-struct Placed {
+struct PlacedBlock {
     group: usize,
     block: u32,
     units: Range<u32>,
@@ -243,14 +243,14 @@ impl KvCache {
     }
 
     /// Allocates a block for each item, or none at all.
-    fn take_placed(&mut self, needed: &[(usize, Range<u32>)]) -> Option<Vec<Placed>> {
-        let mut placed: Vec<Placed> = Vec::with_capacity(needed.len());
+    fn take_placed(&mut self, needed: &[(usize, Range<u32>)]) -> Option<Vec<PlacedBlock>> {
+        let mut placed: Vec<PlacedBlock> = Vec::with_capacity(needed.len());
         for (group, units) in needed {
             let Some(block) = self.alloc(*group) else {
                 placed.iter().for_each(|p| self.pool.release(p.group, p.block));
                 return None;
             };
-            placed.push(Placed { group: *group, block, units: units.clone() });
+            placed.push(PlacedBlock { group: *group, block, units: units.clone() });
         }
         Some(placed)
     }
@@ -269,7 +269,7 @@ impl KvCache {
             prefix.filter(|(_, ids, tokens)| ids.len().min(tokens.len() / HASH_UNIT_TOKENS) >= units);
         let path = prefix.and_then(|(root, ids, tokens)| self.path_of(root, ids, tokens));
         if let Some((path, _)) = &path {
-            for Placed { group, block, units } in &placed {
+            for PlacedBlock { group, block, units } in &placed {
                 let per_block = self.spec.units_in(*group) as u32;
                 for unit in units.clone() {
                     self.tree.place_ready(path[unit as usize], *group, *block, unit % per_block);
@@ -277,7 +277,7 @@ impl KvCache {
                 self.pool.set_hashed(*group, *block, true);
             }
         }
-        for Placed { group, block, .. } in placed.iter().rev() {
+        for PlacedBlock { group, block, .. } in placed.iter().rev() {
             self.pool.release(*group, *block);
         }
         let named = path.is_some();
@@ -304,7 +304,7 @@ impl KvCache {
     }
 
     /// The blocks of the resume point at `node`. `None` if one is missing.
-    fn placed(&self, node: u32) -> Option<Vec<Placed>> {
+    fn placed(&self, node: u32) -> Option<Vec<PlacedBlock>> {
         let units = self.tree.depth(node);
         let mut path: Vec<u32> = self.tree.upwards(node).collect();
         path.reverse();
@@ -312,15 +312,15 @@ impl KvCache {
         for group in 0..self.spec.groups.len() {
             for units in self.unit_ranges(group, units) {
                 let block = self.tree.ready_block(path[units.end as usize - 1], group)?;
-                placed.push(Placed { group, block, units });
+                placed.push(PlacedBlock { group, block, units });
             }
         }
         Some(placed)
     }
 
-    fn describe(&self, units: u32, placed: &[Placed]) -> ResumePoint {
+    fn describe(&self, units: u32, placed: &[PlacedBlock]) -> ResumePoint {
         let unit = HASH_UNIT_TOKENS as u32;
-        let block = |placed: &Placed| {
+        let block = |placed: &PlacedBlock| {
             let end = placed.units.end * unit;
             let start =
                 if self.state_group() == Some(placed.group) { end } else { placed.units.start * unit };

@@ -172,8 +172,7 @@ impl Load {
         self.pace.update(DecodeSample { at: now, tokens: report.tokens, running: report.running, prefills });
         self.slots = if report.waiting > 0 { report.running } else { 0 };
         self.reported = now;
-        // A worker does not know yet how much of a waiting prompt it will find in its cache, so it reports
-        // whole prompts.
+        // A report counts a waiting prompt in full: its cached part is not looked up yet.
         // Work that ended here meanwhile may be in the report, and is not that of others.
         let own = self.own_work();
         let ours = std::mem::replace(&mut self.peak, own);
@@ -264,8 +263,9 @@ impl Load {
         }
     }
 
-    /// Whether the worker may be sent one more sequence of the tenant. Up to `max` sequences any tenant may;
-    /// up to twice that only a tenant with less than its kept part.
+    /// Whether the worker may be sent one more sequence of the tenant. Below `max` sequences every tenant is
+    /// admitted. Between `max` and `2·max`, only tenants with fewer than `max / TENANT_SHARE_DIVISOR`
+    /// sequences are admitted.
     pub(super) fn has_room(&self, tenant: &str, max: u32) -> bool {
         let own = || self.tenants.get(tenant).copied().unwrap_or(0);
         let inflight = self.inflight() + self.waiting_for_prefix;

@@ -98,7 +98,7 @@ impl WorkerPool {
         &self,
         now: Instant,
         state: &RequestState,
-        lively: &[(&Member, &Load)],
+        eligible: &[(&Member, &Load)],
         overlap: &Overlap,
         candidates: &mut [Candidate],
     ) {
@@ -136,10 +136,10 @@ impl WorkerPool {
         }
         // While there is a prefill worker, a decode worker does not wait here: the prefill worker computes
         // for it.
-        let prefills = lively.iter().any(|(_, load)| load.pulls.part == WorkPart::Prefill);
+        let prefills = eligible.iter().any(|(_, load)| load.pulls.part == WorkPart::Prefill);
         for candidate in candidates {
             let at = |(member, _): &&(&Member, &Load)| member.slot == candidate.slot;
-            let Some((member, load)) = lively.iter().find(at) else { continue };
+            let Some((member, load)) = eligible.iter().find(at) else { continue };
             let Some(price) = load.pulls.price(model) else { continue };
             let waits = !(prefills && load.pulls.part == WorkPart::Decode);
             let pullable = holders
@@ -153,7 +153,7 @@ impl WorkerPool {
         }
     }
 
-    /// Workers that can serve pulls now: ready or draining, lively, and with fewer than [`SENDS_AT_ONCE`]
+    /// Workers that can serve pulls now: ready or draining, responsive, and with fewer than [`SENDS_AT_ONCE`]
     /// sends.
     fn holders_for_pulls(&self, now: Instant, model: &ModelId) -> impl Iterator<Item = (&Member, &Load)> {
         let serves = |load: &Load| {
@@ -173,10 +173,10 @@ impl WorkerPool {
         now: Instant,
         state: &RequestState,
         choice: &RoutingDecision,
-        lively: &[(&Member, &Load)],
+        eligible: &[(&Member, &Load)],
         candidates: &[Candidate],
     ) -> Supply {
-        let at = |slot: Slot| lively.iter().find(|(member, _)| member.slot == slot);
+        let at = |slot: Slot| eligible.iter().find(|(member, _)| member.slot == slot);
         let sends = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
         let pull = sends.and_then(|pull| {
             let (member, load) = (self.table.in_slot(pull.from)?, self.loads[pull.from.index()].as_ref()?);
@@ -184,7 +184,7 @@ impl WorkerPool {
             Some(load.pulls.source(&member.register.node, tokens))
         });
         let supply = Supply { predicted: choice.predicted, pull, sends, prefill: None };
-        self.prefilled(now, state, choice, lively, at(choice.slot)).unwrap_or(supply)
+        self.prefilled(now, state, choice, eligible, at(choice.slot)).unwrap_or(supply)
     }
 
     /// Has a prefill worker compute a long prompt for a decode worker, if one is available.
@@ -193,7 +193,7 @@ impl WorkerPool {
         now: Instant,
         state: &RequestState,
         choice: &RoutingDecision,
-        lively: &[(&Member, &Load)],
+        eligible: &[(&Member, &Load)],
         chosen: Option<&(&Member, &Load)>,
     ) -> Option<Supply> {
         let (decodes, load) = chosen.filter(|(_, load)| load.pulls.part == WorkPart::Decode)?;
@@ -211,7 +211,7 @@ impl WorkerPool {
         }
         let overlap = self.index.lookup(&request.chain);
         let free = |load: &Load| load.inflight() < self.policy.max_inflight;
-        let computes = lively
+        let computes = eligible
             .iter()
             .filter(|(member, load)| {
                 let prefills =

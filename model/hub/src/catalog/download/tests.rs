@@ -108,7 +108,13 @@ impl World {
         let sha256: Vec<String> = sha256.iter().map(|sha256| (*sha256).to_owned()).collect();
         let verification = if sha256.is_empty() { Verification::Unverified } else { Verification::Given };
         let address = Address::parse(address).unwrap();
-        fetch(self.dir.path(), &address, Expected { sha256: &sha256, verification }, &self.network, &mut ())
+        fetch(
+            self.dir.path(),
+            &address,
+            ExpectedChecksums { sha256: &sha256, verification },
+            &self.network,
+            &mut (),
+        )
     }
 
     fn files(&self) -> Vec<String> {

@@ -1,4 +1,4 @@
-//! What the files say, before it has a meaning.
+//! The contents of the files, parsed and not yet interpreted.
 
 use std::fmt;
 
@@ -107,7 +107,7 @@ impl RawModel {
         if let Some(kind) = self.raw_fields()?.text("type")? {
             return Ok(kind);
         }
-        // Older files do not say it.
+        // Older files do not have it.
         Ok(match (&self.vocab, self.others.get("max_input_chars_per_word")) {
             (Vocab::Scores(_), _) => "Unigram",
             (_, Some(_)) => "WordPiece",

@@ -5,7 +5,7 @@ use crate::kv_cache::{CopyBlock, KvCache};
 use proto::block::HASH_UNIT_TOKENS;
 
 impl KvCache {
-    /// Creates a sequence at the position of `parent`, of which every step must have completed. Full blocks
+    /// Creates a sequence at the position of `parent`. All steps of `parent` must have completed. Full blocks
     /// are shared. The recurrent state is read by both and written by neither. A partial last block gets its
     /// own copy, which is made with the first row: see [`KvCache::copy_tail`]. `None` if no block is free for
     /// it, or if the placement does not share.
