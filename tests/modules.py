@@ -30,6 +30,7 @@ CRATES = [
     ("hub", "model/hub/src"),
     ("speech", "worker/speech/src"),
     ("engine", "worker/engine/src"),
+    ("external", "worker/external/src"),
     ("pipeline", "worker/pipeline/src"),
     ("worker", "worker/src"),
     ("kvasir", "src"),
