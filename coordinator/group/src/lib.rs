@@ -1,5 +1,5 @@
-//! What the coordinators of a cluster decide together: the table that they agree on, and the replicas that
-//! their leader plans.
+//! Decisions of all coordinators of a cluster: the table that they agree on, and the replicas that their
+//! leader plans.
 //!
 //! Read in this order:
 //!

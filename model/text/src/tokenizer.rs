@@ -353,7 +353,7 @@ impl Tokenizer {
         });
     }
 
-    /// Where the quoted ranges of `piece` are in its normalised text; all of it if that cannot be told.
+    /// The quoted ranges of `piece` in its normalised text; the whole text if they cannot be located.
     fn normalised_ranges(
         &self,
         piece: &str,

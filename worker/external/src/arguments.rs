@@ -34,7 +34,7 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// What an operator states about how the engine was started. Engines do not report these.
+/// Start options of the engine, as the operator states them. Engines do not report these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EngineOptions {
     /// Results do not depend on the batch: `VLLM_BATCH_INVARIANT=1`, `--enable-deterministic-inference`.

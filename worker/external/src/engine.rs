@@ -62,7 +62,7 @@ pub struct EngineInfo {
     pub kv_events: Option<KvEventPorts>,
 }
 
-/// Where an engine publishes KV events, as its server reports it. Rank r adds r to each port.
+/// Ports and topic of an engine's KV events, as its server reports them. Rank r adds r to each port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KvEventPorts {
     pub port: u16,

@@ -73,7 +73,7 @@ impl IndexConfig {
     }
 }
 
-/// What the caller has to do.
+/// Action that the caller must take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IndexAction {
     /// Request all batches from this number on, report each by [`EngineIndex::replayed`], then call

@@ -20,7 +20,7 @@ pub struct EngineHash(
     pub u128,
 );
 
-/// Where a block is stored, as the engine names it.
+/// Medium of a stored block, as the engine names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum EngineMedium {
     Device,

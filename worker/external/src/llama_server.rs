@@ -36,7 +36,7 @@ use std::collections::VecDeque;
 
 const PROMPT_PENALTY: &str = "applies it to tokens of the prompt as well";
 
-/// What llama-server does with each argument.
+/// Support of each argument in llama-server.
 pub(crate) const ARGUMENTS: &ArgumentTable = &[
     (Argument::MaxTokens, Support::Within(1.0, i32::MAX as f64)),
     (Argument::Temperature, Support::Honoured),

@@ -1,4 +1,4 @@
-//! What a llama-server's slots hold, as far as their requests tell. The server publishes no events.
+//! Predicted contents of a llama-server's slots, from their requests. The server publishes no events.
 //!
 //! A slot holds its last prompt and answer. A new request keeps the common prefix and replaces the rest. This
 //! model chooses the slot of each request, so it knows whose tokens a slot has: the slots are the only
@@ -26,7 +26,7 @@ pub struct SlotStats {
     pub corrections: u64,
 }
 
-/// Where a request goes.
+/// Slot of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotAssignment {
     pub choice: SlotChoice,

@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-/// What vLLM does with each argument.
+/// Support of each argument in vLLM.
 pub(crate) const ARGUMENTS: &ArgumentTable = &[
     (Argument::MaxTokens, Support::Within(1.0, u32::MAX as f64)),
     (Argument::Temperature, Support::Within(0.0, 2.0)),

@@ -31,7 +31,7 @@ pub(super) struct CharBpe {
     whole: Vec<AtomicU8>,
 }
 
-/// What becomes of characters without a token, and how words are spelled.
+/// Handling of characters without a token, and the symbols of words.
 #[derive(Debug)]
 pub(super) struct Rules {
     /// Token of each byte, for characters without a token whose bytes all have one.
@@ -114,7 +114,7 @@ impl CharBpe {
         let dropped = self.rules.unknown.is_none() && !word.chars().all(|c| self.is_kept(c));
         let whole_first = self.rules.whole_words_first && self.index.find(texts, word.as_bytes()).is_some();
         if dropped && !whole_first {
-            // What remains is joined, so it is cut afterwards.
+            // The kept characters are joined before they are cut into words.
             let kept: String = word.chars().filter(|c| self.is_kept(*c)).collect();
             return self.encode_kept(texts, &kept, out);
         }

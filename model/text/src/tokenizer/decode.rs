@@ -34,7 +34,7 @@ pub(super) enum TokenDecoder {
     Separated,
 }
 
-/// What a token is while it is decoded.
+/// A token between two decoders.
 enum Decoded {
     Text(String),
     Bytes(Vec<u8>),
@@ -112,7 +112,7 @@ impl TokenDecoder {
     }
 }
 
-/// What the decoder of WordPiece joins again.
+/// Texts that the decoder of WordPiece replaces, each with its replacement.
 const CLEANED: [(&str, &str); 11] = [
     (" .", "."),
     (" ?", "?"),

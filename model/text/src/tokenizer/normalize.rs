@@ -42,7 +42,7 @@ pub(super) enum Normalizer {
     },
 }
 
-/// What is searched for in a text.
+/// Search pattern of a normalizer.
 #[derive(Debug)]
 pub(super) enum Pattern {
     /// Not empty.

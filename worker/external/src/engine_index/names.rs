@@ -49,7 +49,7 @@ pub(super) enum Candidates {
     Ambiguous,
 }
 
-/// What requests were registered.
+/// Registered requests.
 #[derive(Debug, Default)]
 pub(super) struct ChainNames {
     unsalted: Vec<BlockId>,

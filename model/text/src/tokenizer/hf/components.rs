@@ -197,7 +197,7 @@ fn behaviour(node: &Node<'_>, name: Option<String>) -> Read<Option<Behaviour>> {
     }))
 }
 
-/// What a decoder does.
+/// A decoder, parsed.
 #[derive(Debug)]
 pub(super) struct Decoding {
     pub(super) decoders: Vec<TokenDecoder>,
@@ -317,7 +317,7 @@ fn template(node: &Node<'_>, fields: &mut Fields<'_>, is_token: &impl Fn(u32) ->
             .collect::<Option<_>>()
             .ok_or_else(|| at.refused(format!("`{name}` names no token")))
     };
-    // What is before the first, between, and after the texts.
+    // Special tokens before the first text, between texts, and after the last.
     let parts = |node: Node<'_>, texts: &[&str]| -> Read<Vec<Vec<u32>>> {
         let mut parts = vec![Vec::new()];
         for piece in node.list()? {

@@ -258,7 +258,7 @@ impl<'de> Deserialize<'de> for Merge {
     }
 }
 
-/// What the files beside `tokenizer.json` name.
+/// Tokens that the files beside `tokenizer.json` name.
 #[derive(Debug, Default)]
 pub(super) struct Named {
     pub(super) bos: Option<String>,

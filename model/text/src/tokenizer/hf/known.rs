@@ -51,7 +51,7 @@ pub(super) fn scanner(pattern: &str) -> Option<Style> {
     SCANNED.iter().find(|(known, _)| *known == pattern).map(|(_, style)| *style)
 }
 
-/// Where texts may be cut whose words these splitters cut; `None` if that is not known.
+/// Places where a text may be cut without changing the words of these splitters. `None` if not known.
 pub(super) fn cutting(splitters: &[Splitter]) -> Option<Cutting> {
     let mut cutting = Cutting { newlines: true, words: true };
     let mut words = false;
