@@ -79,12 +79,22 @@ impl Checked {
 /// Compares a device with `multiprocessors` multiprocessors with an oracle in all cases. Together the cases
 /// use every kernel.
 pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>, multiprocessors: usize) -> Checked {
+    compare_types(&GgmlType::ALL, device, oracle, multiprocessors)
+}
+
+/// Like [`compare`], with products of these types of weights alone.
+fn compare_types(
+    types: &[GgmlType],
+    device: &mut Make<'_>,
+    oracle: &mut Make<'_>,
+    multiprocessors: usize,
+) -> Checked {
     let mut checked = Checked::default();
     let mut group = |name: &str, mode, run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>| {
         checked.group(name, mode, device, oracle, run);
     };
     let int8 = ActivationMode::Int8;
-    for ty in GgmlType::ALL {
+    for &ty in types {
         if super::matmul::MatmulKernels::source(ty).is_ok() {
             group(&format!("products of {ty}"), int8, &|inputs| cases::products(inputs, ty, multiprocessors));
         }

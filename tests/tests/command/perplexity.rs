@@ -1,6 +1,6 @@
 //! `kvasir perplexity` on real models with the reference text.
 
-use kvasir_cluster_tests::{binary, fixtures};
+use kvasir_cluster_tests::{binary, fixtures, whole_matrix};
 use serde_json::{Value, json};
 
 /// Runs the reference's 4,096 tokens as 8 chunks and returns the perplexity.
@@ -25,22 +25,26 @@ fn assert_within_half_a_percent(name: &str, found: f64, accepted: &[&Value]) {
     assert!(nearest <= 0.005, "{name}: {found} is {:.2} % from {accepted:?}", nearest * 100.0);
 }
 
-fn model_matches(model: &str, reference: &str) {
+/// `exact`: also with exact arithmetic, which takes several times as long.
+fn model_matches(model: &str, reference: &str, exact: bool) {
     let reference: Value = fixtures::json(&fixtures::root().join("real").join(reference)).unwrap();
     let oracle = &reference["perplexity"];
     let (llama, transformers) = (&oracle["ppl_512_second_half"], &oracle["hf_ppl_512_second_half"]);
     let default = perplexity(model, &reference, &[]);
     assert_within_half_a_percent(&format!("{model}, default activations"), default, &[llama, transformers]);
+    if !exact {
+        return;
+    }
     let exact = perplexity(model, &reference, &["--activations", "f32"]);
     assert_within_half_a_percent(&format!("{model}, f32 activations"), exact, &[transformers]);
 }
 
 #[test]
 fn smollm2() {
-    model_matches("smollm2-135m", "smollm2-135m-instruct.json");
+    model_matches("smollm2-135m", "smollm2-135m-instruct.json", true);
 }
 
 #[test]
 fn gemma3_270m() {
-    model_matches("gemma3-270m", "gemma-3-270m.json");
+    model_matches("gemma3-270m", "gemma-3-270m.json", whole_matrix());
 }
