@@ -187,15 +187,15 @@ impl Engine {
         Ok(self.remember(key, &tokens))
     }
 
-    /// Cuts a sequence to its first `keep` tokens. Cached units after them are forgotten unless another
+    /// Cuts a sequence to its first `keep` tokens, 0 included. Cached units after them are forgotten unless another
     /// sequence or pin shares them.
     pub fn reset(&mut self, key: &SequenceKey, keep: u32) -> Result<SequenceInfo, SequenceError> {
         self.not_live(key)?;
         let tokens = self.resume.remembered.get(key).ok_or_else(|| unknown(&key.name))?;
-        let Some(prefix) = tokens.get(..keep as usize).filter(|prefix| !prefix.is_empty()) else {
+        let Some(prefix) = tokens.get(..keep as usize) else {
             return Err(field(
                 "keep",
-                format!("{keep} tokens, must be 1 to {}, the sequence's length", tokens.len()),
+                format!("{keep} tokens, must be 0 to {}, the sequence's length", tokens.len()),
             ));
         };
         let info = self.remember(key.clone(), prefix);
