@@ -156,6 +156,7 @@ impl Bench {
             ..EngineOptions::default()
         };
         let path = resolve_or_pull(&self.model)?.path;
+        worker::generator::require_built_in()?;
         let mut decoder = worker::load::decoder(&path, &options, &mut |_, _| {})?;
         let (tables, arena_bytes) = Tables::new(decoder.groups(), needed, widest);
         decoder.allocate_kv(arena_bytes)?;

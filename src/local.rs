@@ -74,6 +74,7 @@ pub(crate) fn open_with(
     path: &Path,
     load: impl FnOnce(&Path, &mut worker::load::Progress<'_>) -> Result<LoadedModel, worker::Error>,
 ) -> Result<LocalEngine> {
+    worker::generator::require_built_in()?;
     let bar = std::io::stderr().is_terminal();
     let started = Instant::now();
     let LoadedModel { engine, tokenizer, metadata, max_model_len, .. } = load(path, &mut |done, total| {

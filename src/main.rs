@@ -17,6 +17,7 @@ mod coordinators;
 mod cpus;
 mod drain;
 mod embed;
+mod external;
 mod front;
 mod gpu_bench;
 mod gpu_check;
@@ -86,7 +87,7 @@ struct Cli {
 enum Command {
     Up(up::Up),
     Coordinator(coordinator::Coordinator),
-    Worker(worker::Worker),
+    Worker(Box<worker::Worker>),
     Stage(stage::Stage),
     Run(run::Run),
     Logits(logits::Logits),

@@ -287,6 +287,9 @@ pub(crate) struct Resolved {
 
 /// Resolves MODEL to a file. Catalog names and addresses are downloaded on first use.
 pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
+    if Path::new(model).is_dir() {
+        return resolve_folder(Path::new(model));
+    }
     let store = Store::from_env()?;
     let resolved = store.resolve(model)?;
     let path = match resolved.given {
@@ -316,6 +319,30 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     // kept: files beside the link belong to the model.
     let path = std::path::absolute(&path).with_context(|| path.display().to_string())?;
     Ok(Resolved { path, id: ModelId::new(resolved.id)? })
+}
+
+/// A folder of a Hugging Face repository, for engines of other projects.
+fn resolve_folder(folder: &Path) -> anyhow::Result<Resolved> {
+    let path = folder.canonicalize().with_context(|| folder.display().to_string())?;
+    if !path.join("tokenizer.json").is_file() {
+        let rule =
+            "the folder has no tokenizer.json; name a .gguf file, or a folder of a Hugging Face repository";
+        return Err(ConfigError::field("model", folder.display(), rule).into());
+    }
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    Ok(Resolved { id: ModelId::new(name)?, path })
+}
+
+/// Refuses a folder where the built-in engine needs a file.
+pub(crate) fn require_file(path: &Path) -> Result<(), ConfigError> {
+    match path.is_dir() {
+        true => Err(ConfigError::field(
+            "model",
+            path.display(),
+            "a folder, which only engines of other projects serve; the built-in engine reads .gguf files",
+        )),
+        false => Ok(()),
+    }
 }
 
 /// Like [`resolve_or_pull`], but without a download: `None` if the model is not on this machine.
@@ -393,6 +420,21 @@ mod tests {
         }
         assert_eq!(json["downloads"][0]["verification"], "unverified");
         assert_eq!(json["models"][0]["present"], false);
+    }
+
+    #[test]
+    fn a_folder_is_a_model_of_other_engines_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("my-model");
+        std::fs::create_dir(&folder).unwrap();
+        let error = resolve_or_pull(folder.to_str().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json"), "{error}");
+        std::fs::write(folder.join("tokenizer.json"), "{}").unwrap();
+        let resolved = resolve_named(&format!("its-name={}", folder.display())).unwrap();
+        assert_eq!(resolved.id.as_str(), "its-name");
+        assert_eq!(resolve_or_pull(folder.to_str().unwrap()).unwrap().id.as_str(), "my-model");
+        let error = require_file(&resolved.path).unwrap_err().to_string();
+        assert!(error.contains("`model`") && error.contains("a folder"), "{error}");
     }
 
     #[test]

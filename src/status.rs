@@ -3,6 +3,7 @@
 use crate::access::Access;
 use crate::columns::columns;
 use anyhow::Context;
+use proto::served_model::BUILT_IN;
 use serde::Deserialize;
 use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -86,6 +87,12 @@ pub(crate) struct Worker {
     cpus_sleep: bool,
     #[serde(default)]
     models: Vec<String>,
+    /// Engine of its models.
+    #[serde(default)]
+    engine: Option<String>,
+    /// Whether the coordinator knows exactly what its cache holds.
+    #[serde(default)]
+    exact: Option<bool>,
     /// Operations that it serves besides generation.
     #[serde(default)]
     pub(crate) operations: Vec<Offer>,
@@ -303,6 +310,12 @@ fn table(cluster: &Cluster) -> String {
             format!("{operation} ({model}{by}{open})")
         };
         text += &format!("{id} offers {}\n", operations.iter().map(offer).collect::<Vec<_>>().join(", "));
+    }
+    for Worker { id, engine, exact, .. } in &cluster.workers {
+        let Some(engine) = engine.as_deref().filter(|engine| *engine != BUILT_IN) else { continue };
+        let index =
+            if *exact == Some(false) { "; exact: false, its cached prefixes are estimated" } else { "" };
+        text += &format!("{id} serves through {engine}{index}\n");
     }
     for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.quarantined) {
         text += &format!("{id} has lost its GPU repeatedly and is drained until `kvasir undrain {id}`\n");

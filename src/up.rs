@@ -10,6 +10,7 @@ use crate::columns::columns;
 use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::{CoordinatorSettings, RoutingArg};
 use crate::cpus::{self, CpuSet, GpuPlace};
+use crate::external::{self, EngineOption};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::role::RoleArg;
 use crate::spec::SpecArg;
@@ -66,6 +67,32 @@ struct UpSettings {
     /// Coordinator processes, at most 5, in one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
+    /// Engine of the workers: kvasir, vllm, sglang or llama-server; servers of another project with their addresses
+    /// [default: kvasir]
+    #[arg(long, value_name = "NAME", env = "KVASIR_LLM_BACKEND")]
+    engine: Option<String>,
+    /// Addresses of the engines' servers, http://HOST:PORT, separated by commas, one for each worker. MODEL is then a
+    /// .gguf file, or a Hugging Face folder with tokenizer.json, of the model that they have
+    #[arg(long, value_name = "URL,..", env = "KVASIR_ENGINE_URL", value_delimiter = ',')]
+    engine_url: Option<Vec<String>>,
+    /// Command that starts the engine's server, for one worker [default: the servers run already]
+    #[arg(long, value_name = "CMD", env = "KVASIR_ENGINE_CMD")]
+    engine_cmd: Option<String>,
+    /// The model's name in the engines' requests [default: their first model]
+    #[arg(long, value_name = "NAME", env = "KVASIR_ENGINE_MODEL")]
+    engine_model: Option<String>,
+    /// File with the engines' API key
+    #[arg(long, value_name = "FILE", env = "KVASIR_ENGINE_KEY_FILE")]
+    engine_key_file: Option<PathBuf>,
+    /// Properties of the engines that their servers do not report, separated by commas
+    #[arg(long, value_enum, value_name = "LIST", env = "KVASIR_ENGINE_OPTIONS", value_delimiter = ',')]
+    engine_options: Option<Vec<EngineOption>>,
+    /// Where vllm or sglang publish their KV events, HOST:PORT of each server, separated by commas, or off
+    #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_KV_EVENTS", value_delimiter = ',')]
+    kv_events: Option<Vec<String>>,
+    /// Where lost KV events can be requested again, HOST:PORT of each server [default: nowhere]
+    #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_KV_EVENTS_REPLAY", value_delimiter = ',')]
+    kv_events_replay: Option<Vec<String>>,
     /// Bundles of operations that all workers offer in addition to the model: silero-vad, smart-turn, whisper-base, a
     /// directory with a folder for each operation, or ID=DIR; several times, or separated by commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
@@ -165,7 +192,11 @@ impl Plan {
             return Err(ConfigError::field("shards", 0, "at least 1"));
         }
         let shards = settings.shards.filter(|shards| *shards > 1);
-        let workers = count("workers", settings.workers, shards.unwrap_or(2), MAX_WORKERS)?;
+        let servers = settings.engine_url.as_ref().map(Vec::len);
+        let workers = count("workers", settings.workers, servers.or(shards).unwrap_or(2), MAX_WORKERS)?;
+        if let Some(servers) = servers {
+            check_servers(&settings, servers, workers)?;
+        }
         if let Some(shards) = shards {
             check_sharded(&settings, shards, workers)?;
         }
@@ -256,6 +287,7 @@ impl Plan {
         let operation = operation
             .map(|bundles| bundles.iter().map(bundle).collect::<anyhow::Result<Vec<_>>>())
             .transpose()?;
+        let engine_key_file = self.settings.engine_key_file.as_ref().map(std::path::absolute).transpose()?;
         for index in 0..self.workers {
             let name = format!("worker-{index}");
             let settings = WorkerSettings {
@@ -263,6 +295,14 @@ impl Plan {
                 quic: Some(any_port.into()),
                 ops: Some(any_port),
                 model: Some(named.clone()),
+                engine: self.settings.engine.clone(),
+                engine_url: nth_of(&self.settings.engine_url, index),
+                engine_cmd: self.settings.engine_cmd.clone(),
+                engine_model: self.settings.engine_model.clone(),
+                engine_key_file: engine_key_file.clone(),
+                engine_options: self.settings.engine_options.clone(),
+                kv_events: nth_of(&self.settings.kv_events, index),
+                kv_events_replay: nth_of(&self.settings.kv_events_replay, index),
                 operation: operation.clone(),
                 role: self.role(index),
                 workers_here: Some(self.workers),
@@ -284,6 +324,7 @@ impl Plan {
                 bandwidth: self.shards.map(|_| ASSUMED_BANDWIDTH),
                 ..WorkerSettings::default()
             };
+            external::selected(&settings.engine_settings())?;
             workers.push((name, settings));
         }
         let replicas = self.shards.map(|shards| self.workers / shards);
@@ -307,13 +348,23 @@ impl Up {
             let speculative_method = settings.spec.clone().unwrap_or_default().speculative_method()?;
             ::worker::load::check_shards(&model.path, &speculative_method, shards)?;
         }
-        let gpus = ::worker::load::visible_gpus(settings.device.unwrap_or(Device::Auto).into());
+        let gpus = match settings.engine_url {
+            None => ::worker::load::visible_gpus(settings.device.unwrap_or(Device::Auto).into()),
+            // The servers have their own.
+            Some(_) => 0,
+        };
         let plan = Plan::new(settings, self.listen_public, gpus)?;
         let dir = plan.settings.data_dir.clone().map_or_else(home::up_data_dir, Ok)?;
         let dir = DataDir::open(dir)?;
         let model = models::resolve_or_pull(plan.settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
         // Report an unreadable file here, before any node is started.
-        let task = ::worker::load::task(&model.path).with_context(|| model.path.display().to_string())?;
+        let task = match plan.settings.engine_url {
+            None => {
+                models::require_file(&model.path)?;
+                ::worker::load::task(&model.path).with_context(|| model.path.display().to_string())?
+            }
+            Some(_) => ModelTask::Generate,
+        };
         let nodes = plan.nodes(&dir, &model)?;
         let up_file = dir.up_file();
         // One thread: the kernel ends children together with the thread that started them.
@@ -329,6 +380,33 @@ impl Up {
             supervisor.drain().await
         })
     }
+}
+
+/// Refuses settings that do not work with servers of another project.
+fn check_servers(settings: &UpSettings, servers: usize, workers: usize) -> Result<(), ConfigError> {
+    if workers != servers {
+        return Err(ConfigError::field("workers", workers, format!("one for each engine_url ({servers})")));
+    }
+    if servers > 1 && settings.engine_cmd.is_some() {
+        return Err(ConfigError::field("engine_cmd", "set", "only with one engine_url"));
+    }
+    if settings.shards.is_some_and(|shards| shards > 1) {
+        return Err(ConfigError::field("shards", servers, "1 with engine_url"));
+    }
+    for (field, list) in
+        [("kv_events", &settings.kv_events), ("kv_events_replay", &settings.kv_events_replay)]
+    {
+        // Of all servers.
+        let off = |list: &Vec<String>| field == "kv_events" && list.as_slice() == ["off"];
+        if let Some(list) = list.as_ref().filter(|list| list.len() != servers && !off(list)) {
+            return Err(ConfigError::field(
+                field,
+                list.join(","),
+                format!("one for each engine_url ({servers})"),
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses settings that do not work with replicas of several workers.
@@ -363,6 +441,12 @@ fn count(
         found if (1..=max).contains(&found) => Ok(found),
         found => Err(ConfigError::field(field, found, format!("1 to {max}"))),
     }
+}
+
+/// The `index`th entry of a list with one entry for each server, or for all.
+fn nth_of(list: &Option<Vec<String>>, index: usize) -> Option<String> {
+    let list = list.as_ref()?;
+    list.get(index).or(list.last()).cloned()
 }
 
 /// The `index`th address from `first` on; port 0 stays 0.
@@ -480,6 +564,25 @@ mod tests {
         assert!(
             refused(UpSettings { threads: Some(0), ..Default::default() }, false).contains("`threads`: 0")
         );
+    }
+
+    #[test]
+    fn each_server_of_another_engine_has_a_worker() {
+        let list = |entries: &[&str]| Some(entries.iter().map(|entry| (*entry).to_owned()).collect());
+        let two = UpSettings { engine_url: list(&["http://a:1", "http://b:1"]), ..Default::default() };
+        assert_eq!(Plan::new(two.clone(), false, 0).unwrap().workers, 2);
+        let off = UpSettings { kv_events: list(&["off"]), ..two.clone() };
+        Plan::new(off, false, 0).unwrap();
+        for (settings, expected) in [
+            (UpSettings { workers: Some(3), ..two.clone() }, "`workers`: 3"),
+            (UpSettings { engine_cmd: Some("x".into()), ..two.clone() }, "`engine_cmd`"),
+            (UpSettings { shards: Some(2), ..two.clone() }, "`shards`"),
+            (UpSettings { kv_events: list(&["a:1"]), ..two.clone() }, "`kv_events`"),
+            (UpSettings { kv_events_replay: list(&["off"]), ..two }, "`kv_events_replay`"),
+        ] {
+            let error = refused(settings, false);
+            assert!(error.contains(expected), "{expected}: {error}");
+        }
     }
 
     #[test]

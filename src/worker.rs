@@ -2,9 +2,10 @@
 
 use crate::config::{self, Bind, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
+use crate::external::{self, EngineOption, EngineSettings};
 use crate::front::LocalCoordinator;
 use crate::home;
-use crate::models::resolve_bundle;
+use crate::models::{require_file, resolve_bundle};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, io_runtime};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
@@ -67,6 +68,36 @@ pub(crate) struct WorkerSettings {
     /// fetches its part of each model that is placed on it from workers that have the model.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
+    /// Engine that computes the model: kvasir, vllm, sglang or llama-server; one of another project with its address
+    /// [default: kvasir].
+    #[arg(long, value_name = "NAME", env = "KVASIR_LLM_BACKEND")]
+    pub(crate) engine: Option<String>,
+    /// Address of the engine's server, http://HOST:PORT. MODEL is then a .gguf file, or a Hugging Face folder with
+    /// tokenizer.json, of the model that the server has.
+    #[arg(long, value_name = "URL", env = "KVASIR_ENGINE_URL")]
+    pub(crate) engine_url: Option<String>,
+    /// Command that starts the engine's server at that address. The worker watches it, starts it again and ends it
+    /// [default: the server runs beside the worker].
+    #[arg(long, value_name = "CMD", env = "KVASIR_ENGINE_CMD")]
+    pub(crate) engine_cmd: Option<String>,
+    /// The model's name in the engine's requests [default: its first model].
+    #[arg(long, value_name = "NAME", env = "KVASIR_ENGINE_MODEL")]
+    pub(crate) engine_model: Option<String>,
+    /// File with the engine's API key.
+    #[arg(long, value_name = "FILE", env = "KVASIR_ENGINE_KEY_FILE")]
+    pub(crate) engine_key_file: Option<PathBuf>,
+    /// Properties of the engine that its server does not report, separated by commas.
+    #[arg(long, value_enum, value_name = "LIST", env = "KVASIR_ENGINE_OPTIONS", value_delimiter = ',')]
+    pub(crate) engine_options: Option<Vec<EngineOption>>,
+    /// Where vllm or sglang publish their KV events, HOST:PORT, or off: then their caches are not known.
+    #[arg(long, value_name = "HOST:PORT", env = "KVASIR_KV_EVENTS")]
+    pub(crate) kv_events: Option<String>,
+    /// Where lost KV events can be requested again [default: nowhere].
+    #[arg(long, value_name = "HOST:PORT", env = "KVASIR_KV_EVENTS_REPLAY")]
+    pub(crate) kv_events_replay: Option<String>,
+    /// Topic of the KV events [default: as the engine reports it, else all topics].
+    #[arg(long, value_name = "TOPIC", env = "KVASIR_KV_EVENTS_TOPIC")]
+    pub(crate) kv_events_topic: Option<String>,
     /// Bundle of operations to offer, with or without a model: a catalog name (silero-vad, smart-turn, whisper-base), a
     /// directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
@@ -227,6 +258,7 @@ impl WorkerSettings {
     /// Computes unset settings from the machine and the model.
     fn plan(self) -> anyhow::Result<Plan> {
         self.check()?;
+        let engine = external::selected(&self.engine_settings())?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let listen = self.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?;
         let from = self.from.as_deref().unwrap_or_default();
@@ -254,9 +286,13 @@ impl WorkerSettings {
                 return Err(ConfigError::missing("model", "name a model or operations to serve").into());
             }
         };
+        if let (None, Some(own)) = (&engine, &model) {
+            require_file(&own.path)?;
+        }
         let bundles = self.operation.iter().flatten().map(|bundle| resolve_bundle(bundle));
         let bundles = bundles.collect::<anyhow::Result<Vec<_>>>()?;
-        let (settings, explained) = self.complete(model.as_ref().map(|model| model.path.as_path()))?;
+        let (settings, explained) =
+            self.complete(model.as_ref().filter(|_| engine.is_none()).map(|model| model.path.as_path()))?;
         let packed = match settings.weight_cache {
             Some(true) => Some(shipped::store(settings.shard_bytes)?),
             Some(false) | None => None,
@@ -274,6 +310,7 @@ impl WorkerSettings {
                 speculative_method: settings.spec.clone().unwrap_or_default().speculative_method()?,
                 ..settings.options()?
             },
+            external: engine,
             part: settings.role.unwrap_or(RoleArg::Both).into(),
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
@@ -350,6 +387,15 @@ impl WorkerSettings {
             otlp_endpoint: self.otlp_endpoint.clone(),
             otlp_certificate: self.otlp_certificate.clone(),
             model: self.model.clone(),
+            engine: self.engine.clone(),
+            engine_url: self.engine_url.clone(),
+            engine_cmd: self.engine_cmd.clone(),
+            engine_model: self.engine_model.clone(),
+            engine_key_file: self.engine_key_file.clone(),
+            engine_options: self.engine_options.clone(),
+            kv_events: self.kv_events.clone(),
+            kv_events_replay: self.kv_events_replay.clone(),
+            kv_events_topic: self.kv_events_topic.clone(),
             operation: self.operation.clone(),
             from: self.from.clone(),
             weight_cache: or!(
@@ -431,6 +477,41 @@ impl WorkerSettings {
             ),
         };
         Ok((complete, explained))
+    }
+
+    /// The settings of the engine.
+    pub(crate) fn engine_settings(&self) -> EngineSettings {
+        let some = |size: Option<ByteSize>| size.is_some_and(|size| size.0 > 0);
+        // A file that `--check-config` printed has the defaults.
+        let built_in_only = [
+            ("pool", self.pool == Some(true)),
+            ("from", self.from.is_some()),
+            ("spec", self.spec.as_ref().is_some_and(|spec| *spec != SpecArg::Off)),
+            ("role", self.role.is_some_and(|role| role != RoleArg::Both)),
+            ("kv_bytes", some(self.kv_bytes)),
+            ("kv_host_bytes", some(self.kv_host_bytes)),
+            ("kv_disk", self.kv_disk.is_some()),
+            ("pin_bytes", some(self.pin_bytes)),
+            ("block_tokens", self.block_tokens.is_some_and(|tokens| tokens != BLOCK_TOKENS[0])),
+            ("kv_type", self.kv_type.is_some_and(|ty| ty != KvTypeArg::F16)),
+            ("state_type", self.state_type.is_some_and(|ty| ty != StateTypeArg::F32)),
+            ("activations", self.activations.is_some_and(|ty| ty != ActivationsArg::Int8)),
+            ("max_seqs", self.max_seqs.is_some()),
+            ("chunk", self.chunk.is_some()),
+        ];
+        EngineSettings {
+            engine: self.engine.clone(),
+            url: self.engine_url.clone(),
+            cmd: self.engine_cmd.clone(),
+            model: self.engine_model.clone(),
+            key_file: self.engine_key_file.clone(),
+            options: self.engine_options.clone(),
+            kv_events: self.kv_events.clone(),
+            kv_events_replay: self.kv_events_replay.clone(),
+            kv_events_topic: self.kv_events_topic.clone(),
+            has_model: self.model.is_some(),
+            built_in_only: built_in_only.iter().filter(|(_, set)| *set).map(|(field, _)| *field).collect(),
+        }
     }
 
     /// Resources for replicas of several workers; `None` if it is not in a pool.
@@ -605,6 +686,24 @@ mod tests {
         let again: WorkerSettings = toml::from_str(&file).unwrap();
         assert_eq!(again, plan.settings);
         assert!(again.plan().unwrap().explained.is_empty());
+    }
+
+    #[test]
+    fn settings_of_another_engine_are_complete_and_can_be_read_again() {
+        let set = WorkerSettings {
+            model: tiny_model(),
+            engine: Some("llama-server".to_owned()),
+            engine_url: Some("http://127.0.0.1:1".to_owned()),
+            ..Default::default()
+        };
+        let plan = set.clone().plan().unwrap();
+        assert!(plan.config.external.is_some());
+        let file = toml::to_string(&plan.settings).unwrap();
+        let again: WorkerSettings = toml::from_str(&file).unwrap();
+        assert_eq!(again.plan().unwrap().settings, plan.settings);
+        let ignored = WorkerSettings { kv_bytes: Some(ByteSize(1 << 30)), ..set };
+        let error = ignored.plan().unwrap_err().to_string();
+        assert!(error.contains("`kv_bytes`") && error.contains("llama-server"), "{error}");
     }
 
     #[test]

@@ -106,6 +106,8 @@ impl Bench {
             model_digest: [9; 32],
             max_model_len: 1 << 20,
             layers: (0, 30),
+            engine: "kvasir".into(),
+            hit_tokens: 16,
             numeric_class: "none".into(),
             block_tokens: 16,
             task: ModelTask::Generate,
@@ -209,6 +211,7 @@ impl Bench {
             stalled_ms: 0,
             prefill_rate: 1e6,
             step_ms: 0.1,
+            exact: true,
             rss: 1,
             pulls: PullReport::default(),
         };

@@ -104,6 +104,8 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         tokenizer_digest,
         max_model_len: MAX_MODEL_LEN,
         layers: (0, 30),
+        engine: "kvasir".into(),
+        hit_tokens: 16,
         numeric_class: "none".into(),
         block_tokens: 16,
         task: ModelTask::Generate,
@@ -164,6 +166,7 @@ impl Shared {
             stalled_ms: 0,
             prefill_rate: 1e6,
             step_ms: 0.1,
+            exact: true,
             rss: 1,
             pulls: PullReport::default(),
         }
@@ -223,6 +226,7 @@ async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: Gene
     let cached = request.predicted_cached;
     let started = Started {
         cached_tokens: cached,
+        estimated: false,
         computed_tokens: (request.prompt.len() as u32).saturating_sub(cached),
         hit_stop: "absent".into(),
     };
@@ -233,6 +237,7 @@ async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: Gene
         matched: None,
         tail: String::new(),
         completion_tokens: shared.tokens,
+        cached_tokens: None,
         preemptions: 0,
         drafted_tokens: 0,
         accepted_tokens: 0,

@@ -11,7 +11,7 @@ mod tokens;
 mod transfer;
 
 pub use encode::{EncodeReply, EncodeRequest, EncodeText, EncodedHead, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH};
-pub use grammar::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
+pub use grammar::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, OPTIONAL_TOOLS};
 pub use prefix::{NumberedPrefix, PrefixNote};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
 pub use transfer::{GenerateRequest, PullCost, PullReport, TenantShare, WorkPart};
@@ -50,6 +50,8 @@ pub struct Sampling {
     pub logit_bias: Vec<(u32, f32)>,
     /// Draw i of a request depends on (seed, i) and the logits alone.
     pub seed: u64,
+    /// The client chose the seed and relies on it: equal requests must have equal answers.
+    pub seeded: bool,
     /// Number of best alternatives whose log-probability is reported with that of the drawn token; at most
     /// [`MAX_LOGPROBS`]. `None` reports no log-probabilities.
     pub logprobs: Option<u8>,
@@ -67,6 +69,7 @@ impl Default for Sampling {
             frequency_penalty: 0.0,
             logit_bias: Vec::new(),
             seed: 0,
+            seeded: false,
             logprobs: None,
         }
     }
@@ -142,6 +145,14 @@ pub enum GenerateError {
         /// Value and limit, in words.
         reason: String,
     },
+    /// The worker's engine would ignore an argument, or serve it with another meaning. Retryable on a worker
+    /// with another engine.
+    #[error("{field}: {reason}")]
+    Unsupported {
+        field: String,
+        /// The engine and why it does not honour the argument.
+        reason: String,
+    },
     /// The worker's queue is full. Retryable on another worker.
     #[error("the worker's queue is full")]
     QueueFull,
@@ -166,9 +177,12 @@ impl GenerateError {
     /// Whether another worker may be able to serve the same request.
     pub fn retryable(&self) -> bool {
         match self {
-            Self::ModelNotFound(_) | Self::QueueFull | Self::Draining | Self::Internal | Self::NotFinite => {
-                true
-            }
+            Self::ModelNotFound(_)
+            | Self::Unsupported { .. }
+            | Self::QueueFull
+            | Self::Draining
+            | Self::Internal
+            | Self::NotFinite => true,
             Self::ContextLength { .. } | Self::InvalidField { .. } | Self::DeadlineExceeded { .. } => false,
         }
     }
@@ -198,6 +212,9 @@ pub enum GenerateFrame {
 pub struct Started {
     /// Prompt tokens served from the prefix cache, including tokens that another running sequence computed.
     pub cached_tokens: u32,
+    /// `cached_tokens` is an estimate: the engine reports the count with the end, see
+    /// [`Finished::cached_tokens`].
+    pub estimated: bool,
     /// Prompt tokens computed for this request.
     pub computed_tokens: u32,
     /// Reason why the prefix lookup stopped where it did, for traces and metrics.
@@ -214,6 +231,8 @@ pub struct Finished {
     pub tail: String,
     /// Generated tokens, including those of earlier attempts.
     pub completion_tokens: u32,
+    /// Prompt tokens served from the prefix cache, if the start had only an estimate.
+    pub cached_tokens: Option<u32>,
     /// Number of preemptions of the sequence.
     pub preemptions: u32,
     /// Draft tokens that this attempt verified.

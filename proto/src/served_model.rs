@@ -27,6 +27,9 @@ impl ModelTask {
     }
 }
 
+/// [`ServedModel::engine`] of Kvasir's own engine.
+pub const BUILT_IN: &str = "kvasir";
+
 /// A model that a worker serves, with its task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServedModel {
@@ -44,5 +47,9 @@ pub struct ServedModel {
     pub numeric_class: String,
     /// Tokens per KV block.
     pub block_tokens: u32,
+    /// Name of the engine that computes the model: `kvasir`, or that of another project's server.
+    pub engine: String,
+    /// Prefix hits end at multiples of this many tokens.
+    pub hit_tokens: u32,
     pub task: ModelTask,
 }

@@ -109,6 +109,8 @@ pub struct LoadReport {
     pub waiting: u32,
     /// Prompt tokens that are admitted or queued and not yet computed.
     pub pending_prefill_tokens: u64,
+    /// Whether the worker's KV events name exactly what its cache holds.
+    pub exact: bool,
     /// KV bytes that live sequences use.
     pub kv_used: u64,
     /// Total KV bytes.

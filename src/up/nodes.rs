@@ -34,8 +34,8 @@ pub(crate) struct Node {
 
 #[derive(Debug)]
 enum Settings {
-    Coordinator(CoordinatorSettings),
-    Worker(WorkerSettings),
+    Coordinator(Box<CoordinatorSettings>),
+    Worker(Box<WorkerSettings>),
 }
 
 impl Node {
@@ -97,9 +97,11 @@ impl Nodes {
             started: None,
             crashes: 0,
         };
-        let coordinators =
-            coordinators.into_iter().map(|(name, s)| node(name, Role::Coordinator, Settings::Coordinator(s)));
-        let workers = workers.into_iter().map(|(name, s)| node(name, Role::Worker, Settings::Worker(s)));
+        let coordinators = coordinators
+            .into_iter()
+            .map(|(name, s)| node(name, Role::Coordinator, Settings::Coordinator(Box::new(s))));
+        let workers =
+            workers.into_iter().map(|(name, s)| node(name, Role::Worker, Settings::Worker(Box::new(s))));
         Self { nodes: coordinators.chain(workers).collect(), model, replicas }
     }
 
@@ -132,7 +134,7 @@ impl Nodes {
                 });
                 toml::Table::try_from(WorkerSettings {
                     coordinators: Some(coordinators.map(|address| address.to_string()).collect()),
-                    ..settings.clone()
+                    ..WorkerSettings::clone(settings)
                 })
             }
         };

@@ -162,6 +162,8 @@ fn http() {
             tokenizer_digest,
             max_model_len: 512,
             layers: (0, 2),
+            engine: "kvasir".into(),
+            hit_tokens: 16,
             numeric_class: "cpu".to_owned(),
             block_tokens: 16,
             task,

@@ -21,7 +21,7 @@ const OPS: u16 = 9090;
 const QUIC: u16 = 7000;
 
 /// A node, by role and index.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Node {
     Coordinator(usize),
     Worker(usize),
@@ -37,6 +37,8 @@ pub struct Builder {
     coordinator_flags: Vec<String>,
     worker_flags: Vec<String>,
     holder_flags: Vec<String>,
+    /// Flags of single workers.
+    own_flags: Vec<(usize, [String; 2])>,
     environment: Vec<(String, String)>,
     binary: Option<PathBuf>,
     spares: usize,
@@ -78,6 +80,12 @@ impl Builder {
     /// Adds a flag with its value for every worker.
     pub fn worker_flag(mut self, flag: &str, value: &str) -> Self {
         self.worker_flags.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// Adds a flag with its value for one worker.
+    pub fn flag_of(mut self, worker: usize, flag: &str, value: &str) -> Self {
+        self.own_flags.push((worker, [flag.to_owned(), value.to_owned()]));
         self
     }
 
@@ -153,6 +161,7 @@ impl Fleet {
             coordinator_flags: Vec::new(),
             worker_flags: Vec::new(),
             holder_flags: Vec::new(),
+            own_flags: Vec::new(),
             environment: Vec::new(),
             binary: None,
             spares: 0,
@@ -373,6 +382,8 @@ impl Fleet {
                         own.push(("--model", name.into_owned()));
                     }
                 }
+                let of_this = self.shape.own_flags.iter().filter(|(worker, _)| *worker == index);
+                more.extend(of_this.flat_map(|(_, flag)| flag.clone()));
                 ("worker", own, more)
             }
         };

@@ -14,6 +14,7 @@ pub mod fixtures;
 pub mod fleet;
 pub mod http;
 pub mod linearizable;
+pub mod llama_server;
 pub mod logits;
 pub mod quantised;
 pub mod random;

@@ -1,5 +1,6 @@
 //! Errors of a worker.
 
+use crate::external_engine::ExternalEngineError;
 use model::shard::StoreError;
 use pipeline::ShardCountError;
 use pipeline::weight_distribution::{LoadError, ShippingError};
@@ -18,6 +19,9 @@ pub enum Error {
     /// The environment selects kernels that are not available.
     #[error(transparent)]
     Backend(#[from] kernels::registry::SelectError),
+    /// The server of another project cannot be this worker's engine.
+    #[error(transparent)]
+    External(#[from] Box<ExternalEngineError>),
     /// The model's tokenizer is not usable.
     #[error(transparent)]
     Text(#[from] text::Error),
@@ -47,6 +51,12 @@ impl Error {
             Self::Text(_) | Self::WrongTask { .. } => true,
             _ => false,
         }
+    }
+}
+
+impl From<ExternalEngineError> for Error {
+    fn from(error: ExternalEngineError) -> Self {
+        Self::External(Box::new(error))
     }
 }
 

@@ -8,8 +8,11 @@
 
 pub mod defaults;
 mod error;
+mod external_engine;
+pub mod generator;
 pub mod load;
 pub mod rank_server;
 pub mod service;
 
 pub use error::Error;
+pub use external_engine::ExternalEngineError;

@@ -25,10 +25,10 @@ use model::shard::{ShardStore, TensorMemory};
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
 use pipeline::weight_distribution::Arrivals;
 use pipeline::{DownstreamRanks, PipelineExecutor, Replica};
-use proto::block::ClusterKey;
+use proto::block::{ClusterKey, HASH_UNIT_TOKENS};
 use proto::ids::{Epoch, ModelId};
 use proto::message::PullCost;
-use proto::served_model::{ModelTask, ServedModel};
+use proto::served_model::{BUILT_IN, ModelTask, ServedModel};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -477,6 +477,8 @@ fn describe(
         layers: (0, decoder.spec().layers.len() as u32),
         numeric_class,
         block_tokens: block_tokens as u32,
+        engine: BUILT_IN.to_owned(),
+        hit_tokens: HASH_UNIT_TOKENS as u32,
         task: engine::encoder::task(decoder.spec()),
     }
 }

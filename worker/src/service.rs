@@ -5,10 +5,13 @@
 //! registration, so the engine starts only then.
 
 use crate::Error;
+use crate::external_engine::{EngineSupervisor, OnLost, OpenedEngine};
+use crate::generator::EngineSource;
 use crate::load::{EngineOptions, Prepared};
 use crate::rank_server::{Holds, StageConfig};
+use ::external::EngineKind;
 use engine::encoder::Encoder;
-use engine::engine::thread::{Broken, EXIT_DEVICE_LOST};
+use engine::engine::thread::{Broken, EXIT_BROKEN, EXIT_DEVICE_LOST};
 use engine::kv_cache::memory::HostFloor;
 use engine::progress::end_process;
 use engine::snapshot::store::{SnapshotStore, StoreConfig};
@@ -20,7 +23,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
-use proto::message::{PullCost, PullReport, WorkPart};
+use proto::message::{PullCost, WorkPart};
 use proto::operation::{MAX_OPERATIONS, OfferedOperation, Operation};
 use proto::placement::{Capacity, OfferedModelFile};
 use proto::served_model::{ModelTask, ServedModel};
@@ -39,6 +42,7 @@ use transport::heartbeat::Heartbeat;
 use transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig};
 
 mod encode;
+mod external;
 mod floor;
 mod generate;
 mod link;
@@ -75,6 +79,8 @@ pub struct WorkerConfig {
     /// Address of the ops port (`/livez`, `/readyz`, `/startupz`, `/metrics`); port 0 selects a free port.
     pub ops: SocketAddr,
     pub engine: EngineOptions,
+    /// `Some`: a server of another project computes the model. `None`: the built-in engine.
+    pub external: Option<(EngineKind, EngineSource)>,
     /// Part of each request that this worker computes.
     pub part: WorkPart,
     pub snapshots: StoreConfig,
@@ -161,6 +167,8 @@ struct Offer {
 enum Loaded {
     Generator(Box<Prepared>),
     Encoder(Box<Encoder>),
+    /// Computed by a server of another project.
+    External(Box<OpenedEngine>),
     /// No model: a worker of the pool that leads no replica, or one that offers only operations.
     Nothing,
 }
@@ -182,6 +190,7 @@ impl Loaded {
         match self {
             Self::Generator(prepared) => Some(prepared.served(id)),
             Self::Encoder(encoder) => Some(encoder.served(id)),
+            Self::External(opened) => Some(opened.served(id)),
             Self::Nothing => None,
         }
     }
@@ -189,7 +198,7 @@ impl Loaded {
     fn pull_cost(&self, id: ModelId) -> Option<PullCost> {
         match self {
             Self::Generator(prepared) => prepared.pull_cost(id),
-            Self::Encoder(_) | Self::Nothing => None,
+            Self::Encoder(_) | Self::External(_) | Self::Nothing => None,
         }
     }
 }
@@ -210,6 +219,7 @@ pub struct WorkerService {
     tasks: Vec<tokio::task::JoinHandle<()>>,
     /// Keeps the model in the store.
     _shipper: Arc<Shipper>,
+    supervisor: Option<Arc<EngineSupervisor>>,
 }
 
 /// State that is shared by all epochs of a node.
@@ -297,7 +307,7 @@ impl NodeRun {
         let pull_cost = name.and_then(|name| loaded.pull_cost(name.clone()));
         let backend = match &loaded {
             Loaded::Encoder(encoder) => Some(encoder.backend()),
-            Loaded::Generator(_) | Loaded::Nothing => None,
+            Loaded::Generator(_) | Loaded::External(_) | Loaded::Nothing => None,
         };
         *self.node.prepared.lock() = Some(loaded);
         self.node.offer.send_replace(Some(Arc::new(Offer { model, backend, pull_cost })));
@@ -349,8 +359,8 @@ impl WorkerService {
         let shortage = Shortage::with_metrics(host);
         let own = config.model;
         let holdings = Arc::new(Inventory::new(
-            own.as_ref().map(|own| own.id.clone()),
-            own.as_ref().map(|own| own.path.as_path()),
+            own.as_ref().filter(|_| config.external.is_none()).map(|own| own.id.clone()),
+            own.as_ref().filter(|_| config.external.is_none()).map(|own| own.path.as_path()),
             (config.engine.speculative_method.file(), config.engine.digests.clone()),
             &config.shipping,
             shipping.clone(),
@@ -414,7 +424,17 @@ impl WorkerService {
             loops: Arc::new([runtime.clone(), accepts.clone()]),
             stall_floor: config.stall_floor,
         };
-        let run = context.begin(epoch, None);
+        let supervisor = match (config.external, &own) {
+            (Some(source), Some(own)) => Some(Arc::new(EngineSupervisor::new(
+                source,
+                own.path.clone(),
+                config.engine.clone(),
+                config.stall_floor,
+            ))),
+            _ => None,
+        };
+        let (reason_tx, reasons) = mpsc::unbounded_channel();
+        let run = context.begin(epoch, supervisor.is_some().then_some(reason_tx));
         let (node_tx, node) = watch::channel(Arc::clone(&run.node));
         let mut service = Self {
             tasks: vec![
@@ -425,10 +445,15 @@ impl WorkerService {
             node,
             endpoint,
             _shipper: Arc::clone(&shipper),
+            supervisor: supervisor.clone(),
         };
         service.tasks.extend(config.floor.map(|floor| tokio::spawn(shortage.watch(floor))));
+        let external = supervisor.clone().zip(own.as_ref().map(|own| own.id.clone()));
         let loaded = match (&pool, own) {
             (Some(_), _) => Ok((Loaded::Nothing, None)),
+            (None, Some(OwnModel { id, .. })) if let Some(supervisor) = &supervisor => {
+                supervisor.open().await.map(|opened| (Loaded::External(Box::new(opened)), Some(id)))
+            }
             (None, Some(OwnModel { id, path })) => {
                 let (from, options) = (path.clone(), config.engine);
                 let speculative_method = options.speculative_method.clone();
@@ -453,10 +478,13 @@ impl WorkerService {
             }
         }
         service.tasks.push(tokio::spawn(async move {
-            match pool {
-                Some(pool) => pool.run_epochs(&context, run, &node_tx).await,
+            match (pool, external) {
+                (Some(pool), _) => pool.run_epochs(&context, run, &node_tx).await,
+                (None, Some((supervisor, model))) => {
+                    external::run_epochs(&supervisor, &model, &context, (run, reasons), &node_tx).await;
+                }
                 // The epoch runs until this task is aborted.
-                None => {
+                (None, None) => {
                     let _run = run;
                     node_tx.closed().await;
                 }
@@ -497,6 +525,9 @@ impl WorkerService {
             engine.stop();
         }
         self.endpoint.close().await;
+        if let Some(supervisor) = &self.supervisor {
+            supervisor.end().await;
+        }
     }
 
     fn current_node(&self) -> Arc<Node> {
@@ -508,6 +539,13 @@ impl Node {
     /// What the worker serves; `None` until the model is loaded.
     fn offer(&self) -> Option<Arc<Offer>> {
         self.offer.borrow().clone()
+    }
+
+    /// Name of the engine that computes its model.
+    fn engine_name(&self) -> String {
+        let offer = self.offer.borrow();
+        let served = offer.as_ref().and_then(|offer| offer.model.as_ref());
+        served.map(|served| served.engine.clone()).unwrap_or_default()
     }
 
     /// Whether it serves this model.
@@ -576,7 +614,8 @@ impl Node {
             };
         }
         let loaded = prepared.take().ok_or(engine::Error::EngineStopped)?;
-        let runner = Runner::start(loaded, &key, epoch, self.stall_floor, self.failure_handler())?;
+        let handlers = (self.failure_handler(), self.loss_handler());
+        let runner = Runner::start(loaded, &key, epoch, self.stall_floor, handlers)?;
         self.engine.send_replace(Some((key, runner.clone())));
         Ok(runner)
     }
@@ -585,6 +624,12 @@ impl Node {
     fn failure_handler(self: &Arc<Self>) -> Broken {
         let (node, reason_tx) = (Arc::downgrade(self), self.broken.clone());
         Box::new(move |error| end_epoch(&node, reason_tx.as_ref(), error, error.exit_code()))
+    }
+
+    /// Handler for the loss of a server of another project.
+    fn loss_handler(self: &Arc<Self>) -> OnLost {
+        let (node, reason_tx) = (Arc::downgrade(self), self.broken.clone());
+        Box::new(move |reason| end_epoch(&node, reason_tx.as_ref(), &reason, EXIT_BROKEN))
     }
 
     fn state(&self) -> WorkerState {
@@ -636,11 +681,9 @@ impl Node {
             stalled_ms: engine.as_ref().map_or(0, |engine| engine.stalled().as_millis() as u64),
             prefill_rate: load.prefill_rate,
             step_ms: load.step_ms,
-            rss: engine::memory::resident_bytes(),
-            pulls: match &engine {
-                Some(Runner::Generates(engine)) => engine.transfers().report(),
-                Some(Runner::Encodes(_) | Runner::Waits(_)) | None => PullReport::default(),
-            },
+            exact: engine.as_ref().is_none_or(Runner::exact),
+            rss: engine.as_ref().map_or_else(engine::memory::resident_bytes, Runner::resident_bytes),
+            pulls: engine.as_ref().map(Runner::transfers).unwrap_or_default(),
         }
     }
 

@@ -264,6 +264,7 @@ impl Node {
             stalled_ms: 0,
             prefill_rate: self.prefill_rate as f32,
             step_ms: self.step_ms as f32,
+            exact: true,
             rss: 0,
             pulls: PullReport::default(),
         }

@@ -67,6 +67,8 @@ impl Traffic {
             tokenizer_digest: offered.tokenizer.digest(),
             max_model_len: u32::MAX,
             layers: (0, layers),
+            engine: "kvasir".into(),
+            hit_tokens: 16,
             numeric_class: "simulated".to_owned(),
             block_tokens: 16,
             task: ModelTask::Generate,

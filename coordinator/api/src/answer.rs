@@ -325,6 +325,7 @@ impl ResponseStream {
             matched,
             tail: String::new(),
             completion_tokens: u32::try_from(progress.completion).unwrap_or(u32::MAX),
+            cached_tokens: None,
             preemptions: 0,
             drafted_tokens: 0,
             accepted_tokens: 0,
@@ -355,6 +356,9 @@ impl ResponseStream {
                 Some(Delta { tokens, offsets, ..delta })
             }
             Event::Finished(mut finished) => {
+                if let (Some(cached), Some(started)) = (finished.cached_tokens, &mut progress.started) {
+                    started.cached = cached;
+                }
                 let mut delta = progress.parse_last(&self.model.dialect, &mut finished);
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
                 progress.draft_tokens = (finished.drafted_tokens.into(), finished.accepted_tokens.into());

@@ -329,7 +329,8 @@ impl From<Failure> for ApiError {
                 GenerateError::ContextLength { need, limit } => {
                     Self::ContextLength { prompt: 0, need, limit }
                 }
-                GenerateError::InvalidField { field, reason } => Self::InvalidField { field, reason },
+                GenerateError::InvalidField { field, reason }
+                | GenerateError::Unsupported { field, reason } => Self::InvalidField { field, reason },
                 GenerateError::QueueFull => Self::QueueFull { retry_after: Duration::from_secs(1) },
                 GenerateError::Draining | GenerateError::ModelNotFound(_) => Self::NoWorker,
                 GenerateError::DeadlineExceeded { .. } => Self::DeadlineExceeded,

@@ -6,7 +6,7 @@ use super::fields::{Fields, plain};
 use super::limits::MAX_SCHEMA_BYTES;
 use super::schema;
 use super::tools::Tools;
-use proto::message::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES};
+use proto::message::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, OPTIONAL_TOOLS};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
@@ -254,7 +254,12 @@ pub fn of_chat(
             lark(field, dialect.answer_grammar(&schema, tools, *parallel, prompt), None)
         }
         None if tools.is_empty() => return Ok(None),
-        None => lark("tools", dialect.calls_grammar(tools, *parallel, true, prompt), dialect.trigger()),
+        None => {
+            // Without `strict`, an engine that cannot constrain what follows a trigger may leave the calls free.
+            let strict = tools.iter().any(|tool| tool.strict);
+            let field = if strict { "tools.function.strict" } else { OPTIONAL_TOOLS };
+            lark(field, dialect.calls_grammar(tools, *parallel, true, prompt), dialect.trigger())
+        }
     };
     check_size(grammar).map(Some)
 }

@@ -107,6 +107,7 @@ impl Params {
                 Some(seed) => (seed & i128::from(u64::MAX)) as u64,
                 None => seed,
             },
+            seeded: fields.raw("seed").is_some_and(|seed| seed != "null"),
             logprobs: None,
         };
         let stop = Stop {
@@ -290,6 +291,7 @@ mod tests {
             frequency_penalty: 2.0,
             logit_bias: vec![(999, -100.0), (0, 1.5)],
             seed: u64::MAX,
+            seeded: true,
             logprobs: None,
         };
         assert_eq!(params.sampling, expected);

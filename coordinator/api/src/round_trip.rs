@@ -46,6 +46,7 @@ fn delta(parts: &[DeltaPart], reason: FinishReason) -> Delta {
         matched: None,
         tail: String::new(),
         completion_tokens: 1,
+        cached_tokens: None,
         preemptions: 0,
         drafted_tokens: 0,
         accepted_tokens: 0,

@@ -96,6 +96,8 @@ struct RunningAttempt {
     placed: PlacedAttempt,
     stream: GenerateStream,
     started: bool,
+    /// Prompt tokens that were expected in the cache, while only the engine's end frame will tell how many were.
+    estimated: Option<u32>,
     span: Option<Span>,
 }
 
@@ -154,7 +156,12 @@ impl Generation {
                     let forked = started.computed_tokens == 0;
                     let predicted = if forked { started.cached_tokens } else { assignment.predicted };
                     let pulls = assignment.pull.is_some();
-                    self.ticket.dispatch().metrics.cached(predicted, started.cached_tokens, pulls);
+                    match started.estimated {
+                        true => attempt.estimated = Some(predicted),
+                        false => {
+                            self.ticket.dispatch().metrics.cached(predicted, started.cached_tokens, pulls)
+                        }
+                    }
                     return Ok(Event::Started(Started {
                         node: assignment.node.clone(),
                         reason: assignment.reason,
@@ -171,6 +178,9 @@ impl Generation {
                 Some(Ok(GenerateFrame::Finished(finished)))
                     if attempt.started && finished.reason != FinishReason::Cancelled =>
                 {
+                    if let (Some(predicted), Some(cached)) = (attempt.estimated, finished.cached_tokens) {
+                        self.ticket.dispatch().metrics.cached(predicted, cached, false);
+                    }
                     return Ok(Event::Finished(finished));
                 }
                 Some(Ok(GenerateFrame::Failed(error))) if error.retryable() => Some(error),
@@ -210,7 +220,9 @@ impl Generation {
             let opened = placed.link.connection().open_generate(&request).await;
             placed.send_order = None;
             match opened {
-                Ok(stream) => return Ok(RunningAttempt { placed, stream, started: false, span }),
+                Ok(stream) => {
+                    return Ok(RunningAttempt { placed, stream, started: false, estimated: None, span });
+                }
                 Err(error) => {
                     tracing::info!(request = %self.job.request.request_id, %error, "cannot reach the chosen worker");
                     span.iter_mut().for_each(|span| span.fail("unreachable"));

@@ -521,6 +521,8 @@ impl Dispatch {
             AttemptError::Lost
         } else if worker_error == Some(&GenerateError::Draining) {
             AttemptError::Draining
+        } else if matches!(worker_error, Some(GenerateError::Unsupported { .. })) {
+            AttemptError::Unsupported
         } else {
             AttemptError::Declined
         };

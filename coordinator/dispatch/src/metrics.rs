@@ -253,7 +253,7 @@ impl Metrics {
     pub fn retried(&self, setback: AttemptError) {
         let cause = match setback {
             AttemptError::Lost => "lost",
-            AttemptError::Declined | AttemptError::Draining => "declined",
+            AttemptError::Declined | AttemptError::Unsupported | AttemptError::Draining => "declined",
         };
         self.retries.get_or_create(&one("cause", cause)).inc();
     }

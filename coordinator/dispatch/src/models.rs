@@ -3,6 +3,7 @@
 
 use hub::catalog::{self, Verification};
 use metadata::{Metadata, Value};
+use model::checkpoint::tokenizer_metadata;
 use model::costs::ModelCosts;
 use model::{ModelFile, ModelSpec};
 use proto::ids::ModelId;
@@ -29,8 +30,8 @@ const MEMO_BYTES: usize = 64 << 20;
 pub struct ModelEntry {
     /// The model's name in the API; workers register it under the same name.
     pub id: ModelId,
-    /// A GGUF file, any file of a split set, or a safetensors checkpoint. Read once at start, for tokenizer
-    /// and chat template.
+    /// A GGUF file, any file of a split set, a safetensors checkpoint, or the folder of a Hugging Face
+    /// repository. Read once at start, for tokenizer and chat template.
     pub path: PathBuf,
 }
 
@@ -180,23 +181,32 @@ impl Models {
                 return Err(ModelsError::Twice(id.clone()));
             }
             let file = |source| ModelsError::File { id: id.clone(), source };
-            let gguf = ModelFile::open(path).map_err(|error| file(error.into()))?;
-            let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(|error| file(error.into()))?;
+            // A folder has what makes text of a model whose weights an engine of another project has.
+            let opened = match path.is_dir() {
+                true => None,
+                false => Some(ModelFile::open(path).map_err(|error| file(error.into()))?),
+            };
+            let metadata = match &opened {
+                Some(opened) => opened.metadata().clone(),
+                None => tokenizer_metadata(path).map_err(|error| file(error.into()))?,
+            };
+            let tokenizer = Tokenizer::from_metadata(&metadata).map_err(|error| file(error.into()))?;
             let tokenizer = tokenizer.remembering(MEMO_BYTES);
-            let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
+            let template = ChatTemplate::from_metadata(&metadata, &tokenizer).unwrap_or_else(|error| {
                 // Completions need no template.
                 tracing::warn!(model = %id, %error, "the model serves no chats: its template cannot be used");
                 None
             });
             let defaults = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
-            let sampling = defaults.or_file(gguf.metadata()).map_err(|error| file(error.into()))?;
+            let sampling = defaults.or_file(&metadata).map_err(|error| file(error.into()))?;
             // Tokenizer and template suffice to offer the model; workers refuse a model that they cannot
             // compute.
-            let spec = ModelSpec::from_file(&gguf).ok();
+            let spec = opened.as_ref().and_then(|opened| ModelSpec::from_file(opened).ok());
             let generates = spec.as_ref().filter(|spec| spec.logits().is_some());
-            let costs = generates.map(|spec| ModelCosts::of_file(spec, &gguf));
+            let costs =
+                generates.zip(opened.as_ref()).map(|(spec, opened)| ModelCosts::of_file(spec, opened));
             let dialect = Arc::new(Dialect::of(template.as_ref(), &tokenizer));
-            let prompting = prompting(gguf.metadata(), &sampling);
+            let prompting = prompting(&metadata, &sampling);
             let id = id.clone();
             models.push(Arc::new(OfferedModel {
                 id,

@@ -68,6 +68,12 @@ impl TicketGuard {
         };
         // After tokens, "no worker" means that none can continue this answer.
         Err(match (refusal, self.worker_error.take()) {
+            // The engine could not go on where another had stopped.
+            (Refusal::AttemptsFailed | Refusal::NoWorker, Some(GenerateError::Unsupported { .. }))
+                if emitted =>
+            {
+                Failure::Lost
+            }
             (Refusal::AttemptsFailed, Some(error)) => Failure::Worker(error),
             (Refusal::NoWorker, Some(error)) if emitted => Failure::Worker(error),
             (Refusal::AttemptsFailed, None) => Failure::Lost,

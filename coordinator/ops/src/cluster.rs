@@ -98,6 +98,9 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView], asleep: &HashSe
         "quarantined": view.member.draining && quarantined,
         // Whether its system refuses the setting that keeps CPUs awake while a stage waits for another.
         "cpus_sleep": asleep.contains(&register.node),
+        "engine": first.map(|m| m.engine.as_str()),
+        // Whether its KV events name exactly what its cache holds.
+        "exact": report.is_none_or(|r| r.exact),
         "numeric_class": first.map(|m| m.numeric_class.as_str()),
         "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
         "layers": stage_of(planned, &register.node).or(first.map(|m| m.layers)),

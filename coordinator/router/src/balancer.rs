@@ -184,6 +184,9 @@ pub enum AttemptError {
     /// The worker refused this request, or its stream failed while its connection stays open. It is not tried
     /// again in this epoch.
     Declined,
+    /// The worker's engine does not honour an argument of the request. No worker of its numeric class is tried,
+    /// and the attempt does not count.
+    Unsupported,
     /// The worker reported that it drains. It may be chosen again once it reports that it is ready.
     Draining,
 }
@@ -254,6 +257,8 @@ struct RequestState {
     request: Arc<RouteRequest>,
     attempts: u32,
     declined_by: Vec<(NodeId, Epoch)>,
+    /// Numeric classes whose engine does not honour an argument of the request.
+    unsupported_by: Vec<String>,
     /// Numeric class that must continue the answer, once tokens have been emitted.
     only_class: Option<String>,
     /// Deadline of its wait for a prefix that another worker computes. `None`: it has not waited.
@@ -275,6 +280,7 @@ impl RequestState {
             request,
             attempts: 0,
             declined_by: Vec::new(),
+            unsupported_by: Vec::new(),
             only_class: None,
             prefix_deadline: None,
             worker: None,
@@ -397,11 +403,18 @@ impl Balancer {
         state.only_class = only_class;
         match (error, &state.worker) {
             (AttemptError::Declined, Some(at)) => state.declined_by.push((at.node.clone(), at.epoch)),
+            (AttemptError::Unsupported, Some(at)) => {
+                let class = self.worker_pool.numeric_class(&at.node, at.epoch, &state.request.model);
+                // A worker that has left is not chosen again either.
+                state.declined_by.push((at.node.clone(), at.epoch));
+                state.unsupported_by.extend(class);
+            }
             (AttemptError::Draining, Some(at)) => self.worker_pool.drains(now, &at.node, at.epoch),
             _ => {}
         }
         let mut actions = Vec::new();
-        if state.attempts >= self.worker_pool.policy().max_attempts {
+        let uncounted = u32::try_from(state.unsupported_by.len()).unwrap_or(u32::MAX);
+        if state.attempts >= self.worker_pool.policy().max_attempts.saturating_add(uncounted) {
             actions.push(Action::Refuse(ticket, Refusal::AttemptsFailed));
         } else {
             self.requeue(state);

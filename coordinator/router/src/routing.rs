@@ -169,6 +169,16 @@ pub fn predicted_tokens(prompt_tokens: u32, units: u32) -> u32 {
     units.saturating_mul(unit).min(max)
 }
 
+/// The leading units, of `units` held ones, that a worker serves whose hits end at multiples of `hit_tokens`.
+pub fn hit_units(prompt_tokens: u32, units: u32, hit_tokens: u32) -> u32 {
+    let unit = HASH_UNIT_TOKENS as u32;
+    if hit_tokens <= unit {
+        return units;
+    }
+    let held = units.saturating_mul(unit).min(prompt_tokens.saturating_sub(1));
+    held / hit_tokens * hit_tokens / unit
+}
+
 /// Chooses among `candidates`; `None` only if there are none. `random` draws two of the candidates with about
 /// equal costs, none of which has fewer cached tokens than the cheapest, and the one with less pending work
 /// wins. So several coordinators with the same view do not all choose the same worker.

@@ -178,6 +178,8 @@ pub(crate) mod tests {
             tokenizer_digest: [1; 32],
             max_model_len: 4096,
             layers: (0, 4),
+            engine: "kvasir".into(),
+            hit_tokens: 16,
             numeric_class: "test".into(),
             block_tokens: 16,
             task: ModelTask::Generate,

@@ -265,6 +265,8 @@ impl Shared {
             tokenizer_digest: self.setup.tokenizer_digest,
             max_model_len: MAX_MODEL_LEN,
             layers: (0, 2),
+            engine: "kvasir".into(),
+            hit_tokens: 16,
             numeric_class: "fake".into(),
             block_tokens: 16,
             task: self.setup.task,
@@ -286,6 +288,7 @@ impl Shared {
             stalled_ms: 0,
             prefill_rate: 5_000.0,
             step_ms: 1.0,
+            exact: true,
             rss: 1,
             pulls: PullReport::default(),
         }
@@ -396,7 +399,8 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
         let computed_tokens = request.prompt.len() as u32 - cached;
         shared.send_stored(new);
         shared.count(|c| c.computed += u64::from(computed_tokens));
-        let started = Started { cached_tokens: cached, computed_tokens, hit_stop: "absent".into() };
+        let started =
+            Started { cached_tokens: cached, estimated: false, computed_tokens, hit_stop: "absent".into() };
         call.reply.send(&GenerateFrame::Started(started)).await?;
         let start = request.prompt.iter().fold(7u32, |sum, &t| sum.wrapping_mul(31).wrapping_add(t));
         for i in request.emitted.len() as u32..request.stop.max_tokens {
@@ -422,6 +426,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
                 matched: None,
                 tail: String::new(),
                 completion_tokens: request.stop.max_tokens,
+                cached_tokens: None,
                 preemptions: 0,
                 drafted_tokens,
                 accepted_tokens,

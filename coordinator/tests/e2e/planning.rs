@@ -40,6 +40,8 @@ impl Planner {
                 tokenizer_digest: self.models.only()?.tokenizer.digest(),
                 max_model_len: 1 << 20,
                 layers: (0, 2),
+                engine: "kvasir".into(),
+                hit_tokens: 16,
                 numeric_class: "none".into(),
                 block_tokens: 16,
                 task: ModelTask::Generate,

@@ -7,6 +7,10 @@ pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;
 /// Most bytes of a grammar's trigger.
 pub const MAX_TRIGGER_BYTES: usize = 256;
 
+/// [`GrammarSpec::field`] of tool calls that are optional and not strict. An engine that cannot constrain what
+/// follows a trigger may generate them without the grammar.
+pub const OPTIONAL_TOOLS: &str = "tools";
+
 /// Language that a grammar is written in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum GrammarSyntax {

@@ -50,6 +50,7 @@ fn finished() -> GenerateFrame {
         matched,
         tail,
         completion_tokens: 1,
+        cached_tokens: None,
         preemptions: 0,
         drafted_tokens: 0,
         accepted_tokens: 0,

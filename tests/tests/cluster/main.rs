@@ -8,6 +8,7 @@ mod collector;
 mod dashboard;
 mod dialects;
 mod embeddings;
+mod engines;
 mod failover;
 mod grammars;
 mod metrics;

@@ -65,6 +65,7 @@ fn the_code_and_the_document_name_the_same_metrics() {
         "coordinator/consensus/src/telemetry",
         "worker/engine/src/telemetry",
         "worker/speech/src/metrics",
+        "worker/src/external_engine/metrics",
     ]
     .iter()
     .map(|module| source_of(&binary::workspace().join(module)))

@@ -6,6 +6,7 @@ mod agreement;
 mod clock;
 mod disk_full;
 mod ending;
+mod engines;
 mod flap;
 mod group;
 mod history;

@@ -221,15 +221,11 @@ impl Default for TokensHistogram {
 }
 
 impl EngineMetrics {
+    /// Registers all metrics.
     pub fn register(&self, registry: &mut Registry) {
-        let build = Family::<[(&str, &str); 1], Gauge>::default();
-        build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
-        registry.register("kvasir_build_info", "1 for the running version", build);
+        self.register_requests(registry);
         let mut gauge =
             |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
-        gauge("vllm:num_requests_running", "Sequences in the batch", &self.running);
-        gauge("vllm:num_requests_waiting", "Sequences queued", &self.waiting);
-        gauge("kvasir_rss_bytes", "Resident set size", &self.rss);
         gauge("kvasir_weight_bytes", "Bytes of weights in memory", &self.weight_bytes);
         gauge("kvasir_weight_file_bytes", "Bytes of the same tensors in the file", &self.weight_file_bytes);
         gauge("kvasir_kv_bytes", "Bytes of the KV arena", &self.kv_bytes);
@@ -243,24 +239,10 @@ impl EngineMetrics {
             "Bytes of the group held by live sequences",
             self.kv_group_used_bytes.clone(),
         );
-        for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
-            registry.register(name, "Share of KV bytes held by live sequences", self.kv_usage.clone());
-        }
         let mut counter =
             |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
-        for prefix in ["vllm:prefix_cache", "vllm:gpu_prefix_cache"] {
-            counter(
-                &format!("{prefix}_queries"),
-                "Prompt tokens looked up in the prefix cache",
-                &self.prefix_queries,
-            );
-            counter(&format!("{prefix}_hits"), "Prompt tokens served by the prefix cache", &self.prefix_hits);
-        }
-        counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", &self.prompt_tokens);
-        counter("vllm:generation_tokens", "Tokens generated", &self.generation_tokens);
         counter("vllm:num_preemptions", "Preemptions", &self.preemptions);
         counter("kvasir_yields", "Sequences that returned to the queue for another tenant's", &self.yields);
-        counter("kvasir_prefill_tokens_computed", "Prompt tokens computed", &self.prefill_computed);
         counter(
             "kvasir_prefill_tokens_recomputed",
             "Prompt tokens computed again after preemption",
@@ -294,6 +276,36 @@ impl EngineMetrics {
             "Prefix lookups of admitted requests, by the reason why they stopped",
             self.lookups.clone(),
         );
+        registry.register("vllm:request_queue_time_seconds", "Queued", self.queue.0.clone());
+        registry.register("vllm:iteration_tokens_total", "Rows of a step", self.iteration_tokens.0.clone());
+    }
+
+    /// Registers the metrics of requests, which every engine has.
+    pub fn register_requests(&self, registry: &mut Registry) {
+        let build = Family::<[(&str, &str); 1], Gauge>::default();
+        build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
+        registry.register("kvasir_build_info", "1 for the running version", build);
+        let mut gauge =
+            |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
+        gauge("vllm:num_requests_running", "Sequences in the batch", &self.running);
+        gauge("vllm:num_requests_waiting", "Sequences queued", &self.waiting);
+        gauge("kvasir_rss_bytes", "Resident set size", &self.rss);
+        for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
+            registry.register(name, "Share of KV bytes held by live sequences", self.kv_usage.clone());
+        }
+        let mut counter =
+            |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
+        for prefix in ["vllm:prefix_cache", "vllm:gpu_prefix_cache"] {
+            counter(
+                &format!("{prefix}_queries"),
+                "Prompt tokens looked up in the prefix cache",
+                &self.prefix_queries,
+            );
+            counter(&format!("{prefix}_hits"), "Prompt tokens served by the prefix cache", &self.prefix_hits);
+        }
+        counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", &self.prompt_tokens);
+        counter("vllm:generation_tokens", "Tokens generated", &self.generation_tokens);
+        counter("kvasir_prefill_tokens_computed", "Prompt tokens computed", &self.prefill_computed);
         registry.register("vllm:request_success", "Finished requests", self.finished.clone());
         let mut seconds = |name: &str, help: &str, metric: &SecondsHistogram| {
             registry.register(name, help, metric.0.clone())
@@ -302,8 +314,6 @@ impl EngineMetrics {
         seconds("vllm:inter_token_latency_seconds", "Between tokens", &self.itl);
         seconds("vllm:time_per_output_token_seconds", "Between tokens (older name)", &self.itl);
         seconds("vllm:e2e_request_latency_seconds", "Receipt to end", &self.e2e);
-        seconds("vllm:request_queue_time_seconds", "Queued", &self.queue);
-        registry.register("vllm:iteration_tokens_total", "Rows of a step", self.iteration_tokens.0.clone());
     }
 
     /// The registry as Prometheus text.

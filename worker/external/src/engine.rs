@@ -2,9 +2,10 @@
 
 use crate::arguments::{EngineKind, Unsupported};
 use crate::error::EngineError;
-use crate::http::EventBody;
+use crate::http::{EventBody, HttpClient};
 use crate::request::{EngineEvent, EngineRequest};
 use futures::future::BoxFuture;
+use serde::Deserialize;
 use std::collections::VecDeque;
 
 /// An engine in another process. Calls are independent of each other; none blocks the runtime.
@@ -37,6 +38,34 @@ pub trait Engine: Send + Sync {
     ///
     /// If the server cannot be reached or reports no load.
     fn load(&self) -> BoxFuture<'_, Result<EngineLoad, EngineError>>;
+
+    /// The engine's own tokens of a text, without special tokens around it. `None` if the server does not tell.
+    ///
+    /// # Errors
+    ///
+    /// If the server cannot be reached or its answer is invalid.
+    fn tokenize<'a>(&'a self, text: &'a str) -> BoxFuture<'a, Result<Option<Vec<u32>>, EngineError>> {
+        let _ = text;
+        Box::pin(async { Ok(None) })
+    }
+}
+
+/// Answer of an endpoint that tokenizes.
+#[derive(Debug, Deserialize)]
+struct Tokens {
+    tokens: Vec<u32>,
+}
+
+/// Posts to an endpoint that tokenizes. `None` if the server does not have it.
+pub(crate) async fn post_tokenize(
+    client: &HttpClient,
+    body: serde_json::Value,
+) -> Result<Option<Vec<u32>>, EngineError> {
+    match client.post_json::<Tokens>("/tokenize", body.to_string().into()).await {
+        Ok(Tokens { tokens }) => Ok(Some(tokens)),
+        Err(EngineError::Refused { status: 404 | 405, .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Identity and capacity of an engine. `None` is not reported by its server.

@@ -200,6 +200,10 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
             |(kind, page)| full(200, kind, page),
         ));
     }
+    if path == "/tokenize" {
+        // Not every server has it.
+        return Ok(full(404, "application/json", json!({"detail": "Not Found"}).to_string()));
+    }
     let body = request.into_body().collect().await.map(|body| body.to_bytes()).unwrap_or_default();
     let Ok(body) = serde_json::from_slice::<Value>(&body) else {
         return Ok(full(400, "application/json", json!({"error": "not JSON"}).to_string()));

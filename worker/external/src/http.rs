@@ -135,6 +135,27 @@ impl HttpClient {
         serde_json::from_slice(&body).map_err(|error| EngineError::invalid(format!("{path}: {error}")))
     }
 
+    /// The answer to a short POST of JSON.
+    pub(crate) async fn post_json<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: Bytes,
+    ) -> Result<T, EngineError> {
+        let limit = self.limits.response;
+        let exchange = async {
+            let (response, _open) = self.send(Method::POST, path, body).await?;
+            let status = response.status();
+            Ok::<_, EngineError>((status, self.read_body(response).await?))
+        };
+        let (status, body) =
+            timeout(limit, exchange).await.map_err(|_| timed_out(Wait::Response, limit))??;
+        match status {
+            StatusCode::OK => serde_json::from_slice(&body)
+                .map_err(|error| EngineError::invalid(format!("{path}: {error}"))),
+            _ => Err(EngineError::of_status(status.as_u16(), &message_of(&body))),
+        }
+    }
+
     /// Posts a generation and returns its events once the server answers with 200.
     pub(crate) async fn post_events(&self, path: &str, body: Bytes) -> Result<EventBody, EngineError> {
         let limit = self.limits.first_event;

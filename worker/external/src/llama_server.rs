@@ -2,7 +2,8 @@
 //!
 //! Read in the llama.cpp of xllamacpp 2026.10.11549 (`tools/server/{server-schema,server-task,server-context}.cpp`)
 //! and run against it. Facts that this client depends on:
-//! - An event has the new `tokens` (`return_tokens`) and `content`; the end-of-sequence token is among them.
+//! - An event has the new `tokens` (`return_tokens`) and `content`; the end-of-sequence token is among them. Of the
+//!   tokens of one character only the last is sent.
 //! - With `return_progress` the prompt is reported in events with `prompt_progress: {total, cache, processed}`.
 //!   Such an event has a token 0 that does not exist.
 //! - The last event has `stop: true`, no tokens, `stop_type` (`eos`, `word`, `limit`), `stopping_word`,
@@ -21,7 +22,7 @@
 use crate::arguments::{
     Argument, ArgumentTable, EngineKind, EngineOptions, Support, Unsupported, check_arguments,
 };
-use crate::engine::{Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder};
+use crate::engine::{Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, post_tokenize};
 use crate::error::{EngineError, bounded};
 use crate::http::HttpClient;
 use crate::prometheus::Samples;
@@ -31,7 +32,7 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 use proto::message::{FinishReason, GrammarSyntax, TokenLogprobs};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::VecDeque;
 
 const PROMPT_PENALTY: &str = "applies it to tokens of the prompt as well";
@@ -142,6 +143,11 @@ impl Engine for LlamaServer {
                 ..EngineInfo::default()
             })
         })
+    }
+
+    fn tokenize<'a>(&'a self, text: &'a str) -> BoxFuture<'a, Result<Option<Vec<u32>>, EngineError>> {
+        let body = json!({"content": text, "add_special": false, "parse_special": true});
+        Box::pin(post_tokenize(&self.client, body))
     }
 
     fn load(&self) -> BoxFuture<'_, Result<EngineLoad, EngineError>> {
@@ -388,7 +394,8 @@ impl CompletionDecoder {
             cached_tokens,
             slot: chunk.id_slot.and_then(|slot| u32::try_from(slot).ok()),
         };
-        let usage = check_usage(usage, self.prompt, self.received)?;
+        // Fewer may have been received: tokens that end inside a character are not sent.
+        let usage = check_usage(usage, self.prompt, self.received.max(usage.completion_tokens))?;
         events.push_back(EngineEvent::Finished(EngineFinish { reason, matched, usage }));
         Ok(())
     }

@@ -18,7 +18,9 @@
 use crate::arguments::{
     Argument, ArgumentTable, EngineKind, EngineOptions, Support, Unsupported, check_arguments,
 };
-use crate::engine::{Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, KvEventPorts};
+use crate::engine::{
+    Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, KvEventPorts, post_tokenize,
+};
 use crate::error::{EngineError, bounded};
 use crate::http::HttpClient;
 use crate::prometheus::Samples;
@@ -30,7 +32,7 @@ use futures::future::BoxFuture;
 use proto::message::{FinishReason, GrammarSyntax, TokenLogprobs};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
 
 const NO_RAW_LOGPROBS: &str = "reports log-probabilities after temperature";
@@ -130,6 +132,11 @@ impl Engine for Sglang {
                 kv_events: server.get("kv_events").and_then(kv_event_ports),
             })
         })
+    }
+
+    fn tokenize<'a>(&'a self, text: &'a str) -> BoxFuture<'a, Result<Option<Vec<u32>>, EngineError>> {
+        let body = json!({"prompt": text, "add_special_tokens": false});
+        Box::pin(post_tokenize(&self.client, body))
     }
 
     fn load(&self) -> BoxFuture<'_, Result<EngineLoad, EngineError>> {

@@ -19,7 +19,7 @@
 use crate::arguments::{
     Argument, ArgumentTable, EngineKind, EngineOptions, Support, Unsupported, check_arguments,
 };
-use crate::engine::{Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder};
+use crate::engine::{Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, post_tokenize};
 use crate::error::EngineError;
 use crate::http::HttpClient;
 use crate::prometheus::Samples;
@@ -30,7 +30,7 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 use proto::message::{FinishReason, GrammarSyntax, TokenLogprobs};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// Support of each argument in vLLM.
@@ -120,6 +120,14 @@ impl Engine for Vllm {
                 ..EngineInfo::default()
             })
         })
+    }
+
+    fn tokenize<'a>(&'a self, text: &'a str) -> BoxFuture<'a, Result<Option<Vec<u32>>, EngineError>> {
+        let mut body = json!({"prompt": text, "add_special_tokens": false});
+        if !self.model.is_empty() {
+            body["model"] = self.model.as_str().into();
+        }
+        Box::pin(post_tokenize(&self.client, body))
     }
 
     fn load(&self) -> BoxFuture<'_, Result<EngineLoad, EngineError>> {

@@ -12,10 +12,11 @@ use engine::scheduler::MAX_CONTEXT;
 use kernels::isa::Isa;
 use model::ModelFile;
 use model::spec::ModelSpec;
+use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::ModelId;
 use proto::message::MAX_ENCODED_WIDTH;
 use proto::operation::Operation;
-use proto::served_model::{ModelTask, ServedModel};
+use proto::served_model::{BUILT_IN, ModelTask, ServedModel};
 use std::path::Path;
 use std::sync::Arc;
 use text::tokenizer::Tokenizer;
@@ -95,6 +96,8 @@ pub(super) fn onnx_encoder(
         max_model_len: limits.text_tokens as u32,
         layers: (0, spec.layers.len() as u32),
         numeric_class: format!("{}/cpu/{}/onnx-{}", hex(&model_digest), Isa::detect().name(), hex(&runs)),
+        engine: BUILT_IN.to_owned(),
+        hit_tokens: HASH_UNIT_TOKENS as u32,
         block_tokens: options.block_tokens as u32,
         task: task(&spec),
     };

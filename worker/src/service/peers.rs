@@ -204,7 +204,8 @@ async fn serve_pull(node: Arc<Node>, call: PullCall) {
 
 async fn send_pieces(node: &Node, request: PullRequest, mut reply: PullReply) -> Result<(), Error> {
     let Ok(_permit) = node.peers.sends.try_acquire() else { return reply.fail(PullRefusal::Busy).await };
-    let Some(Runner::Generates(engine)) = node.engine() else {
+    let runner = node.engine();
+    let Some(engine) = runner.as_ref().and_then(Runner::built_in) else {
         return reply.fail(PullRefusal::NotHeld).await;
     };
     let PullRequest { origin, root, tokens, have } = request;
@@ -243,7 +244,7 @@ async fn send_pieces(node: &Node, request: PullRequest, mut reply: PullReply) ->
         if rest.is_empty() {
             break;
         }
-        copies = match copy(&engine, root, &prefix, &rest[..slice_len(rest)]).await {
+        copies = match copy(engine, root, &prefix, &rest[..slice_len(rest)]).await {
             Ok(copies) => copies,
             Err(refusal) => return reply.fail(refusal).await,
         };

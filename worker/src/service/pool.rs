@@ -103,7 +103,7 @@ impl Pool {
         free: NodeRun,
         node_tx: &watch::Sender<Arc<Node>>,
     ) {
-        let (mut free, mut epoch) = (free, free_epoch(&Epoch(0)));
+        let (mut free, mut epoch) = (free, later_epoch(&Epoch(0)));
         let mut orders = self.orders.subscribe();
         loop {
             let (lead, drafter) = next_lead(&mut orders).await;
@@ -120,7 +120,7 @@ impl Pool {
             };
             free.end();
             let (reason_tx, mut broken) = mpsc::unbounded_channel();
-            epoch = free_epoch(&epoch);
+            epoch = later_epoch(&epoch);
             let run = context.begin(epoch, Some(reason_tx));
             run.loaded(Loaded::Generator(Box::new(prepared)), Some(&lead.model));
             node_tx.send_replace(Arc::clone(&run.node));
@@ -138,7 +138,7 @@ impl Pool {
             };
             tracing::warn!(plan_index = lead.plan_index, epoch = epoch.0, reason, "the replica has ended");
             run.end();
-            epoch = free_epoch(&epoch);
+            epoch = later_epoch(&epoch);
             free = context.begin(epoch, None);
             free.loaded(Loaded::Nothing, None);
             node_tx.send_replace(Arc::clone(&free.node));
@@ -220,7 +220,7 @@ impl Pool {
             speculative_method = self.speculative_method(drafter) => speculative_method?,
             () = given_up(orders, lead) => return Err(another_plan()),
         };
-        *epoch = free_epoch(epoch);
+        *epoch = later_epoch(epoch);
         let claim = ReplicaClaim { plan_index: lead.plan_index, epoch: *epoch };
         let downstream = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
         let ranges: Vec<Range<usize>> =
@@ -272,7 +272,7 @@ fn another_plan() -> Error {
 }
 
 /// An epoch after `last`.
-fn free_epoch(last: &Epoch) -> Epoch {
+pub(super) fn later_epoch(last: &Epoch) -> Epoch {
     current_epoch().max(Epoch(last.0.saturating_add(1)))
 }
 

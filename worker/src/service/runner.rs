@@ -2,6 +2,8 @@
 
 use super::Loaded;
 use crate::Error;
+use crate::external_engine::{ExternalGenerator, OnLost};
+use crate::generator::Generator;
 use engine::encoder::thread::EncoderHandle;
 use engine::engine::EngineLoad;
 use engine::engine::thread::{Broken, EngineHandle};
@@ -9,6 +11,7 @@ use engine::kv_events::EventLog;
 use parking_lot::Mutex;
 use proto::block::ClusterKey;
 use proto::ids::Epoch;
+use proto::message::PullReport;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -16,7 +19,7 @@ use tokio::sync::watch;
 /// The node's engine. Cheap to clone.
 #[derive(Clone)]
 pub(super) enum Runner {
-    Generates(EngineHandle),
+    Generates(Arc<dyn Generator>),
     Encodes(EncoderHandle),
     /// A worker of the pool that leads no replica.
     Waits(Arc<Waiting>),
@@ -45,12 +48,16 @@ impl Runner {
         key: &ClusterKey,
         epoch: Epoch,
         stall_floor: Duration,
-        broken: Broken,
+        (broken, on_lost): (Broken, OnLost),
     ) -> Result<Self, Error> {
         match loaded {
             Loaded::Generator(prepared) => {
                 let engine = prepared.engine(key.clone(), epoch)?;
-                Ok(Self::Generates(EngineHandle::start_with(engine, stall_floor, Some(broken))?))
+                let handle = EngineHandle::start_with(engine, stall_floor, Some(broken))?;
+                Ok(Self::Generates(Arc::new(handle)))
+            }
+            Loaded::External(opened) => {
+                Ok(Self::Generates(Arc::new(ExternalGenerator::start(*opened, key, epoch, on_lost))))
             }
             Loaded::Encoder(encoder) => {
                 Ok(Self::Encodes(EncoderHandle::start(*encoder, epoch, stall_floor)?))
@@ -92,6 +99,38 @@ impl Runner {
             Self::Generates(engine) => engine.newest_event(),
             Self::Encodes(encoder) => encoder.steps(),
             Self::Waits(waiting) => waiting.updates.subscribe(),
+        }
+    }
+
+    /// Whether the events name exactly what the cache holds.
+    pub(super) fn exact(&self) -> bool {
+        match self {
+            Self::Generates(engine) => engine.exact(),
+            Self::Encodes(_) | Self::Waits(_) => true,
+        }
+    }
+
+    /// Memory of this process, and of an engine that it has started.
+    pub(super) fn resident_bytes(&self) -> u64 {
+        let outside = match self {
+            Self::Generates(engine) => engine.outside_bytes(),
+            Self::Encodes(_) | Self::Waits(_) => 0,
+        };
+        engine::memory::resident_bytes().saturating_add(outside)
+    }
+
+    pub(super) fn transfers(&self) -> PullReport {
+        match self {
+            Self::Generates(engine) => engine.transfers(),
+            Self::Encodes(_) | Self::Waits(_) => PullReport::default(),
+        }
+    }
+
+    /// The built-in engine, if it generates here.
+    pub(super) fn built_in(&self) -> Option<&EngineHandle> {
+        match self {
+            Self::Generates(engine) => engine.built_in(),
+            Self::Encodes(_) | Self::Waits(_) => None,
         }
     }
 

@@ -2,7 +2,6 @@
 //! threads. The engine only copies blocks.
 
 use super::Node;
-use super::runner::Runner;
 use engine::engine::resume::{Reply, SequenceKey};
 use engine::engine::thread::EngineHandle;
 use engine::snapshot::Snapshot;
@@ -46,13 +45,17 @@ async fn perform(
     body: SequenceBody,
 ) -> Result<SequenceAnswer, SequenceError> {
     let SequenceRequest { model, root, operation } = request;
-    let Some(Runner::Generates(engine)) = node.engine().filter(|_| node.serves(&model)) else {
+    let Some(runner) = node.engine().filter(|_| node.serves(&model)) else {
         return Err(SequenceError::Unsupported(format!("this worker does not generate text with {model}")));
+    };
+    let Some(engine) = runner.built_in() else {
+        let name = node.engine_name();
+        return Err(SequenceError::Unsupported(format!("the engine {name} does not give out its sequences")));
     };
     let key = |name| SequenceKey { root, name };
     let reply = match operation {
         SequenceOperation::List => {
-            let of_engine = call_engine(&engine, move |engine| {
+            let of_engine = call_engine(engine, move |engine| {
                 (engine.sequences(root), engine.pins(Instant::now(), root))
             });
             let (sequences, pins) = of_engine.await?;
@@ -65,7 +68,7 @@ async fn perform(
         }
         SequenceOperation::Save { sequence, medium } => {
             let key = key(sequence);
-            let file = capture(node, &engine, key.clone()).await?;
+            let file = capture(node, engine, key.clone()).await?;
             blocking(node, move |node| node.snapshots.put(&key, medium, file))
                 .await
                 .map(SequenceReply::Saved)?
@@ -76,7 +79,7 @@ async fn perform(
             let saved = blocking(node, move |node| node.snapshots.get(&saved)).await?;
             return Ok(SequenceAnswer::File(match saved {
                 Some(file) => file,
-                None => capture(node, &engine, key).await?.into(),
+                None => capture(node, engine, key).await?.into(),
             }));
         }
         SequenceOperation::Restore { snapshot, name } => {
@@ -84,7 +87,7 @@ async fn perform(
             let file = blocking(node, move |node| node.snapshots.get(&saved)).await?;
             let what = format!("snapshot {snapshot}");
             let file = file.ok_or(SequenceError::Unknown { what })?;
-            SequenceReply::Sequence(restore(node, &engine, key(name), file).await?)
+            SequenceReply::Sequence(restore(node, engine, key(name), file).await?)
         }
         SequenceOperation::Upload { name, .. } => {
             let max_bytes = engine.load().kv_total + HEADER_BYTES;
@@ -92,21 +95,21 @@ async fn perform(
                 field: "body".to_owned(),
                 reason: error.to_string(),
             })?;
-            SequenceReply::Sequence(restore(node, &engine, key(name), file.into()).await?)
+            SequenceReply::Sequence(restore(node, engine, key(name), file.into()).await?)
         }
         SequenceOperation::Fork { sequence, name } => {
             let of = key(sequence);
-            SequenceReply::Sequence(call_engine(&engine, move |engine| engine.fork(&of, name)).await??)
+            SequenceReply::Sequence(call_engine(engine, move |engine| engine.fork(&of, name)).await??)
         }
         SequenceOperation::Reset { sequence, keep } => {
             let key = key(sequence);
-            SequenceReply::Sequence(call_engine(&engine, move |engine| engine.reset(&key, keep)).await??)
+            SequenceReply::Sequence(call_engine(engine, move |engine| engine.reset(&key, keep)).await??)
         }
         SequenceOperation::Drop { sequence } => {
             let key = key(sequence);
             let what = format!("sequence {}", key.name);
             let named = key.clone();
-            let existed = call_engine(&engine, move |engine| engine.forget(&named)).await??;
+            let existed = call_engine(engine, move |engine| engine.forget(&named)).await??;
             let saved = blocking(node, move |node| node.snapshots.remove(&key)).await?;
             match existed || saved {
                 true => SequenceReply::Done,
@@ -115,13 +118,13 @@ async fn perform(
         }
         SequenceOperation::Pin { tokens, ttl_ms } => {
             let ttl = (ttl_ms > 0).then(|| Duration::from_millis(ttl_ms));
-            let pinned = computed(&engine, move |engine, reply| {
+            let pinned = computed(engine, move |engine, reply| {
                 engine.pin(Instant::now(), root, &tokens, ttl, reply);
             });
             SequenceReply::Pinned(pinned.await?)
         }
         SequenceOperation::Unpin { pin } => {
-            call_engine(&engine, move |engine| engine.unpin(Instant::now(), root, pin)).await??;
+            call_engine(engine, move |engine| engine.unpin(Instant::now(), root, pin)).await??;
             SequenceReply::Done
         }
     };

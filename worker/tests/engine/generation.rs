@@ -28,6 +28,7 @@ fn seeded(seed: u64) -> Sampling {
         frequency_penalty: 0.1,
         logit_bias: vec![(17, 2.0), (18, -100.0)],
         seed,
+        seeded: true,
         logprobs: Some(3),
     }
 }

@@ -160,6 +160,7 @@ impl Cluster {
             listen: any_port(),
             ops: any_port(),
             engine,
+            external: None,
             part: WorkPart::Both,
             snapshots: StoreConfig::default(),
             stall_floor: Duration::MAX,

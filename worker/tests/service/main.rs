@@ -87,6 +87,7 @@ async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig
         listen: any_port(),
         ops: any_port(),
         engine: EngineOptions { threads: Some(1), kv_bytes: Some(8 << 20), ..EngineOptions::default() },
+        external: None,
         part: WorkPart::Both,
         snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
         stall_floor: TIMEOUT,

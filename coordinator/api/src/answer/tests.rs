@@ -38,6 +38,7 @@ fn receive(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -
         matched,
         tail: String::new(),
         completion_tokens: 0,
+        cached_tokens: None,
         preemptions: 0,
         drafted_tokens: 0,
         accepted_tokens: 0,

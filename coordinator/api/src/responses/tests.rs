@@ -241,6 +241,7 @@ pub(crate) fn sample_deltas(reason: FinishReason, matched: Option<&str>) -> Vec<
         matched: matched.map(str::to_owned),
         tail: String::new(),
         completion_tokens: 9,
+        cached_tokens: None,
         preemptions: 0,
         drafted_tokens: 0,
         accepted_tokens: 0,

@@ -19,6 +19,8 @@ fn worker_info(name: &str, epoch: u64, digest: u8) -> WorkerInfo {
         tokenizer_digest: [1; 32],
         max_model_len: 4096,
         layers: (0, 4),
+        engine: "kvasir".into(),
+        hit_tokens: 16,
         numeric_class: "test".into(),
         block_tokens: 16,
         task: ModelTask::Generate,

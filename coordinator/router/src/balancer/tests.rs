@@ -37,6 +37,7 @@ fn report(epoch: u64) -> LoadReport {
         stalled_ms: 0,
         prefill_rate: 2_000.0,
         step_ms: 8.0,
+        exact: true,
         rss: 0,
         pulls: PullReport::default(),
     }

@@ -11,7 +11,7 @@ mod pulls;
 pub use peers::{PeerExport, PeerImport};
 
 use super::recent::{Decided, Ending, Outcome, Recent};
-use super::{Action, Assignment, Explained, Policy, Refusal, RequestState, Ticket, WorkerView};
+use super::{Action, Assignment, Explained, Policy, Refusal, RequestState, RouteRequest, Ticket, WorkerView};
 use crate::admission::PlacementOutcome;
 use crate::prefix_index::{GapRepair, IndexSize, PrefixIndex, ReservationId, StreamError, StreamView};
 use crate::routing::demand::{CommonKey, Demand};
@@ -29,7 +29,7 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::served_model::ServedModel;
 use proto::worker::{LoadReport, WorkerState};
-use pulls::Supply;
+use pulls::{Supply, held_units};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -187,6 +187,12 @@ impl WorkerPool {
         }
     }
 
+    /// Numeric class in which the worker of this epoch serves the model.
+    pub(super) fn numeric_class(&self, node: &NodeId, epoch: Epoch, model: &ModelId) -> Option<String> {
+        let member = self.table.member(node).filter(|member| member.register.epoch == epoch);
+        member.and_then(|member| member.model(model)).map(|model| model.numeric_class.clone())
+    }
+
     /// Chooses a worker for a request and books the request there, or refuses it, or has it wait for a prefix.
     /// Otherwise returns it: with `yields` also if it would repeat another worker's computation.
     pub(super) fn place(
@@ -224,7 +230,7 @@ impl WorkerPool {
             .iter()
             .filter(|(_, load)| generates(load))
             .filter(|(_, load)| load.has_room(&request.tenant, self.policy.max_inflight))
-            .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
+            .map(|(member, load)| load.candidate(now, member.slot, held_units(&request, member, &overlap)))
             .collect();
         // Early exit, since waiting requests are checked often: no candidate can pull more than some worker
         // holds or expects.
@@ -607,7 +613,8 @@ impl RequestState {
         let register = &member.register;
         let declined = self.declined_by.iter().any(|(n, e)| *n == register.node && *e == register.epoch);
         let class = || member.model(&self.request.model).map(|m| m.numeric_class.as_str());
-        !declined && self.only_class.as_deref().is_none_or(|only| class() == Some(only))
+        let unsupported = || self.unsupported_by.iter().any(|refusing| class() == Some(refusing.as_str()));
+        !declined && !unsupported() && self.only_class.as_deref().is_none_or(|only| class() == Some(only))
     }
 }
 

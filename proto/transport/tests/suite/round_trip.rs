@@ -50,12 +50,13 @@ prop_compose! {
     fn sampling()(
         temperature in float(), top_k: u32, top_p in float(), min_p in float(),
         penalties in [float(), float(), float()],
-        logit_bias in vec((any::<u32>(), float()), 0..8), seed: u64, logprobs in option::of(any::<u8>()),
+        logit_bias in vec((any::<u32>(), float()), 0..8), seed: u64, seeded: bool,
+        logprobs in option::of(any::<u8>()),
     ) -> Sampling {
         let [repetition_penalty, presence_penalty, frequency_penalty] = penalties;
         Sampling {
             temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-            logit_bias, seed, logprobs,
+            logit_bias, seed, seeded, logprobs,
         }
     }
 }
@@ -111,6 +112,7 @@ fn error() -> impl Strategy<Value = GenerateError> {
         model_id().prop_map(GenerateError::ModelNotFound),
         any::<(u64, u64)>().prop_map(|(need, limit)| GenerateError::ContextLength { need, limit }),
         (".*", ".*").prop_map(|(field, reason)| GenerateError::InvalidField { field, reason }),
+        (".*", ".*").prop_map(|(field, reason)| GenerateError::Unsupported { field, reason }),
         any::<u64>().prop_map(|after_ms| GenerateError::DeadlineExceeded { after_ms }),
         Just(GenerateError::QueueFull),
         Just(GenerateError::Draining),
@@ -123,22 +125,27 @@ fn frame() -> impl Strategy<Value = GenerateFrame> {
     let reason =
         prop_oneof![Just(FinishReason::Stop), Just(FinishReason::Length), Just(FinishReason::Cancelled)];
     prop_oneof![
-        (any::<u32>(), any::<u32>(), ".*").prop_map(|(cached_tokens, computed_tokens, hit_stop)| {
-            GenerateFrame::Started(Started { cached_tokens, computed_tokens, hit_stop })
-        }),
+        (any::<u32>(), any::<bool>(), any::<u32>(), ".*").prop_map(
+            |(cached_tokens, estimated, computed_tokens, hit_stop)| {
+                GenerateFrame::Started(Started { cached_tokens, estimated, computed_tokens, hit_stop })
+            }
+        ),
         vec(token(), 0..8).prop_map(GenerateFrame::Tokens),
-        (reason, option::of(".*"), ".*", any::<[u32; 4]>()).prop_map(|(reason, matched, tail, counts)| {
-            let [completion_tokens, preemptions, drafted_tokens, accepted_tokens] = counts;
-            GenerateFrame::Finished(Finished {
-                reason,
-                matched,
-                tail,
-                completion_tokens,
-                preemptions,
-                drafted_tokens,
-                accepted_tokens,
-            })
-        }),
+        (reason, option::of(".*"), ".*", any::<[u32; 4]>(), any::<Option<u32>>()).prop_map(
+            |(reason, matched, tail, counts, cached_tokens)| {
+                let [completion_tokens, preemptions, drafted_tokens, accepted_tokens] = counts;
+                GenerateFrame::Finished(Finished {
+                    reason,
+                    matched,
+                    tail,
+                    completion_tokens,
+                    cached_tokens,
+                    preemptions,
+                    drafted_tokens,
+                    accepted_tokens,
+                })
+            }
+        ),
         error().prop_map(GenerateFrame::Failed),
     ]
 }
@@ -177,9 +184,10 @@ fn task() -> impl Strategy<Value = ModelTask> {
 prop_compose! {
     fn served()(
         id in model_id(), model_digest: [u8; 32], tokenizer_digest: [u8; 32], max_model_len: u32,
-        layers: (u32, u32), numeric_class in ".*", block_tokens: u32, task in task(),
+        layers: (u32, u32), numeric_class in ".*", block_tokens: u32, engine in ".*",
+        hit_tokens: u32, task in task(),
     ) -> ServedModel {
-        ServedModel { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, task }
+        ServedModel { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, engine, hit_tokens, task }
     }
 }
 
@@ -240,12 +248,12 @@ fn encode_reply() -> impl Strategy<Value = EncodeReply> {
 prop_compose! {
     fn load()(
         epoch: u64, state in prop_oneof![Just(WorkerState::Starting), Just(WorkerState::Ready), Just(WorkerState::Draining)],
-        counts: [u32; 2], sizes: [u64; 7], rates in [float(), float(), float()], sums: [u64; 3],
+        counts: [u32; 2], sizes: [u64; 7], rates in [float(), float(), float()], sums: [u64; 3], exact: bool,
     ) -> LoadReport {
         let [pulled_bytes, sent_bytes, failures] = sums;
         LoadReport {
             epoch: Epoch(epoch), state, running: counts[0], waiting: counts[1],
-            pending_prefill_tokens: sizes[0], kv_used: sizes[1], kv_total: sizes[2], steps: sizes[3],
+            pending_prefill_tokens: sizes[0], exact, kv_used: sizes[1], kv_total: sizes[2], steps: sizes[3],
             tokens: sizes[4], stalled_ms: sizes[5], prefill_rate: rates[0], step_ms: rates[1], rss: sizes[6],
             pulls: PullReport { rate: rates[2], pulled_bytes, sent_bytes, failures },
         }

@@ -112,6 +112,8 @@ fn model() -> ServedModel {
         tokenizer_digest: [2; 32],
         max_model_len: 8192,
         layers: (0, 30),
+        engine: "kvasir".into(),
+        hit_tokens: 16,
         numeric_class: "cpu".into(),
         block_tokens: 16,
         task: ModelTask::Generate,
@@ -312,6 +314,7 @@ pub(crate) fn load(state: WorkerState) -> LoadReport {
         stalled_ms: 7,
         prefill_rate: 1000.0,
         step_ms: 8.5,
+        exact: true,
         rss: 1 << 31,
         pulls: PullReport { rate: 1e9, pulled_bytes: 70_000, sent_bytes: 300, failures: 2 },
     }
@@ -337,6 +340,7 @@ fn errors() -> Vec<GenerateError> {
         GenerateError::ModelNotFound(ModelId::new("m").unwrap()),
         GenerateError::ContextLength { need: 9000, limit: 8192 },
         GenerateError::InvalidField { field: "top_p".into(), reason: "2 > 1".into() },
+        GenerateError::Unsupported { field: "seed".into(), reason: "vllm ignores it".into() },
         GenerateError::QueueFull,
         GenerateError::Draining,
         GenerateError::DeadlineExceeded { after_ms: 100 },
@@ -352,6 +356,7 @@ fn finished(reason: FinishReason) -> GenerateFrame {
         matched,
         tail: "x".into(),
         completion_tokens: 3,
+        cached_tokens: Some(32),
         preemptions: 1,
         drafted_tokens: 8,
         accepted_tokens: 2,
@@ -365,7 +370,12 @@ pub(crate) fn frames() -> Vec<GenerateFrame> {
         TokenOut { id: 70_000, text: String::new(), logprobs },
     ];
     vec![
-        GenerateFrame::Started(Started { cached_tokens: 16, computed_tokens: 4, hit_stop: "end".into() }),
+        GenerateFrame::Started(Started {
+            cached_tokens: 16,
+            estimated: true,
+            computed_tokens: 4,
+            hit_stop: "end".into(),
+        }),
         GenerateFrame::Tokens(tokens),
         finished(FinishReason::Stop),
         GenerateFrame::Failed(GenerateError::Internal),

@@ -108,6 +108,8 @@ impl WorkerRun {
             tokenizer_digest: [1; 32],
             max_model_len: 10_000,
             layers: (0, 1),
+            engine: "kvasir".into(),
+            hit_tokens: 16,
             numeric_class: CLASS.into(),
             block_tokens: 64,
             task: ModelTask::Generate,
@@ -228,6 +230,7 @@ impl WorkerRun {
             stalled_ms: 0,
             prefill_rate: 6_400.0,
             step_ms: 10.0,
+            exact: true,
             rss: 0,
             pulls: PullReport::default(),
         }

@@ -23,6 +23,7 @@ impl Engine {
         }
         request.sink.frame(GenerateFrame::Started(Started {
             cached_tokens: cached as u32,
+            estimated: false,
             computed_tokens: (request.prompt_len - cached) as u32,
             hit_stop: request.transfer.map_or_else(
                 || info.hit_stop.to_string(),
@@ -67,7 +68,12 @@ impl Engine {
     /// Ends a request whose tokens were all sent by an earlier attempt that was cut off before the end frame.
     pub(super) fn finish_at_once(&self, sink: &mut dyn Sink, ending: Ending, completion_tokens: u32) {
         let hit_stop = HitStop::Disabled.to_string();
-        sink.frame(GenerateFrame::Started(Started { cached_tokens: 0, computed_tokens: 0, hit_stop }));
+        sink.frame(GenerateFrame::Started(Started {
+            cached_tokens: 0,
+            estimated: false,
+            computed_tokens: 0,
+            hit_stop,
+        }));
         self.finish(sink, ending, completion_tokens, None);
     }
 

@@ -208,6 +208,7 @@ impl Engine {
             matched: ending.matched,
             tail: ending.tail,
             completion_tokens,
+            cached_tokens: None,
             preemptions: info.map_or(0, |info| info.preemptions),
             drafted_tokens: info.map_or(0, |info| info.drafted_tokens),
             accepted_tokens: info.map_or(0, |info| info.accepted_tokens),

@@ -1,5 +1,6 @@
 //! Finds the best holder of a prompt, and why the request did not go there.
 
+use super::pulls::held_units;
 use super::{Load, RequestState, Supply, WorkerPool};
 use crate::balancer::recent::Lost;
 use crate::prefix_index::Overlap;
@@ -21,7 +22,7 @@ impl WorkerPool {
         candidates: &[Candidate],
         (choice, supply): (&RoutingDecision, &Supply),
     ) -> (Option<(u32, Slot)>, Option<Lost>) {
-        let held = |member: &Member| (overlap.units(member.slot), member.slot);
+        let held = |member: &Member| (held_units(&state.request, member, overlap), member.slot);
         // Ties go to the chosen worker, then to the lowest slot.
         let best = self
             .table

@@ -1,10 +1,10 @@
 //! KV transfers as the worker pool sees them: each worker's role, the address and the costs of its pulls, and
 //! prompts that a prefill worker computes for another worker.
 
-use super::{Load, RequestState, WorkerPool};
+use super::{Load, RequestState, RouteRequest, WorkerPool};
 use crate::prefix_index::Overlap;
 use crate::routing::transfer::{self, Holder, Pull, PullPrice, is_worth_pulling};
-use crate::routing::{Candidate, Outlook, Routing, RoutingDecision, predicted_tokens};
+use crate::routing::{Candidate, Outlook, Routing, RoutingDecision, hit_units, predicted_tokens};
 use crate::slot::Slot;
 use crate::table::Member;
 use proto::block::HASH_UNIT_TOKENS;
@@ -254,6 +254,12 @@ impl PullTerms {
 fn layers(model: &ModelId, member: &Member) -> f64 {
     let (from, to) = member.model(model).map_or((0, 1), |model| model.layers);
     f64::from(to.saturating_sub(from).max(1))
+}
+
+/// Leading units of the prompt that the member holds and would serve.
+pub(super) fn held_units(request: &RouteRequest, member: &Member, overlap: &Overlap) -> u32 {
+    let hit_tokens = member.model(&request.model).map_or(0, |model| model.hit_tokens);
+    hit_units(request.prompt_tokens, overlap.units(member.slot), hit_tokens)
 }
 
 /// Whether both members serve the model in the same numeric class, with bit-equal results.
