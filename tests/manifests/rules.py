@@ -5,6 +5,7 @@ test.
 import itertools
 import json
 import os
+import re
 
 import kubernetes_validate
 
@@ -24,11 +25,14 @@ INSTALLATIONS = {
     "cpu": ["cpu", "own-ca", "own-ca/issue", "fetch", "monitoring", "gateway", "keda"],
     "cpu with cert-manager": ["cpu", "cert-manager", "fetch", "monitoring"],
     "dgx-spark": ["dgx-spark", "dgx-spark/fetch", "own-ca", "monitoring", "gateway"],
+    "vllm": ["vllm", "vllm/fetch", "own-ca", "own-ca/issue", "monitoring", "gateway"],
 }
 # Secrets that the operator makes by the guide.
 BY_HAND = {("Secret", "kvasir", "kvasir-api-keys"), ("Secret", "kvasir", "kvasir-cluster-key")}
 # ConfigMap with the revoked certificates. The operator makes it at the first revocation.
 REVOKED = "kvasir-revoked"
+# Containers with an LLM server of another project, which the pod's worker wraps.
+ENGINES = ("vllm",)
 
 
 def installed(rendered, installation):
@@ -162,7 +166,11 @@ def probes_ask_what_the_binary_answers(rendered):
             for container in containers(pod):
                 probes = {kind: container[kind] for kind in ("startupProbe", "livenessProbe", "readinessProbe") if kind in container}
                 role = container["name"]
-                assert (len(probes) == 3) == (role in ("coordinator", "worker")), title(manifest)
+                assert (len(probes) == 3) == (role in ("coordinator", "worker", *ENGINES)), title(manifest)
+                if role in ENGINES:
+                    # It listens on loopback only, where the kubelet does not reach it.
+                    assert all("exec" in probe for probe in probes.values()), title(manifest)
+                    continue
                 for kind, probe in probes.items():
                     assert probe["httpGet"]["port"] == "ops", f"{title(manifest)}: {kind}"
                     assert probe["httpGet"]["path"] in binary.routes(role), f"{title(manifest)}: {kind}"
@@ -308,7 +316,73 @@ def the_models_named_can_be_fetched(rendered):
         for manifest in manifests:
             if manifest["kind"] == "ConfigMap" and "model" in manifest["data"]:
                 model = manifest["data"]["model"]
+                if "checkpoint" in manifest["data"]:
+                    # A repository's folder, not a file: overlays/vllm/fetch.
+                    assert re.fullmatch(r"[\w.-]+/[\w.-]+", manifest["data"]["repository"]), title(manifest)
+                    continue
                 assert model in binary.downloads(), f"{title(manifest)}: {model} is nothing that the image can fetch"
+
+
+def engines_are_where_their_workers_connect(rendered):
+    """A pod's worker has the addresses and the model of the engine beside it. The engine's API listens on
+    loopback, and the worker stops first, because an engine is a sidecar.
+    """
+    engines = 0
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        for manifest, pod in workloads(manifests):
+            configs = config_of(manifests, manifest)
+            for engine in [c for c in containers(pod) if c["name"] in ENGINES]:
+                engines += 1
+                is_sidecar = engine in pod["spec"]["initContainers"] and engine.get("restartPolicy") == "Always"
+                assert is_sidecar, f"{title(manifest)}: the engine would end before the worker has drained"
+                assert "ports" not in engine, f"{title(manifest)}: a port that others may connect to"
+                (worker,) = pod["spec"]["containers"]
+                env = environment(worker, configs)
+                assert env["KVASIR_LLM_BACKEND"] == engine["name"], title(manifest)
+                model, *options = engine["args"]
+                given = dict(itertools.pairwise(options))
+                assert env["KVASIR_ENGINE_URL"] == f"http://{given['--host']}:{given['--port']}", title(manifest)
+                assert given["--host"] == "127.0.0.1", title(manifest)
+                assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(options), title(manifest)
+                events = json.loads(given["--kv-events-config"])
+                assert (events.pop("enable_kv_cache_events"), events.pop("publisher")) == (True, "zmq"), title(manifest)
+                endpoints = {
+                    # vLLM connects to an endpoint without `*` instead of binding it.
+                    "endpoint": env["KVASIR_KV_EVENTS"].replace("127.0.0.1", "tcp://*"),
+                    "replay_endpoint": f"tcp://{env['KVASIR_KV_EVENTS_REPLAY']}",
+                    "topic": env.get("KVASIR_KV_EVENTS_TOPIC", ""),
+                }
+                assert events == endpoints, f"{title(manifest)}: {events}"
+                folder = environment(engine, configs)[model.removeprefix("$(").removesuffix(")")]
+                assert env["KVASIR_MODEL"].split("=", 1)[1] == folder, title(manifest)
+    assert engines, "no engines"
+
+
+def folders_of_checkpoints_are_mounted(rendered):
+    """Every container with a checkpoint's folder in its settings mounts it, from one place of one claim. Only the
+    Job that downloads it may write there.
+    """
+    for name in INSTALLATIONS:
+        manifests = installed(rendered, name)
+        mounted = {}
+        for manifest, pod in workloads(manifests):
+            volumes = {v["name"]: v for v in pod["spec"].get("volumes", [])}
+            configs = config_of(manifests, manifest)
+            for container in containers(pod):
+                env = environment(container, configs)
+                values = [env.get(variable, "") for variable in ("CHECKPOINT", "KVASIR_MODEL", "KVASIR_MODELS")]
+                for folder in [value.split("=", 1)[-1] for value in values if "/" in value]:
+                    above = [m for m in container["volumeMounts"] if folder.startswith(m["mountPath"] + "/")]
+                    assert above, f"{name}: {title(manifest)} does not mount {folder}"
+                    mount = max(above, key=lambda mount: len(mount["mountPath"]))
+                    claim = volumes[mount["name"]]["persistentVolumeClaim"]["claimName"]
+                    place = (folder, claim, mount["subPath"], mount["mountPath"])
+                    mounted.setdefault(place, set()).add((container["name"], mount.get("readOnly", False)))
+        assert len(mounted) == (name == "vllm"), f"{name}: {mounted}"
+        for containers_of_place in mounted.values():
+            expected = {("coordinator", True), ("vllm", True), ("worker", True), ("fetch", False)}
+            assert containers_of_place == expected, f"{name}: {containers_of_place}"
 
 
 def workers_are_no_more_than_identities(rendered):
@@ -365,7 +439,11 @@ def certificates_name_the_nodes_that_use_them(rendered):
 
 
 def monitors_find_ports(rendered):
-    manifests = installed(rendered, "cpu")
+    for name in ("cpu", "vllm"):
+        monitors_find_ports_of(installed(rendered, name))
+
+
+def monitors_find_ports_of(manifests):
     for monitor in [m for m in manifests if m["kind"] in ("ServiceMonitor", "PodMonitor")]:
         services = monitor["kind"] == "ServiceMonitor"
         candidates = (
@@ -383,7 +461,7 @@ def images_are_named_in_one_place(rendered):
     files = [f for f in (ROOT / "deploy/k8s").rglob("*.yaml") if f.name != "images.yaml"]
     for file in files:
         named = [line.split("image:")[1].strip() for line in file.read_text().splitlines() if " image: " in line]
-        assert all(name in ("kvasir", "kvasir-cuda", "kubectl") for name in named), f"{file}: {named}"
+        assert all(name in ("kvasir", "kvasir-cuda", "kubectl", "vllm") for name in named), f"{file}: {named}"
     for manifests in rendered.values():
         for manifest, pod in workloads(manifests):
             for container in containers(pod):
@@ -403,6 +481,8 @@ TESTS = [
     a_majority_survives_what_budgets_allow,
     caches_fit_into_the_memory_limit,
     the_models_named_can_be_fetched,
+    engines_are_where_their_workers_connect,
+    folders_of_checkpoints_are_mounted,
     workers_are_no_more_than_identities,
     what_is_revoked_reaches_every_node,
     certificates_name_the_nodes_that_use_them,

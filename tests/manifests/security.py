@@ -68,7 +68,7 @@ def k8s_rbac_free(rendered):
 
 
 def k8s_network_policy(rendered):
-    """Allowed connections in the CPU installation and in the one for DGX Spark, each with all its policies.
+    """Allowed connections in the installations for CPUs, for vLLM and for DGX Spark, each with all its policies.
     """
 
     def pods_of(name):
@@ -150,6 +150,10 @@ def k8s_network_policy(rendered):
         ("fetch", "lan", "TCP", 443, no),
         ("fetch", "dns", "UDP", 53, yes),
     ]
+    # An engine's ports are open to its own pod alone. vLLM's event port listens on all addresses.
+    pods = {**others, **pods_of("vllm")}
+    engine = [(source, "worker", "TCP", port, no) for source in pods for port in (8000, 5557, 5558)]
+    check_table("vllm", World(installed(rendered, "vllm"), spaces), pods, table + engine)
     world = World(installed(rendered, "dgx-spark"), spaces)
     check_table("dgx-spark", world, {**others, **pods_of("dgx-spark")}, spark)
 
