@@ -4,6 +4,7 @@
 use crate::exactness::{assert_same, same_twice};
 use crate::harness::{
     Output, Request, cramped, one_by_one, open, open_on, options, path, prompt, run_to_end, submit, together,
+    whole_matrix,
 };
 use crate::mtp_head_file::{Block, write};
 use crate::simulated::{simulated, small};
@@ -264,7 +265,9 @@ fn draft_tokens_of_an_mtp_head_at_the_last_stage_change_no_bit() {
         let model = Model::new(arch, block);
         let requests = requests();
         let expected = model.plain(&requests);
-        for shards in 2..=max_shards(&model.name).min(3) {
+        let max_shards = max_shards(&model.name).min(3);
+        let min_shards = if whole_matrix() { 2 } else { max_shards };
+        for shards in min_shards..=max_shards {
             let workers = Workers::start(&model.name, shards - 1, &options(HYBRID));
             let (mut drafted, mut accepted) = (0, 0);
             let mut run = |case: &str, at_once: bool, options: EngineOptions| {
