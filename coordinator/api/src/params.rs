@@ -107,7 +107,7 @@ impl Params {
                 Some(seed) => (seed & i128::from(u64::MAX)) as u64,
                 None => seed,
             },
-            seeded: fields.raw("seed").is_some_and(|seed| seed != "null"),
+            seeded: fields.raw("seed").is_some(),
             logprobs: None,
         };
         let stop = Stop {

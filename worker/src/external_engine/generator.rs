@@ -73,7 +73,7 @@ struct Shared {
     kv_total: u64,
 }
 
-/// What is known of the server's prefix cache.
+/// Knowledge of the server's prefix cache.
 enum CacheView {
     /// Followed by its events.
     Events(Arc<Mutex<EngineIndex>>),

@@ -70,7 +70,7 @@ fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
     }
 }
 
-/// What a request came to.
+/// Result of a request.
 #[derive(Debug, Default)]
 struct Outcome {
     started: Option<Started>,
