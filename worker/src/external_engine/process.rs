@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::process::{ChildStdin, Command};
 use tokio::sync::watch;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Seconds that a terminated server has until it is killed.
@@ -24,6 +25,10 @@ const MAX_PAUSE: Duration = Duration::from_secs(60);
 const STEADY: Duration = Duration::from_secs(60);
 /// Interval between two measurements of memory.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
+
+/// Interval of checks whether killed processes are gone, and how long that is waited for.
+const LEFT_AGAIN: Duration = Duration::from_millis(10);
+const LEFT_LIMIT: Duration = Duration::from_secs(5);
 
 /// `$0` is the command, `$1` the grace time. The shell's own handler of signals to the group keeps it alive until
 /// the command has ended.
@@ -81,13 +86,22 @@ impl EngineProcess {
                 tokio::select! {
                     ended = child.wait() => break ended,
                     () = sleep(MEASURE_EVERY) => {
-                        let sum = tokio::task::spawn_blocking(move || group_bytes(pid)).await.unwrap_or(0);
+                        let sum = spawn_blocking(move || group_bytes(pid)).await.unwrap_or(0);
                         measured.store(sum, Ordering::Relaxed);
                     }
                 }
             };
-            measured.store(0, Ordering::Relaxed);
             kill_group(pid);
+            // Killed processes keep their memory and ports for a moment.
+            let gone = async {
+                while spawn_blocking(move || group_bytes(pid)).await.is_ok_and(|bytes| bytes > 0) {
+                    sleep(LEFT_AGAIN).await;
+                }
+            };
+            if timeout(LEFT_LIMIT, gone).await.is_err() {
+                tracing::warn!(pid, "processes of the engine are left");
+            }
+            measured.store(0, Ordering::Relaxed);
             exit.send_replace(Some(describe(ended)));
         });
         Ok(Self { pid, started: Instant::now(), pipe: parking_lot::Mutex::new(pipe), exited, bytes })
@@ -109,7 +123,7 @@ impl EngineProcess {
 
     async fn end(&self) {
         drop(self.pipe.lock().take());
-        let limit = Duration::from_secs(GRACE_SECONDS + 2);
+        let limit = Duration::from_secs(GRACE_SECONDS + 2) + LEFT_LIMIT;
         if timeout(limit, self.ended()).await.is_err() {
             tracing::warn!(pid = self.pid, "the engine does not end");
         }
