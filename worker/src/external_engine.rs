@@ -65,6 +65,8 @@ pub enum ExternalEngineError {
     },
     #[error("{kind} at {url} has {ranks} data-parallel ranks; one worker serves one rank")]
     DataParallel { kind: EngineKind, url: String, ranks: u32 },
+    #[error("cannot read {path}: {source}")]
+    Unreadable { path: PathBuf, source: std::io::Error },
     #[error("cannot start the engine: {0}")]
     Start(std::io::Error),
 }
@@ -100,7 +102,9 @@ impl ModelFiles {
         let metadata: Metadata = tokenizer_metadata(path)?;
         let tokenizer = Tokenizer::from_metadata(&metadata)?;
         let mut hash = blake3::Hasher::new_derive_key("kvasir 2026-11 model in another process");
-        let config = std::fs::read(path.join("config.json")).unwrap_or_default();
+        let config = path.join("config.json");
+        let config = std::fs::read(&config)
+            .map_err(|source| ExternalEngineError::Unreadable { path: config, source })?;
         for part in [&tokenizer.digest()[..], &config, weights.as_bytes()] {
             hash.update(&(part.len() as u64).to_le_bytes()).update(part);
         }

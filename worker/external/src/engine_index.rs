@@ -13,7 +13,7 @@
 //! events have no salts are covered in [`ChainNames`](names::ChainNames).
 //!
 //! A block can be hit only as a whole. A consumer that compares a prompt with the held units therefore rounds
-//! the match down to a multiple of the block size ([`usable_tokens`]). With that, and blocks of a multiple of
+//! the match down to a multiple of the block size, and to less than the prompt. With that, and blocks of a multiple of
 //! 16 tokens, the match equals the engine's cached tokens. Smaller or other blocks may hit up to 15 tokens more.
 //!
 //! # Lost messages
@@ -38,7 +38,7 @@ use crate::arguments::EngineKind;
 use crate::kv_events::{CacheEvent, CacheEventBatch, KvEventError};
 use bytes::Bytes;
 use forest::{BlockForest, ForestError};
-use proto::block::{BlockId, HASH_UNIT_TOKENS, UnitKey};
+use proto::block::{BlockId, UnitKey};
 use proto::event::KvEvent;
 use std::collections::VecDeque;
 
@@ -578,12 +578,4 @@ fn digest(payload: &[u8]) -> [u8; 16] {
     let mut first = [0; 16];
     first.copy_from_slice(&blake3::hash(payload).as_bytes()[..16]);
     first
-}
-
-/// Prompt tokens that an engine can take from its cache if the first `units` units of a prompt of
-/// `prompt_tokens` tokens are held. At least one token of a prompt is always computed.
-pub fn usable_tokens(units: usize, block_tokens: usize, prompt_tokens: usize) -> usize {
-    let block = block_tokens.max(1);
-    let held = units.saturating_mul(HASH_UNIT_TOKENS).min(prompt_tokens.saturating_sub(1));
-    held / block * block
 }

@@ -35,7 +35,7 @@ mod tests;
 
 pub use arguments::{Argument, ArgumentTable, EngineKind, EngineOptions, Support, Unsupported};
 pub use engine::{Engine, EngineInfo, EngineLoad, EngineStream, KvEventPorts};
-pub use engine_index::{EngineIndex, IndexAction, IndexConfig, IndexStats, Inexact, usable_tokens};
+pub use engine_index::{EngineIndex, IndexAction, IndexConfig, IndexStats, Inexact};
 pub use error::{EngineError, MAX_MESSAGE, Wait};
 pub use http::{HttpClient, HttpLimits};
 pub use kv_events::{CacheEvent, CacheEventBatch, EngineHash, EngineMedium, KvEventError, StoredBlocks};

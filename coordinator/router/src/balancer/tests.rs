@@ -345,6 +345,28 @@ fn choices_of_one_prompt_carry_the_number_sent_together() {
 }
 
 #[test]
+fn an_engine_that_cannot_serve_a_request_is_not_tried_again_and_not_counted() {
+    let policy = Policy { max_attempts: 1, ..Policy::default() };
+    let mut rig = Rig::new(policy, &["a", "b"]);
+    let mut other = register("c", 1, &[(MODEL, 1)]);
+    other.models[0].numeric_class = "another".into();
+    rig.balancer.change(rig.now, TableChange::Join(other), 3).unwrap();
+    rig.balancer.load(rig.now, &node("c"), report(1), 3);
+    let (ticket, actions) = rig.plain();
+    let first = only(&actions).numeric_class.clone();
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Unsupported, None, 0);
+    let second = only(&actions).numeric_class.clone();
+    assert_ne!(first, second);
+    // No engine is left, whatever the number of workers.
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Unsupported, None, 0);
+    assert_eq!(actions, [Action::Refuse(ticket, Refusal::AttemptsFailed)]);
+    assert_eq!(rig.balancer.inflight(), 0);
+    // The next request may use both classes.
+    let (_, actions) = rig.plain();
+    assert!([first, second].contains(&only(&actions).numeric_class));
+}
+
+#[test]
 fn a_request_with_emitted_tokens_stays_in_its_numeric_class() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     let (ticket, actions) = rig.plain();

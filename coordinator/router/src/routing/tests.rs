@@ -272,3 +272,13 @@ proptest! {
         prop_assert!(estimates.cost(&after) >= estimates.cost(&before) * (1.0 - 1e-12));
     }
 }
+
+#[test]
+fn hits_end_at_multiples_of_the_workers_block_and_leave_one_token() {
+    // (prompt tokens, units held, tokens of a block) -> units served.
+    for (prompt, held, block, served) in
+        [(1000, 4, 64, 4), (1000, 5, 64, 4), (64, 4, 64, 0), (128, 8, 64, 4), (48, 3, 16, 3), (0, 0, 64, 0)]
+    {
+        assert_eq!(hit_units(prompt, held, block), served, "{prompt} {held} {block}");
+    }
+}

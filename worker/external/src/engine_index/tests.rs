@@ -3,7 +3,7 @@ use crate::fake::{EventForm, RunningBlocks, SimulatedCache, encode_batch};
 use crate::kv_events::{EngineHash, EngineMedium, StoredBlocks};
 use crate::salt::salt_of;
 use proptest::prelude::*;
-use proto::block::ClusterKey;
+use proto::block::{ClusterKey, HASH_UNIT_TOKENS};
 use proto::event::Medium;
 use std::collections::{HashMap, HashSet};
 
@@ -241,7 +241,9 @@ impl World {
         let running = self.cache.begin(salt.as_deref(), prompt, prompt.len())?;
         let actual = running.cached_tokens();
         self.cache.finish(running);
-        Some((usable_tokens(held, block, prompt.len()), actual))
+        // As the router: at least one token of a prompt is computed, and blocks are hit as a whole.
+        let usable = (held * HASH_UNIT_TOKENS).min(prompt.len().saturating_sub(1)) / block * block;
+        Some((usable, actual))
     }
 }
 
@@ -590,14 +592,4 @@ fn a_chain_of_an_engine_without_salts_is_named_by_its_registered_prompt() {
     assert_eq!((index.held_units(), index.inexact()), (2, Some(Inexact::AmbiguousRoot)));
     publish(&mut index, 3, &[removed(&[3])]);
     assert!(index.exact());
-}
-
-#[test]
-fn usable_tokens_are_whole_blocks_and_leave_one_token() {
-    assert_eq!(usable_tokens(4, 64, 1000), 64);
-    assert_eq!(usable_tokens(5, 64, 1000), 64);
-    assert_eq!(usable_tokens(4, 64, 64), 0);
-    assert_eq!(usable_tokens(8, 64, 128), 64);
-    assert_eq!(usable_tokens(3, 1, 48), 47);
-    assert_eq!(usable_tokens(0, 0, 0), 0);
 }
