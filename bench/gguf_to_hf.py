@@ -93,6 +93,8 @@ def main():
     built.save(str(args.out / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": texts[bos], "eos_token": texts[eos],
              "clean_up_tokenization_spaces": False, "model_max_length": config["max_position_embeddings"]}
+    if template := reader.get_field("tokenizer.chat_template"):
+        names["chat_template"] = template.contents()
     (args.out / "tokenizer_config.json").write_text(json.dumps(names, indent=1))
 
 

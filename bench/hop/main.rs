@@ -6,6 +6,7 @@ mod load;
 mod parts;
 mod relay;
 mod server;
+mod vllm;
 mod worker;
 
 use clap::Parser;
@@ -21,6 +22,8 @@ enum Command {
     Worker(worker::Args),
     /// An OpenAI server that answers without computing.
     Server(server::Args),
+    /// A vLLM server that answers without computing.
+    Vllm(vllm::Args),
     /// A relay from HTTP to dummy workers that does nothing else: the lower bound for any relay.
     Relay(relay::Args),
     /// Send requests and print their latencies as one line of JSON.
@@ -36,6 +39,7 @@ fn main() -> anyhow::Result<()> {
     match command {
         Command::Worker(args) => runtime.block_on(worker::run(args)),
         Command::Server(args) => runtime.block_on(server::run(args)),
+        Command::Vllm(args) => runtime.block_on(vllm::run(args)),
         Command::Relay(args) => runtime.block_on(relay::run(args)),
         Command::Load(args) => runtime.block_on(load::run(args)),
         Command::Parts(args) => parts::run(args),

@@ -83,12 +83,14 @@ class Kvasir(Server):
 
     # Not frozen, because leases would expire. The reports of idle workers cost next to nothing.
     name, variant, freezable = "kvasir", "coordinator", False
+    # The workers' flag for its address.
+    coordinator = "--coordinator"
 
     def front(self, args, at):
         return [args.kvasir, "coordinator", "--identity", at / "c0", "--models", args.model, "--cluster-key", at / "key",
                 "--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--quic", "127.0.0.1:0"]
 
-    def worker(self, args):
+    def worker(self, args, logs):
         return [args.hop, "worker", "--model-file", args.model_file]
 
     def __init__(self, logs, args):
@@ -106,7 +108,7 @@ class Kvasir(Server):
         self.pid = told["pid"]
         self.workers = []
         for _, node in names[1:]:
-            argv = [*self.worker(args), "--identity", at / node, "--coordinator", told["quic"]]
+            argv = [*self.worker(args, logs), "--identity", at / node, self.coordinator, told["quic"]]
             worker = DummyWorker(logs, argv, f"{self.variant}-{node}")
             self.workers.append(worker)
         self.wait_ready("/health")
@@ -120,6 +122,34 @@ class Kvasir(Server):
         self.dir.cleanup()
 
 
+class DummyVllm(Server):
+    """A vLLM that computes nothing."""
+
+    name, variant, freezable = "dummy-vllm", "server", False
+
+    def __init__(self, logs, args):
+        super().__init__(logs)
+        self.spawn([args.hop, "vllm"], stdout=subprocess.PIPE)
+        self.address = self.process.stdout.readline().decode().strip()
+
+
+class OverEngine(Kvasir):
+    """A coordinator, and Kvasir's own workers over engines that compute nothing."""
+
+    name, variant = "kvasir over an engine", "engines"
+    coordinator = "--coordinators"
+
+    def worker(self, args, logs):
+        engine = DummyVllm(logs, args)
+        self.engines = [*getattr(self, "engines", []), engine]
+        return [args.kvasir, "worker", "--engine", "vllm", "--engine-url", f"http://{engine.address}", "--kv-events", "off", "--model",
+                f"{args.model}={args.model_file}", "--quic", "127.0.0.1:0", "--ops", "127.0.0.1:0"]
+
+    def stop(self):
+        super().stop()
+        [engine.stop() for engine in getattr(self, "engines", [])]
+
+
 class Relay(Kvasir):
     """A relay to dummy workers that does nothing else. The workers send no reports."""
 
@@ -128,8 +158,8 @@ class Relay(Kvasir):
     def front(self, args, at):
         return [args.hop, "relay", "--identity", at / "c0"]
 
-    def worker(self, args):
-        return [*super().worker(args), "--silent"]
+    def worker(self, args, logs):
+        return [*super().worker(args, logs), "--silent"]
 
     def metrics(self):
         return ""
@@ -181,6 +211,7 @@ def start(args, logs):
         servers.append(Backend(logs, args))
         servers.append(Kvasir(logs, args))
         servers += [Relay(logs, args)] if args.relay else []
+        servers += [OverEngine(logs, args)] if args.engines else []
         servers += [Peer(logs, args, name) for name in args.peers]
     except BaseException:
         [server.stop() for server in servers]
@@ -284,6 +315,7 @@ def main():
     parser.add_argument("--whole", action="store_true", help="answers as one JSON object, not as events")
     parser.add_argument("--quick", action="store_true", help="one round of a second each")
     parser.add_argument("--relay", action="store_true", help="also a relay from HTTP to QUIC that does nothing else")
+    parser.add_argument("--engines", action="store_true", help="also Kvasir's workers over dummy vLLM servers")
     parser.add_argument("--million", action="store_true", help="only: memory over --requests short requests to Kvasir")
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--at-most", type=float, default=600.0, help="seconds; fewer requests are sent if they take longer")

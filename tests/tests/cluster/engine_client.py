@@ -1,7 +1,7 @@
 """A model behind an engine of another project, through the official clients of three APIs: one shape of answers,
 whichever engine made them.
 
-Arguments: base URL, model, a key.
+Arguments: base URL, model, a key, the engine's name, then the arguments that it does not honour.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 import anthropic
 import openai
 
-base, model, key = sys.argv[1:4]
+base, model, key, engine, *refused = sys.argv[1:]
 client = openai.OpenAI(base_url=base, api_key=key, max_retries=0, timeout=240)
 messages = anthropic.Anthropic(base_url=base.removesuffix("/v1"), api_key=key, max_retries=0, timeout=240)
 SYSTEM = "You are a brief assistant."
@@ -60,9 +60,13 @@ for extra, field in (
     ({"extra_body": {"grammar": {"syntax": "regex", "definition": "[a-z]+"}}}, "grammar"),
     ({"extra_body": {"guided_choice": ["yes", "no"]}}, "guided_choice"),
 ):
+    if field not in refused:
+        served = client.chat.completions.create(model=model, messages=CHAT, max_tokens=16, **extra).choices[0].message
+        assert served.content or served.tool_calls, (field, served)
+        continue
     try:
         client.chat.completions.create(model=model, messages=CHAT, max_tokens=16, **extra)
         raise AssertionError(f"{field} was accepted")
     except openai.BadRequestError as error:
-        assert field in error.message and "llama-server" in error.message, error.body
+        assert field in error.message and engine in error.message, error.body
 print(text, place)

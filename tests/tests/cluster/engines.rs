@@ -49,7 +49,8 @@ fn official_clients_use_a_llama_server_through_the_cluster() {
     assert_eq!((&status["engine"], &status["exact"]), (&json!("llama-server"), &json!(false)), "{status}");
     // Keys from here on.
     let key = key(&cluster);
-    run(&python(), "engine_client.py", &[base, model, key]);
+    let refused = ["llama-server", "tools", "grammar", "guided_choice"].map(str::to_owned);
+    run(&python(), "engine_client.py", &[vec![base, model, key], refused.to_vec()].concat());
 }
 
 #[test]
