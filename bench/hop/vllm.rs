@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 use tokio::net::TcpListener;
 
 const MAX_MODEL_LEN: u32 = 1 << 20;
-/// What a worker reads of the metrics.
+/// The metrics that a worker reads.
 const METRICS: &str = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"65536\"} 1\n\
                        vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n";
 /// A token and its text.
