@@ -11,7 +11,8 @@ questions and empty caches.
 
 `replay`: the caches hold everything. Kvasir, `sglang-router` with `round_robin` and `cache_aware`, `smg` with
 `cache_aware`, and one vLLM alone. "unbounded" is the number of tokens that one unbounded cache with vLLM's blocks
-computes for these prompts, one after the other.
+computes for these prompts, one after the other. The `documents` field leaves the order of documents to Kvasir, so for
+these prompts one question at a time over one vLLM is measured.
 
 `clients`: scripts of `./test cluster` with the official clients, over one vLLM. Needs `./test setup`.
 
@@ -229,7 +230,14 @@ def replays(args, record):
     engines = start_engines(args.out, args, args.blocks)
     try:
         questions = list(Traffic(documents=args.documents, length=args.words, seed=args.seed).questions(args.questions))
-        ideal = unbounded(engines[0], questions, args.block)
+        ideal = {by_rank.__name__: unbounded(engines[0], questions, args.block)}
+        empty(engines)
+        server = Kvasir(args.out, args, engines[:1])
+        try:
+            alone = measure(server, engines, questions, by_popularity, args, 1)
+        finally:
+            server.stop()
+        ideal[by_popularity.__name__] = alone["computed"]
         runs = [("kvasir", lambda: Kvasir(args.out, args, engines), by_rank)]
         runs += [("kvasir", lambda: Kvasir(args.out, args, engines), by_popularity)]
         peers = [("sglang-router", "round_robin"), ("sglang-router", "cache_aware"), ("smg", "cache_aware")]
@@ -246,8 +254,8 @@ def replays(args, record):
                         row |= server.predicted()
                 finally:
                     server.stop()
-                if shape is by_rank:
-                    row |= {"unbounded": ideal, "computed_ratio": round(row["computed"] / ideal, 4)}
+                least = ideal[row["prompt"]]
+                row |= {"unbounded": least, "computed_ratio": round(row["computed"] / least, 4)}
                 record(part="replay", round=turn, **row)
     finally:
         stop(engines)
@@ -320,8 +328,7 @@ def table(rows):
             groups.setdefault((row["router"], row["policy"], row["prompt"]), []).append(row)
     for (router, policy, prompt), group in groups.items():
         middle = lambda name: statistics.median(row[name] for row in group)  # noqa: E731
-        ratio = f"{middle('computed_ratio'):.4f}" if "computed_ratio" in group[0] else ""
-        lines.append(f"| {router} | {policy} | {prompt} | {middle('computed'):,.0f} | {ratio} | {middle('hit_ratio'):.3f} | "
+        lines.append(f"| {router} | {policy} | {prompt} | {middle('computed'):,.0f} | {middle('computed_ratio'):.4f} | {middle('hit_ratio'):.3f} | "
                      f"{middle('seconds'):.1f} | {middle('ttft_p50'):.3f} | {middle('ttft_p99'):.3f} |")
     return "\n".join(lines)
 
