@@ -8,6 +8,7 @@ use crate::progress::Bar;
 use anyhow::Context;
 use hub::catalog::{self, Address, Downloaded, Entry, Listed, ModelName, Speed, Store};
 use model::ModelFile;
+use model::checkpoint::has_weights;
 use model::inspect::Summary;
 use model::shard::ChunkId;
 use proto::ids::ModelId;
@@ -321,25 +322,24 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     Ok(Resolved { path, id: ModelId::new(resolved.id)? })
 }
 
-/// A folder of a Hugging Face repository, for engines of other projects.
+/// A folder of a Hugging Face repository.
 fn resolve_folder(folder: &Path) -> anyhow::Result<Resolved> {
     let path = folder.canonicalize().with_context(|| folder.display().to_string())?;
-    if !path.join("tokenizer.json").is_file() {
-        let rule =
-            "the folder has no tokenizer.json; name a .gguf file, or a folder of a Hugging Face repository";
+    if !path.join("tokenizer.json").is_file() && !has_weights(&path) {
+        let rule = "the folder has neither tokenizer.json nor model.safetensors; name a .gguf file, or a folder of a Hugging Face repository";
         return Err(ConfigError::field("model", folder.display(), rule).into());
     }
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     Ok(Resolved { id: ModelId::new(name)?, path })
 }
 
-/// Refuses a folder where the built-in engine needs a file.
-pub(crate) fn require_file(path: &Path) -> Result<(), ConfigError> {
-    match path.is_dir() {
+/// Refuses a folder without weights, which only engines of other projects serve.
+pub(crate) fn require_weights(path: &Path) -> Result<(), ConfigError> {
+    match path.is_dir() && !has_weights(path) {
         true => Err(ConfigError::field(
             "model",
             path.display(),
-            "a folder, which only engines of other projects serve; the built-in engine reads .gguf files",
+            "a folder without model.safetensors or model.safetensors.index.json, which only engines of other projects serve",
         )),
         false => Ok(()),
     }
@@ -433,7 +433,7 @@ mod tests {
         let resolved = resolve_named(&format!("its-name={}", folder.display())).unwrap();
         assert_eq!(resolved.id.as_str(), "its-name");
         assert_eq!(resolve_or_pull(folder.to_str().unwrap()).unwrap().id.as_str(), "my-model");
-        let error = require_file(&resolved.path).unwrap_err().to_string();
+        let error = require_weights(&resolved.path).unwrap_err().to_string();
         assert!(error.contains("`model`") && error.contains("a folder"), "{error}");
     }
 

@@ -360,7 +360,7 @@ impl Up {
         // Report an unreadable file here, before any node is started.
         let task = match plan.settings.engine_url {
             None => {
-                models::require_file(&model.path)?;
+                models::require_weights(&model.path)?;
                 ::worker::load::task(&model.path).with_context(|| model.path.display().to_string())?
             }
             Some(_) => ModelTask::Generate,

@@ -5,7 +5,7 @@ use crate::cpus::{self, CpuSet};
 use crate::external::{self, EngineOption, EngineSettings};
 use crate::front::LocalCoordinator;
 use crate::home;
-use crate::models::{require_file, resolve_bundle};
+use crate::models::{require_weights, resolve_bundle};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, io_runtime};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
@@ -287,7 +287,7 @@ impl WorkerSettings {
             }
         };
         if let (None, Some(own)) = (&engine, &model) {
-            require_file(&own.path)?;
+            require_weights(&own.path)?;
         }
         let bundles = self.operation.iter().flatten().map(|bundle| resolve_bundle(bundle));
         let bundles = bundles.collect::<anyhow::Result<Vec<_>>>()?;

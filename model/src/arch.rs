@@ -130,8 +130,10 @@ fn all_used(
     ignores: fn(&Source<'_>, &str) -> bool,
 ) -> Result<(), Error> {
     let used: HashSet<&str> = used.into_iter().collect();
-    // Activation scales are for engines that quantise activations to four bits.
-    let ignored = |name: &str| name.ends_with(".input_scale") || ignores(source, name);
+    // Activation scales are for engines that quantise activations.
+    let of_activations =
+        |name: &str| [".input_scale", ".k_scale", ".v_scale"].iter().any(|end| name.ends_with(end));
+    let ignored = |name: &str| of_activations(name) || ignores(source, name);
     match source.header().tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
         Some(info) => {
             Err(Error::UnusedTensor { tensor: info.name().to_owned(), arch: source.arch().to_owned() })

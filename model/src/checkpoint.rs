@@ -1,6 +1,6 @@
-//! Reads a Hugging Face checkpoint as the GGUF that it would convert to: `model.safetensors` with
-//! `config.json`, `vocab.txt`, `tokenizer_config.json` (optional) and `1_Pooling/config.json` beside it.
-//! Supports BERT encoders.
+//! Reads the folder of a Hugging Face repository as the GGUF that it would convert to: `config.json`, the weights
+//! in `model.safetensors` or in the files of `model.safetensors.index.json`, and the files of the tokenizer. BERT
+//! encoders have `vocab.txt` and `1_Pooling/config.json` instead of `tokenizer.json`.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,14 +11,19 @@ use ::safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
+use crate::Error;
 use crate::header::{Contents, TensorInfo};
-use crate::mmap::MappedFile;
-use crate::safetensors::{self, Tensor};
-use crate::{Error, GgmlType};
+use crate::safetensors;
+use config::{Config, Keys};
+use families::Family;
 use metadata::{Metadata, Strings, Value};
+use weights::StoredTensors;
 
+mod config;
+mod families;
 mod names;
 mod text_files;
+mod weights;
 
 pub use text_files::tokenizer_metadata;
 
@@ -43,54 +48,77 @@ pub enum CheckpointError {
     Json { path: PathBuf, source: serde_json::Error },
     /// A setting requires something unsupported.
     #[error("{path}: {key} is {found}, expected {needs}")]
-    Setting { path: PathBuf, key: &'static str, found: String, needs: String },
+    Setting { path: PathBuf, key: String, found: String, needs: String },
     /// Unsupported element type of a tensor.
     #[error("tensor {tensor} has type {found}; supported are F32, F16 and BF16")]
     TensorType { tensor: String, found: Dtype },
     /// A tensor has no elements, or more than four dimensions.
-    #[error("tensor {tensor} has shape {shape:?}, expected one to four dimensions, none of them 0")]
+    #[error("tensor {tensor} has shape {shape:?}, expected at most four dimensions, none of them 0")]
     Shape { tensor: String, shape: Vec<usize> },
     /// Two tensors map to the same name.
     #[error("tensors {first} and {second} are the same part of the model")]
     SameTensor { first: String, second: String },
+    /// Scales of a quantised tensor that do not match its codes.
+    #[error("the scales of tensor {tensor} have shape {found:?}, expected {expected:?}")]
+    ScaleShape { tensor: String, found: Vec<u64>, expected: Vec<u64> },
+    /// Columns of a quantised tensor that are not whole blocks.
+    #[error("tensor {tensor} has {found} columns, expected a multiple of {block}")]
+    Columns { tensor: String, found: u64, block: u64 },
+    /// Experts that differ in type or shape, or of which one is missing.
+    #[error(
+        "tensor {tensor} is not like expert {place} of its layer should be: all have one type, shape and no gap"
+    )]
+    Experts { tensor: String, place: usize },
 }
 
-/// Opens the checkpoint whose weights are in `path`.
+/// Whether `folder` has weights.
+pub fn has_weights(folder: impl AsRef<Path>) -> bool {
+    weights::exist(folder.as_ref())
+}
+
+/// Opens the checkpoint in the folder `path`, or the one with `path` among its weights.
 pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
-    let folder = Folder { path: path.parent().unwrap_or(Path::new("")) };
-    let metadata = folder.metadata()?;
-    let file = MappedFile::open(path)?;
-    let found = safetensors::parse(file.bytes())
-        .map_err(|source| CheckpointError::Malformed { path: path.to_owned(), source })?;
-    let mut tensors: Vec<TensorInfo> = Vec::with_capacity(found.len());
-    let mut originals = HashMap::new();
-    for tensor in found {
-        if names::is_left_out(&tensor.name) {
-            continue;
-        }
-        let original = tensor.name.clone();
-        let info = tensor_info(tensor)?;
-        if let Some(first) = originals.insert(info.name.clone(), original.clone()) {
-            return Err(CheckpointError::SameTensor { first, second: original }.into());
-        }
-        tensors.push(info);
+    let (folder, only) = match path.is_dir() {
+        true => (path, None),
+        false => (path.parent().unwrap_or(Path::new("")), Some(path)),
+    };
+    let folder = Folder { path: folder };
+    let config = Config::read(&folder)?;
+    let is_bert = config.model_types().any(|kind| kind == "bert");
+    let family = if is_bert { None } else { Some(Family::of(&config)?) };
+    let unused = if is_bert { names::is_left_out } else { |_: &str| false };
+    let (files, stored) = weights::open(&weights::files(&folder, only)?, unused)?;
+    let Some(family) = family else {
+        let metadata = folder.metadata()?;
+        let tensors = bert_tensors(stored)?;
+        return Ok(Contents { files, metadata, tensors });
+    };
+    let mut metadata = match folder.path.join("tokenizer.json").exists() {
+        true => tokenizer_metadata(folder.path)?,
+        false => Metadata::default(),
+    };
+    metadata.insert("general.architecture", family.arch);
+    let mut keys = Keys { config: &config, arch: family.arch, metadata };
+    let made = (family.keys)(&mut keys, &stored)?;
+    let metadata = keys.metadata;
+    let mut tensors = family.tensors(&config, stored)?;
+    for (name, tensor) in made {
+        tensors.push(tensor.info(name.to_owned(), name.to_owned())?);
     }
-    Ok(Contents { files: vec![file], metadata, tensors })
+    Ok(Contents { files, metadata, tensors })
 }
 
-fn tensor_info(tensor: Tensor) -> Result<TensorInfo, CheckpointError> {
-    let Tensor { name, dtype, shape, offset, bytes } = tensor;
-    let ty = match dtype {
-        Dtype::F32 => GgmlType::F32,
-        Dtype::F16 => GgmlType::F16,
-        Dtype::BF16 => GgmlType::BF16,
-        other => return Err(CheckpointError::TensorType { tensor: name, found: other }),
-    };
-    if !(1..=4).contains(&shape.len()) || shape.contains(&0) {
-        return Err(CheckpointError::Shape { tensor: name, shape });
+fn bert_tensors(stored: StoredTensors) -> Result<Vec<TensorInfo>, Error> {
+    let mut originals = HashMap::new();
+    let mut tensors = Vec::with_capacity(stored.len());
+    for (name, tensor) in stored {
+        let to = names::of_gguf(&name);
+        if let Some(first) = originals.insert(to.clone(), name.clone()) {
+            return Err(CheckpointError::SameTensor { first, second: name }.into());
+        }
+        tensors.push(tensor.vector_as_floats()?.info(to, name)?);
     }
-    let dims = shape.into_iter().rev().map(|dim| dim as u64).collect();
-    Ok(TensorInfo { name: names::of_gguf(&name), ty, dims, bytes, file: 0, offset })
+    Ok(tensors)
 }
 
 struct Folder<'a> {
@@ -99,7 +127,7 @@ struct Folder<'a> {
 
 /// `config.json` of a BERT model.
 #[derive(Deserialize)]
-struct Config {
+struct BertConfig {
     model_type: String,
     hidden_size: u64,
     num_hidden_layers: u64,
@@ -149,7 +177,7 @@ const fn yes() -> bool {
 impl Folder<'_> {
     /// Metadata of the files under GGUF keys.
     fn metadata(&self) -> Result<Metadata, Error> {
-        let config: Config = self.json("config.json")?;
+        let config: BertConfig = self.json("config.json")?;
         self.only("config.json", "model_type", &config.model_type, "bert")?;
         self.only("config.json", "hidden_act", &config.hidden_act, "gelu")?;
         let positions = config.position_embedding_type.as_deref().unwrap_or("absolute");
@@ -242,7 +270,7 @@ impl Folder<'_> {
 
     fn setting(&self, file: &str, key: &'static str, found: String, needs: &str) -> Error {
         let path = self.path.join(file);
-        CheckpointError::Setting { path, key, found, needs: needs.to_owned() }.into()
+        CheckpointError::Setting { path, key: key.to_owned(), found, needs: needs.to_owned() }.into()
     }
 
     fn json<T: DeserializeOwned>(&self, file: &str) -> Result<T, Error> {

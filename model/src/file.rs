@@ -1,11 +1,12 @@
 //! A model's files in any format: metadata, a table of tensors, and tensor bytes mapped read-only.
 //!
-//! A GGUF is self-contained. A safetensors checkpoint is read with the files beside it and presented as the
-//! GGUF that it would convert to: keys, names and dimensions are GGUF's.
+//! A GGUF is self-contained. The folder of a Hugging Face repository is presented as the GGUF that it would convert
+//! to: keys, names, dimensions and types are GGUF's. What a tensor's type or order differ in is converted on access.
 //!
 //! [`ModelFile::open`] checks everything except tensor bytes. After that every tensor has a known type, a
 //! size that matches its dimensions, and bytes inside its file that overlap no other tensor.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -49,14 +50,15 @@ struct StoredData {
 }
 
 impl ModelFile {
-    /// Opens a GGUF (any file of a split set opens the set), a checkpoint if `path` ends in `.safetensors`,
-    /// or a model of the shard store that contains `path` if it ends in `.manifest`. Does not read tensor
-    /// bytes.
+    /// Opens a GGUF (any file of a split set opens the set), a Hugging Face checkpoint if `path` is a folder or
+    /// ends in `.safetensors`, or a model of the shard store that contains `path` if it ends in `.manifest`. Does
+    /// not read tensor bytes.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         let Contents { files, metadata, tensors } = match path.extension().and_then(OsStr::to_str) {
             Some("safetensors") => checkpoint::open(path)?,
             Some(MANIFEST_EXTENSION) => return Self::open_stored(path),
+            _ if path.is_dir() => checkpoint::open(path)?,
             _ => gguf::open(path)?,
         };
         let header = ModelHeader::new(metadata, tensors);
@@ -100,22 +102,17 @@ impl ModelFile {
         self.header.tensor(name)
     }
 
-    /// The mapped bytes of a tensor: `TensorInfo::bytes` bytes, aligned to an element's size.
+    /// The bytes of a tensor: `TensorInfo::bytes` bytes, mapped and aligned to an element's size, or a copy if they
+    /// are converted.
     ///
     /// Fails if there is no such tensor, or if the file was truncated after it was opened. Truncation while
     /// the slice is in use kills the process; [`read_tensor`](Self::read_tensor) copies instead. For a model
     /// of the shard store, fails if a chunk is missing or damaged: each chunk is checked at first use.
-    pub fn tensor_data(&self, name: &str) -> Result<&[u8], Error> {
-        let files = match &self.data {
-            Data::Files(files) => files,
-            Data::Store(stored) => return Ok(stored.tensor(name)?.as_ref().as_ref()),
-        };
-        let (info, file) = self.find(files, name)?;
-        file.check_size()?;
-        let range = usize::try_from(info.offset).ok().zip(usize::try_from(info.bytes).ok());
-        range
-            .and_then(|(start, len)| file.bytes().get(start..start.checked_add(len)?))
-            .ok_or_else(|| missing(name))
+    pub fn tensor_data(&self, name: &str) -> Result<Cow<'_, [u8]>, Error> {
+        match &self.data {
+            Data::Files(files) => self.find(name)?.source.bytes(files),
+            Data::Store(stored) => Ok(Cow::Borrowed(stored.tensor(name)?.as_ref().as_ref())),
+        }
     }
 
     /// Releases the memory pages of a tensor, also from the page cache unless another process maps them. The
@@ -123,10 +120,13 @@ impl ModelFile {
     pub fn forget_tensor(&self, name: &str) {
         match &self.data {
             Data::Files(files) => {
-                let Ok((info, file)) = self.find(files, name) else { return };
-                if let (Ok(start), Ok(len)) = (usize::try_from(info.offset), usize::try_from(info.bytes)) {
-                    file.forget(start, len);
-                }
+                let Ok(info) = self.find(name) else { return };
+                info.source.for_each_region(&mut |region| {
+                    let range = usize::try_from(region.offset).ok().zip(usize::try_from(region.bytes).ok());
+                    if let (Some(file), Some((start, len))) = (files.get(region.file), range) {
+                        file.forget(start, len);
+                    }
+                });
             }
             Data::Store(stored) => stored.forget(name),
         }
@@ -154,8 +154,8 @@ impl ModelFile {
         }
         match &self.data {
             Data::Files(files) => {
-                let (info, file) = self.find(files, name)?;
-                file.read_at(buffer, info.offset.saturating_add(offset))
+                buffer.copy_from_slice(&info.source.read(files, offset..offset + len)?);
+                Ok(())
             }
             Data::Store(stored) => {
                 let start = usize::try_from(offset).map_err(|_| beyond())?;
@@ -203,22 +203,26 @@ impl ModelFile {
         if let Some(chunks) = self.chunks.get() {
             return Ok(chunks);
         }
-        let mut chunks = Vec::new();
+        // Chunks are hashed separately, so that a model with one dominant tensor still uses every CPU. A copy is
+        // hashed at once, so that there is only one.
+        let hash = |pieces: &[&[u8]]| digest::hash_each(pieces).into_iter().map(|hash| ChunkId(hash.into()));
+        let (mut chunks, mut mapped) = (Vec::new(), Vec::new());
         for info in self.tensors() {
-            chunks.extend(self.tensor_data(&info.name)?.chunks(CHUNK_BYTES));
+            match self.tensor_data(&info.name)? {
+                Cow::Borrowed(bytes) => mapped.extend(bytes.chunks(CHUNK_BYTES)),
+                Cow::Owned(bytes) => {
+                    chunks.extend(hash(&mapped));
+                    mapped.clear();
+                    chunks.extend(hash(&bytes.chunks(CHUNK_BYTES).collect::<Vec<&[u8]>>()));
+                }
+            }
         }
-        // Chunks are hashed separately, so that a model with one dominant tensor still uses every CPU.
-        let chunks = digest::hash_each(&chunks).into_iter().map(|hash| ChunkId(hash.into())).collect();
+        chunks.extend(hash(&mapped));
         Ok(self.chunks.get_or_init(|| chunks))
     }
 
-    fn find<'a>(
-        &'a self,
-        files: &'a [MappedFile],
-        name: &str,
-    ) -> Result<(&'a TensorInfo, &'a MappedFile), Error> {
-        let found = self.tensor(name).and_then(|info| Some((info, files.get(info.file)?)));
-        found.ok_or_else(|| missing(name))
+    fn find(&self, name: &str) -> Result<&TensorInfo, Error> {
+        self.tensor(name).ok_or_else(|| missing(name))
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use metadata::Metadata;
 
 use crate::GgmlType;
+use crate::conversion::{Conversion, Region};
 use crate::mmap::MappedFile;
 
 /// Result of a format's reader.
@@ -20,13 +21,20 @@ pub struct TensorInfo {
     pub(crate) ty: GgmlType,
     pub(crate) dims: Vec<u64>,
     pub(crate) bytes: u64,
-    /// Index into [`crate::ModelFile::files`].
-    pub(crate) file: usize,
-    /// Byte offset from the start of that file.
-    pub(crate) offset: u64,
+    pub(crate) source: Conversion,
 }
 
 impl TensorInfo {
+    /// A tensor that is a region of a file.
+    pub(crate) fn stored(name: String, ty: GgmlType, dims: Vec<u64>, region: Region) -> Self {
+        Self { name, ty, dims, bytes: region.bytes, source: Conversion::Stored(region) }
+    }
+
+    /// Byte offset from the start of the file; 0 if the tensor is converted.
+    pub(crate) fn offset(&self) -> u64 {
+        self.source.region().map_or(0, |region| region.offset)
+    }
+
     /// Tensor name, such as `blk.0.attn_q.weight`.
     pub fn name(&self) -> &str {
         &self.name

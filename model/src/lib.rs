@@ -6,6 +6,7 @@
 
 pub mod arch;
 pub mod checkpoint;
+mod conversion;
 pub mod costs;
 pub mod error;
 pub mod file;

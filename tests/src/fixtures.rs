@@ -136,7 +136,7 @@ pub struct ReferencePrompt {
 }
 
 impl Reference {
-    fn read(path: &Path) -> anyhow::Result<Self> {
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
         let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
         let file = SafeTensors::deserialize(&bytes)?;
         let mut prompts = Vec::new();

@@ -29,6 +29,7 @@ use proto::block::{ClusterKey, HASH_UNIT_TOKENS};
 use proto::ids::{Epoch, ModelId};
 use proto::message::PullCost;
 use proto::served_model::{BUILT_IN, ModelTask, ServedModel};
+use std::borrow::Cow;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -561,7 +562,7 @@ impl TensorSource for Arriving<'_> {
         let gathered = self.arrivals.gathered(name).and_then(TensorMemory::bytes);
         match (gathered, self.file.tensor(name)) {
             (Some(bytes), Some(info)) => {
-                Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes })
+                Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: Cow::Borrowed(bytes) })
             }
             _ => TensorSource::tensor(self.file, name),
         }

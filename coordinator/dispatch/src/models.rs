@@ -3,7 +3,7 @@
 
 use hub::catalog::{self, Verification};
 use metadata::{Metadata, Value};
-use model::checkpoint::tokenizer_metadata;
+use model::checkpoint::{has_weights, tokenizer_metadata};
 use model::costs::ModelCosts;
 use model::{ModelFile, ModelSpec};
 use proto::ids::ModelId;
@@ -181,10 +181,16 @@ impl Models {
                 return Err(ModelsError::Twice(id.clone()));
             }
             let file = |source| ModelsError::File { id: id.clone(), source };
-            // A folder has what makes text of a model whose weights an engine of another project has.
-            let opened = match path.is_dir() {
-                true => None,
-                false => Some(ModelFile::open(path).map_err(|error| file(error.into()))?),
+            let opened = match ModelFile::open(path) {
+                Ok(opened) => Some(opened),
+                // A folder has what makes text of a model that an engine of another project may serve.
+                Err(error) if path.is_dir() => {
+                    if has_weights(path) {
+                        tracing::warn!(model = %id, %error, "only engines of other projects can serve this model");
+                    }
+                    None
+                }
+                Err(error) => return Err(file(error.into())),
             };
             let metadata = match &opened {
                 Some(opened) => opened.metadata().clone(),

@@ -182,6 +182,12 @@ fn model(
     grouping: HeadGrouping,
 ) -> Result<ModelSpec, Error> {
     let heads = Heads::read(decoder.source)?;
+    // A key of Kvasir's, for checkpoints whose value heads are not reordered.
+    let grouping = match decoder.source.metadata().get(&decoder.source.key("ssm.tiled_heads"))? {
+        Some(true) => HeadGrouping::Tiled,
+        Some(false) => HeadGrouping::Grouped,
+        None => grouping,
+    };
     let rope = decoder.rope(RopeStyle::Half)?;
     let layer = |(layer, (recurrent, ffn))| {
         let mixer = if recurrent {

@@ -50,6 +50,12 @@ impl Decoder<'_> {
 
     pub(super) fn plain_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
         let base = self.source.positive("rope.freq_base")?.unwrap_or(10_000.0);
+        // A key of Kvasir's, for checkpoints whose rows are not reordered.
+        let style = match self.source.metadata().get(&self.source.key("rope.interleaved"))? {
+            Some(true) => RopeStyle::Interleaved,
+            Some(false) => RopeStyle::Half,
+            None => style,
+        };
         let n_rot = self.shape.dims.n_rot;
         Ok(RopeSpec { style, n_rot, base, freq_scale: 1.0, factors: None, magnitude: 1.0 })
     }
@@ -64,6 +70,8 @@ struct Yarn {
     beta_fast: f32,
     beta_slow: f32,
     attention_factor: f32,
+    /// Whether the ramp begins and ends at whole dimensions.
+    truncate: bool,
 }
 
 impl Yarn {
@@ -85,6 +93,8 @@ impl Yarn {
             beta_fast,
             beta_slow,
             attention_factor: source.positive("rope.scaling.attn_factor")?.unwrap_or(1.0),
+            // A key of Kvasir's: GGUF has none, and its other readers round.
+            truncate: source.metadata().get(&source.key("rope.scaling.yarn_truncate"))?.unwrap_or(true),
         })
     }
 
@@ -94,10 +104,11 @@ impl Yarn {
         let dimension = |turns: f32| {
             n_rot as f32 * (self.original_context as f32 / (turns * TAU)).ln() / (2.0 * base.ln())
         };
-        // Rounds to whole dimensions, although the released checkpoints were made without rounding: the file
-        // format has no key for this, and its other readers round.
-        let low = dimension(self.beta_fast).floor().max(0.0);
-        let high = dimension(self.beta_slow).ceil().min(last);
+        let (mut low, mut high) = (dimension(self.beta_fast), dimension(self.beta_slow));
+        if self.truncate {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, high) = (low.max(0.0), high.min(last));
         let factor = |i: usize| {
             let ramp = ((i as f32 - low) / (high - low).max(0.001)).clamp(0.0, 1.0);
             (ramp / self.factor + (1.0 - ramp)).recip()
@@ -124,6 +135,7 @@ mod tests {
             beta_fast: 32.0,
             beta_slow: 1.0,
             attention_factor: 1.0,
+            truncate: true,
         };
         let factors = yarn.factors(64, 150_000.0);
         assert_eq!(factors.len(), 32);

@@ -43,7 +43,7 @@ impl Checkpoint {
         let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
         for info in gguf.tensors() {
             let start = data.len();
-            data.extend_from_slice(gguf.tensor_data(info.name()).unwrap());
+            data.extend_from_slice(&gguf.tensor_data(info.name()).unwrap());
             let shape: Vec<u64> = info.dims().iter().rev().copied().collect();
             let entry = json!({"dtype": "F32", "shape": shape, "data_offsets": [start, data.len()]});
             header.insert(original_name(info.name()), entry);
@@ -133,7 +133,7 @@ fn settings_that_are_not_served_are_named() {
         checkpoint.put("config.json", &config.to_string());
         checkpoint.error()
     };
-    assert!(config("model_type", "roberta".into()).ends_with(r#"model_type is "roberta", expected "bert""#));
+    assert!(config("model_type", "roberta".into()).contains(r#"model_type is "roberta", expected bert, "#));
     assert!(config("hidden_act", "relu".into()).contains("hidden_act is"));
     assert!(config("position_embedding_type", "relative_key".into()).contains("position_embedding_type is"));
     assert!(config("hidden_size", "many".into()).contains("invalid type"));
@@ -192,10 +192,10 @@ fn tensors_that_no_model_has_are_refused() {
     };
     let found = error("I32", json!([2]), 8);
     assert_eq!(found, format!("tensor {of_body} has type I32; supported are F32, F16 and BF16"));
-    for shape in [json!([]), json!([0, 4]), json!([1, 1, 1, 1, 1])] {
+    for shape in [json!([0, 4]), json!([1, 1, 1, 1, 1])] {
         let bytes = if shape == json!([0, 4]) { 0 } else { 4 };
         let found = error("F32", shape, bytes);
-        assert!(found.contains("expected one to four dimensions"), "{found}");
+        assert!(found.contains("expected at most four dimensions"), "{found}");
     }
     let twice = Checkpoint::write(|header| {
         let entry = header.remove("embeddings.position_ids").unwrap();

@@ -99,6 +99,15 @@ fn identity(model: &ModelFile, files: &[[u64; 5]]) -> Vec<u8> {
     let mut bytes = START.to_vec();
     bytes.extend((files.len() as u64).to_le_bytes());
     bytes.extend(files.iter().flatten().flat_map(|number| number.to_le_bytes()));
+    // What the files become may change with a checkpoint's settings.
+    let converted = model.tensors().filter(|info| info.source.region().is_none());
+    let mut hash = blake3::Hasher::new();
+    for info in converted {
+        hash.update(format!("{info:?}").as_bytes());
+    }
+    if hash.count() > 0 {
+        bytes.extend(hash.finalize().as_bytes());
+    }
     let count: u64 = model.tensors().map(|info| info.bytes().div_ceil(CHUNK_BYTES as u64)).sum();
     bytes.extend(count.to_le_bytes());
     bytes

@@ -8,6 +8,7 @@ use std::collections::HashSet;
 use super::cursor::{Cursor, Field};
 use super::{Malformed, limits};
 use crate::GgmlType;
+use crate::conversion::Region;
 use crate::header::TensorInfo;
 use metadata::{Array, Metadata, Strings, Value};
 
@@ -71,8 +72,9 @@ pub(super) fn parse(file: &[u8]) -> Result<Header, Malformed> {
 /// Reads the beginning of a file whose tensor bytes are elsewhere. Ignores the offsets in the table.
 pub(crate) fn parse_table(start: &[u8]) -> Result<(Metadata, Vec<TensorInfo>), Malformed> {
     let Header { metadata, tensors } = table(&mut Cursor::new(start))?;
-    let info =
-        |TensorEntry { name, ty, dims, bytes, offset }| TensorInfo { name, ty, dims, bytes, file: 0, offset };
+    let info = |TensorEntry { name, ty, dims, bytes, offset }| {
+        TensorInfo::stored(name, ty, dims, Region { file: 0, offset, bytes })
+    };
     Ok((metadata, tensors.into_iter().map(info).collect()))
 }
 

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use super::parse::{self, Header};
 use super::{Malformed, limits};
 use crate::Error;
+use crate::conversion::Region;
 use crate::header::Contents;
 use crate::header::TensorInfo;
 use crate::mmap::MappedFile;
@@ -67,7 +68,7 @@ fn merge(parts: Vec<SplitFile>) -> Result<Contents, Error> {
                 return Err(Error::Malformed { path: part.file.path().to_owned(), source });
             }
             let parse::TensorEntry { name, ty, dims, bytes, offset } = entry;
-            contents.tensors.push(TensorInfo { name, ty, dims, bytes, file, offset });
+            contents.tensors.push(TensorInfo::stored(name, ty, dims, Region { file, offset, bytes }));
         }
         if file == 0 {
             contents.metadata = part.header.metadata;

@@ -11,7 +11,7 @@
 //! writer.write(&mut file, |tensor| vec![0; tensor.bytes() as usize])?;
 //!
 //! let gguf = ModelFile::open(file.path())?;
-//! assert_eq!(gguf.tensor_data("output_norm.weight")?, [0; 16]);
+//! assert_eq!(*gguf.tensor_data("output_norm.weight")?, [0; 16]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -23,6 +23,7 @@ use super::cursor::Field;
 use super::parse::{self, MAGIC, value_type};
 use super::{Malformed, limits};
 use crate::GgmlType;
+use crate::conversion::Region;
 use crate::header::TensorInfo;
 use metadata::{Array, Metadata, Value};
 
@@ -71,8 +72,8 @@ impl Writer {
             return Err(Malformed::DuplicateTensor { tensor: name.to_owned() });
         }
         self.data_end = data_end;
-        let info = TensorInfo { name: name.to_owned(), ty, dims: dims.to_vec(), bytes, file: 0, offset };
-        self.tensors.push(info);
+        let region = Region { file: 0, offset, bytes };
+        self.tensors.push(TensorInfo::stored(name.to_owned(), ty, dims.to_vec(), region));
         Ok(bytes)
     }
 
@@ -96,7 +97,7 @@ impl Writer {
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
             out.write_all(&bytes)?;
-            let end = info.offset.saturating_add(info.bytes);
+            let end = info.offset().saturating_add(info.bytes);
             let padding = end.next_multiple_of(self.alignment).saturating_sub(end);
             io::copy(&mut io::Read::take(io::repeat(0), padding), out)?;
         }
@@ -118,7 +119,7 @@ impl Writer {
             out.extend((info.dims.len() as u32).to_le_bytes());
             out.extend(info.dims.iter().flat_map(|dim| dim.to_le_bytes()));
             out.extend(info.ty.id().to_le_bytes());
-            out.extend(info.offset.to_le_bytes());
+            out.extend(info.offset().to_le_bytes());
         }
         out
     }

@@ -31,6 +31,7 @@ macro_rules! tiny_models {
 }
 
 mod bill_of_materials;
+mod checkpoints;
 mod download;
 mod embed;
 mod fixture_set;

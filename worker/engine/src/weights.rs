@@ -3,6 +3,7 @@
 use crate::Error;
 use kernels::backend::{ExpertGateUp, GateActivation, MatrixId, Norm, RopeId, SharedBytes, VectorId};
 use model::spec::MoeSpec;
+use std::borrow::Cow;
 
 mod loader;
 mod packed;
@@ -16,13 +17,13 @@ pub use packed::Packs;
 pub(crate) use repacking::Repacking;
 
 /// A tensor of a source.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct TensorView<'a> {
     pub ggml_type: u32,
     /// Dimensions in GGUF order (first = contiguous).
     pub dims: &'a [u64],
     /// Bytes in the file's format.
-    pub bytes: &'a [u8],
+    pub bytes: Cow<'a, [u8]>,
 }
 
 /// Where weights come from: a file, a split set, a shard store.

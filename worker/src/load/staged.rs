@@ -63,7 +63,7 @@ mod tests {
     impl TensorSource for Host {
         fn tensor(&self, _: &str) -> Result<TensorView<'_>, Error> {
             self.free.set(self.free.get() - 100);
-            Ok(TensorView { ggml_type: 0, dims: &[25], bytes: &[0; 100] })
+            Ok(TensorView { ggml_type: 0, dims: &[25], bytes: std::borrow::Cow::Borrowed(&[0; 100]) })
         }
 
         fn measure(&self, _: &str) -> Result<(u32, u64), Error> {

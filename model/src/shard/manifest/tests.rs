@@ -1,4 +1,6 @@
 use super::*;
+use crate::conversion::Region;
+use crate::header::TensorInfo;
 use crate::test_files::fixture;
 use crate::{GgmlType, ModelFile, ModelSpec};
 use metadata::{Metadata, Value};
@@ -21,13 +23,9 @@ fn golden() -> Vec<u8> {
 }
 
 fn header(metadata: Metadata, tensors: &[(&str, GgmlType, u64)]) -> ModelHeader {
-    let tensor = |(name, ty, row): &(&str, GgmlType, u64)| TensorInfo {
-        name: (*name).to_owned(),
-        ty: *ty,
-        dims: vec![*row],
-        bytes: ty.byte_size(&[*row]).unwrap(),
-        file: 0,
-        offset: 0,
+    let tensor = |(name, ty, row): &(&str, GgmlType, u64)| {
+        let region = Region { file: 0, offset: 0, bytes: ty.byte_size(&[*row]).unwrap() };
+        TensorInfo::stored((*name).to_owned(), *ty, vec![*row], region)
     };
     ModelHeader::new(metadata, tensors.iter().map(tensor).collect())
 }

@@ -397,8 +397,8 @@ impl<'a> Loader<'a> {
     ) -> Result<MatrixId, Error> {
         let view = self.view(name)?;
         let bytes = match slice {
-            None => Cow::Borrowed(view.bytes),
-            Some(slice) => sliced(view.bytes, slice),
+            None => Cow::Borrowed(&*view.bytes),
+            Some(slice) => sliced(&view.bytes, slice),
         };
         let source = MatrixSource { bytes: &bytes, ..shape };
         match self.packs.store_matrix(packed_name, source, self.backend)? {
@@ -459,7 +459,7 @@ impl<'a> Loader<'a> {
         let view = self.view(name)?;
         let (source_bytes, mut values) = (view.bytes.len(), vec![0f32; len]);
         kernels::quant::GgmlType::from_id(view.ggml_type)
-            .and_then(|ty| kernels::quant::dequantize(ty, view.bytes, &mut values))?;
+            .and_then(|ty| kernels::quant::dequantize(ty, &view.bytes, &mut values))?;
         self.source_bytes += source_bytes;
         Ok(values)
     }

@@ -1,0 +1,311 @@
+//! `config.json` of a checkpoint, and the GGUF keys that it becomes.
+
+use serde_json::{Map, Value as Json};
+
+use super::{CheckpointError, Folder};
+use crate::Error;
+use metadata::{Metadata, Value};
+
+const FILE: &str = "config.json";
+
+/// The settings of a model's text part. Those of a `text_config` come before the outer ones.
+pub(super) struct Config<'a> {
+    folder: &'a Folder<'a>,
+    text: Map<String, Json>,
+    outer: Map<String, Json>,
+}
+
+impl<'a> Config<'a> {
+    pub(super) fn read(folder: &'a Folder<'a>) -> Result<Self, Error> {
+        let mut outer: Map<String, Json> = folder.json(FILE)?;
+        let text = match outer.remove("text_config") {
+            Some(Json::Object(text)) => text,
+            _ => Map::new(),
+        };
+        Ok(Self { folder, text, outer })
+    }
+
+    /// The setting, unless it is absent or null.
+    pub(super) fn get(&self, key: &str) -> Option<&Json> {
+        self.text.get(key).or_else(|| self.outer.get(key)).filter(|value| !value.is_null())
+    }
+
+    /// A setting that a `text_config` may contain, but that counts outside of it if it is there.
+    fn outer_first(&self, key: &str) -> Option<&Json> {
+        self.outer.get(key).or_else(|| self.text.get(key)).filter(|value| !value.is_null())
+    }
+
+    /// Names of the model's type, the inner one first.
+    pub(super) fn model_types(&self) -> impl Iterator<Item = &str> {
+        [&self.text, &self.outer].into_iter().filter_map(|map| map.get("model_type")?.as_str())
+    }
+
+    pub(super) fn refuse(&self, key: &str, found: impl ToString, needs: impl ToString) -> Error {
+        let path = self.folder.path.join(FILE);
+        CheckpointError::Setting {
+            path,
+            key: key.to_owned(),
+            found: found.to_string(),
+            needs: needs.to_string(),
+        }
+        .into()
+    }
+
+    fn typed<T>(
+        &self,
+        key: &str,
+        needs: &str,
+        read: impl Fn(&'_ Json) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(found) => read(found).map(Some).ok_or_else(|| self.refuse(key, short(found), needs)),
+        }
+    }
+
+    pub(super) fn count(&self, key: &str) -> Result<Option<u64>, Error> {
+        self.typed(key, "a whole number of at least 0", Json::as_u64)
+    }
+
+    pub(super) fn need_count(&self, key: &str) -> Result<u64, Error> {
+        self.count(key)?.ok_or_else(|| self.refuse(key, "absent", "a whole number of at least 0"))
+    }
+
+    pub(super) fn number(&self, key: &str) -> Result<Option<f64>, Error> {
+        self.typed(key, "a number", Json::as_f64)
+    }
+
+    pub(super) fn need_number(&self, key: &str) -> Result<f64, Error> {
+        self.number(key)?.ok_or_else(|| self.refuse(key, "absent", "a number"))
+    }
+
+    pub(super) fn flag(&self, key: &str) -> Result<Option<bool>, Error> {
+        self.typed(key, "true or false", Json::as_bool)
+    }
+
+    /// Whether the output matrix is the embedding.
+    pub(super) fn ties_embeddings(&self, default: bool) -> bool {
+        self.outer_first("tie_word_embeddings").and_then(Json::as_bool).unwrap_or(default)
+    }
+
+    pub(super) fn object(&self, key: &str) -> Result<Option<&Map<String, Json>>, Error> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Json::Object(map)) => Ok(Some(map)),
+            Some(found) => Err(self.refuse(key, short(found), "an object")),
+        }
+    }
+
+    /// Refuses other texts than those in `needs`; an absent setting is as good as the first of them.
+    pub(super) fn one_of(&self, keys: &[&str], needs: &[&str]) -> Result<(), Error> {
+        for key in keys {
+            if let Some(found) = self.get(key) {
+                let good = found.as_str().is_some_and(|found| needs.contains(&found));
+                if !good {
+                    return Err(self.refuse(key, short(found), needs.join(" or ")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses true.
+    pub(super) fn never(&self, key: &str) -> Result<(), Error> {
+        match self.flag(key)? {
+            Some(true) => Err(self.refuse(key, true, false)),
+            _ => Ok(()),
+        }
+    }
+
+    /// `layer_types`: for each layer the place of its name in `names`. `None` if there is no such list.
+    pub(super) fn layer_types(&self, layers: u64, names: &[&str]) -> Result<Option<Vec<usize>>, Error> {
+        let key = "layer_types";
+        let Some(found) = self.get(key) else { return Ok(None) };
+        let place = |name: &Json| names.iter().position(|known| name.as_str() == Some(*known));
+        let list = found.as_array().filter(|list| list.len() as u64 == layers);
+        let places = list.and_then(|list| list.iter().map(place).collect::<Option<Vec<usize>>>());
+        places.map(Some).ok_or_else(|| {
+            self.refuse(key, short(found), format!("a list of {layers} names of {}", names.join(" and ")))
+        })
+    }
+}
+
+/// The beginning of a value, for an error.
+fn short(value: &Json) -> String {
+    value.to_string().chars().take(100).collect()
+}
+
+/// Keys of the GGUF that a checkpoint would convert to.
+pub(super) struct Keys<'a> {
+    pub(super) config: &'a Config<'a>,
+    pub(super) arch: &'static str,
+    pub(super) metadata: Metadata,
+}
+
+/// Frequencies of rotary embeddings.
+pub(super) struct Rope<'a> {
+    /// Settings of the scaling.
+    map: Option<&'a Map<String, Json>>,
+    pub(super) theta: f64,
+    pub(super) kind: String,
+    /// Part of a head that rotates.
+    pub(super) partial: Option<f64>,
+}
+
+impl<'a> Keys<'a> {
+    pub(super) fn set(&mut self, key: &str, value: impl Into<Value>) {
+        self.metadata.insert(format!("{}.{key}", self.arch), value);
+    }
+
+    /// Copies counts that are there.
+    pub(super) fn counts(&mut self, pairs: &[(&str, &str)]) -> Result<(), Error> {
+        for (from, to) in pairs {
+            if let Some(count) = self.config.count(from)? {
+                self.set(to, count);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies numbers that are there.
+    pub(super) fn numbers(&mut self, pairs: &[(&str, &str)]) -> Result<(), Error> {
+        for (from, to) in pairs {
+            if let Some(number) = self.config.number(from)? {
+                self.set(to, number);
+            }
+        }
+        Ok(())
+    }
+
+    /// Keys that all decoders have, without those of the rotary embedding. Returns the number of layers.
+    pub(super) fn decoder(&mut self) -> Result<u64, Error> {
+        let config = self.config;
+        let layers = config.need_count("num_hidden_layers")?;
+        let heads = config.need_count("num_attention_heads")?;
+        self.set("block_count", layers);
+        self.set("context_length", config.need_count("max_position_embeddings")?);
+        self.set("embedding_length", config.need_count("hidden_size")?);
+        self.set("attention.head_count", heads);
+        self.set("attention.head_count_kv", config.count("num_key_value_heads")?.unwrap_or(heads));
+        self.set("attention.layer_norm_rms_epsilon", config.need_number("rms_norm_eps")?);
+        self.counts(&[
+            ("intermediate_size", "feed_forward_length"),
+            ("head_dim", "attention.key_length"),
+            ("head_dim", "attention.value_length"),
+        ])?;
+        Ok(layers)
+    }
+
+    pub(super) fn head_dim(&self) -> Result<u64, Error> {
+        match self.config.count("head_dim")? {
+            Some(dim) => Ok(dim),
+            None => {
+                let (hidden, heads) =
+                    (self.config.need_count("hidden_size")?, self.config.need_count("num_attention_heads")?);
+                Ok(hidden / heads.max(1))
+            }
+        }
+    }
+
+    /// The rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`. `inner`: of its entry for a
+    /// kind of layer.
+    pub(super) fn rope_config(&self, inner: Option<&str>) -> Result<Rope<'a>, Error> {
+        let config = self.config;
+        let of_layer = |map: &'a Map<String, Json>| match inner {
+            Some(kind) => map.get(kind).and_then(Json::as_object),
+            None => Some(map),
+        };
+        let map = match config.object("rope_parameters")?.and_then(of_layer) {
+            Some(map) => Some(map),
+            None => config.object("rope_scaling")?,
+        };
+        let number = |key: &str| map.and_then(|map| map.get(key)).and_then(Json::as_f64);
+        let theta = number("rope_theta").map(Ok).or_else(|| config.number("rope_theta").transpose());
+        let partial = number("partial_rotary_factor")
+            .map(Ok)
+            .or_else(|| config.number("partial_rotary_factor").transpose());
+        let kind =
+            map.and_then(|map| map.get("rope_type").or_else(|| map.get("type"))).and_then(Json::as_str);
+        Ok(Rope {
+            map,
+            theta: theta.transpose()?.unwrap_or(10_000.0),
+            kind: kind.unwrap_or("default").to_owned(),
+            partial: partial.transpose()?,
+        })
+    }
+
+    /// Keys of the rotary embedding. Returns its frequency factors, for `rope_freqs.weight`, if it has some.
+    pub(super) fn rope(&mut self) -> Result<Option<Vec<f32>>, Error> {
+        let rope = self.rope_config(None)?;
+        let dim = self.head_dim()?;
+        self.set("rope.freq_base", rope.theta);
+        let rotating = rope.partial.map_or(dim, |partial| (partial * dim as f64) as u64);
+        self.set("rope.dimension_count", rotating);
+        match rope.kind.as_str() {
+            "default" => Ok(None),
+            "linear" => self.linear_scaling(&rope).map(|()| None),
+            "llama3" => self.llama3_factors(&rope, rotating).map(Some),
+            "yarn" => {
+                self.set("rope.scaling.type", "yarn");
+                self.set("rope.scaling.factor", self.scaling(&rope, "factor")?);
+                let original = self.scaling(&rope, "original_max_position_embeddings")?;
+                self.set("rope.scaling.original_context_length", original as u64);
+                for (from, to) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
+                    if let Some(beta) = rope.number(from) {
+                        self.set(&format!("rope.scaling.{to}"), beta);
+                    }
+                }
+                if rope.map.and_then(|map| map.get("truncate")).and_then(Json::as_bool) == Some(false) {
+                    self.set("rope.scaling.yarn_truncate", false);
+                }
+                Ok(None)
+            }
+            other => {
+                let needs = "default, linear, llama3 or yarn";
+                Err(self.config.refuse("rope_scaling.rope_type", format!("{other:?}"), needs))
+            }
+        }
+    }
+
+    fn scaling(&self, rope: &Rope<'_>, key: &str) -> Result<f64, Error> {
+        let name = format!("rope_scaling.{key}");
+        rope.number(key).ok_or_else(|| self.config.refuse(&name, "absent or no number", "a number"))
+    }
+
+    /// Llama 3's divisors of the frequencies: those of long waves by `factor`, those of short ones by 1, and a ramp
+    /// over the waves' number in the original context between the two.
+    fn llama3_factors(&self, rope: &Rope<'_>, rotating: u64) -> Result<Vec<f32>, Error> {
+        let factor = self.scaling(rope, "factor")?;
+        let (low, high) = (self.scaling(rope, "low_freq_factor")?, self.scaling(rope, "high_freq_factor")?);
+        let original = self.scaling(rope, "original_max_position_embeddings")?;
+        let divisor = |pair: u64| {
+            let wavelength = std::f64::consts::TAU * rope.theta.powf(2.0 * pair as f64 / rotating as f64);
+            let ramp = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+            ((1.0 - ramp) / factor + ramp).recip() as f32
+        };
+        Ok((0..rotating / 2).map(divisor).collect())
+    }
+}
+
+impl Keys<'_> {
+    /// Linear scaling or none.
+    pub(super) fn linear_scaling(&mut self, rope: &Rope<'_>) -> Result<(), Error> {
+        match rope.kind.as_str() {
+            "default" => Ok(()),
+            "linear" => {
+                self.set("rope.scaling.type", "linear");
+                self.set("rope.scaling.factor", self.scaling(rope, "factor")?);
+                Ok(())
+            }
+            other => {
+                Err(self.config.refuse("rope_scaling.rope_type", format!("{other:?}"), "default or linear"))
+            }
+        }
+    }
+}
+
+impl Rope<'_> {
+    fn number(&self, key: &str) -> Option<f64> {
+        self.map?.get(key)?.as_f64()
+    }
+}

@@ -1,0 +1,410 @@
+//! Model families: the settings and names of Hugging Face checkpoints as those of a GGUF. One table each.
+//!
+//! A tensor that no rule names keeps its name. The architecture's translator then refuses it, unless nothing of the
+//! text model uses it ([`Form::Unused`]).
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use super::CheckpointError;
+use super::config::{Config, Keys};
+use super::weights::{StoredTensor, StoredTensors};
+use crate::conversion::{Conversion, FloatMap, FloatType};
+use crate::header::TensorInfo;
+use crate::{Error, GgmlType};
+
+mod decoders;
+mod gemma;
+mod gpt_oss;
+mod granite;
+mod qwen_hybrid;
+
+/// Tensors by the GGUF's names, which may have `{l}` for the layer.
+type NamedTensors = Vec<(&'static str, StoredTensor)>;
+
+pub(super) struct Family {
+    /// Values of `model_type`.
+    types: &'static [&'static str],
+    /// The GGUF's `general.architecture`.
+    pub(super) arch: &'static str,
+    /// Sets the keys, and returns tensors that no file has.
+    pub(super) keys: fn(&mut Keys<'_>, &StoredTensors) -> Result<NamedTensors, Error>,
+    /// Names of tensors. The first rule that matches counts.
+    rules: &'static [&'static [Rule]],
+}
+
+/// All families, by architecture.
+const FAMILIES: &[&Family] = &[
+    &decoders::LLAMA,
+    &decoders::QWEN2,
+    &decoders::QWEN2_MOE,
+    &decoders::QWEN3,
+    &decoders::QWEN3_MOE,
+    &gemma::GEMMA3,
+    &gemma::GEMMA4,
+    &gpt_oss::GPT_OSS,
+    &granite::GRANITE_HYBRID,
+    &qwen_hybrid::QWEN3_NEXT,
+    &qwen_hybrid::QWEN3_5,
+    &qwen_hybrid::QWEN3_5_MOE,
+];
+
+/// A name in the checkpoint and in the GGUF. `{l}` is a layer's number, `{e}` an expert's; a final `*` is one word,
+/// such as `weight`.
+struct Rule {
+    from: &'static str,
+    to: &'static str,
+    form: Form,
+}
+
+enum Form {
+    /// As it is; vectors become F32.
+    Same,
+    /// F32 without dimensions of 1.
+    Floats,
+    /// F32 with the dimensions in this order; 0 is what remains.
+    Shaped(&'static [u64]),
+    /// `1 + x`.
+    PlusOne,
+    /// `-exp(x)`.
+    NegativeExp,
+    /// One of the experts, which the GGUF has as one tensor.
+    Expert,
+    /// Not part of the text model.
+    Unused,
+    Custom(fn(&Config<'_>, StoredTensor) -> Result<NamedTensors, Error>),
+}
+
+const fn rule(from: &'static str, to: &'static str) -> Rule {
+    Rule { from, to, form: Form::Same }
+}
+
+const fn formed(from: &'static str, to: &'static str, form: Form) -> Rule {
+    Rule { from, to, form }
+}
+
+/// Rules of most decoders.
+const MODEL: &[Rule] =
+    &[rule("embed_tokens.*", "token_embd.*"), rule("norm.*", "output_norm.*"), rule("lm_head.*", "output.*")];
+const ATTENTION: &[Rule] = &[
+    rule("layers.{l}.self_attn.q_proj.*", "blk.{l}.attn_q.*"),
+    rule("layers.{l}.self_attn.k_proj.*", "blk.{l}.attn_k.*"),
+    rule("layers.{l}.self_attn.v_proj.*", "blk.{l}.attn_v.*"),
+    rule("layers.{l}.self_attn.o_proj.*", "blk.{l}.attn_output.*"),
+    rule("layers.{l}.self_attn.q_norm.*", "blk.{l}.attn_q_norm.*"),
+    rule("layers.{l}.self_attn.k_norm.*", "blk.{l}.attn_k_norm.*"),
+    formed("layers.{l}.self_attn.rotary_emb.inv_freq", "", Form::Unused),
+];
+const MLP: &[Rule] = &[
+    rule("layers.{l}.mlp.gate_proj.*", "blk.{l}.ffn_gate.*"),
+    rule("layers.{l}.mlp.up_proj.*", "blk.{l}.ffn_up.*"),
+    rule("layers.{l}.mlp.down_proj.*", "blk.{l}.ffn_down.*"),
+];
+const PRE_NORMS: &[Rule] = &[
+    rule("layers.{l}.input_layernorm.*", "blk.{l}.attn_norm.*"),
+    rule("layers.{l}.post_attention_layernorm.*", "blk.{l}.ffn_norm.*"),
+];
+const EXPERTS: &[Rule] = &[
+    rule("layers.{l}.mlp.gate.*", "blk.{l}.ffn_gate_inp.*"),
+    formed("layers.{l}.mlp.experts.{e}.gate_proj.*", "blk.{l}.ffn_gate_exps.*", Form::Expert),
+    formed("layers.{l}.mlp.experts.{e}.up_proj.*", "blk.{l}.ffn_up_exps.*", Form::Expert),
+    formed("layers.{l}.mlp.experts.{e}.down_proj.*", "blk.{l}.ffn_down_exps.*", Form::Expert),
+    rule("layers.{l}.mlp.shared_expert.gate_proj.*", "blk.{l}.ffn_gate_shexp.*"),
+    rule("layers.{l}.mlp.shared_expert.up_proj.*", "blk.{l}.ffn_up_shexp.*"),
+    rule("layers.{l}.mlp.shared_expert.down_proj.*", "blk.{l}.ffn_down_shexp.*"),
+    rule("layers.{l}.mlp.shared_expert_gate.*", "blk.{l}.ffn_gate_inp_shexp.*"),
+];
+
+/// Prefixes of names, the longest first. A model with images has its text model inside.
+const PREFIXES: [&str; 4] = ["model.language_model.", "language_model.model.", "language_model.", "model."];
+/// Beginnings of names of the parts for images and sound.
+const OTHER_INPUTS: [&str; 6] =
+    ["visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio."];
+
+impl Family {
+    /// The family of a checkpoint.
+    pub(super) fn of(config: &Config<'_>) -> Result<&'static Self, Error> {
+        let found: Vec<&str> = config.model_types().collect();
+        let families = || FAMILIES.iter().copied();
+        let family = found.iter().find_map(|found| families().find(|family| family.types.contains(found)));
+        family.ok_or_else(|| {
+            let mut needs: Vec<&str> = families().flat_map(|family| family.types).copied().collect();
+            needs.push("bert");
+            needs.sort_unstable();
+            let found = found.first().map_or("absent".to_owned(), |found| format!("{found:?}"));
+            config.refuse("model_type", found, needs.join(", "))
+        })
+    }
+
+    /// The tensors under the GGUF's names and in its form, by name.
+    pub(super) fn tensors(
+        &self,
+        config: &Config<'_>,
+        stored: StoredTensors,
+    ) -> Result<Vec<TensorInfo>, Error> {
+        let mut renamed = Renamed::default();
+        let tied = config.ties_embeddings(false);
+        let layers = config.need_count("num_hidden_layers")?;
+        let mut left_out = 0_usize;
+        for (name, tensor) in stored {
+            let plain = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(&name);
+            let plain = &*of_mtp_head(plain, layers);
+            if tied && plain.starts_with("lm_head.") {
+                continue;
+            }
+            if OTHER_INPUTS.iter().any(|part| plain.starts_with(part)) {
+                left_out += 1;
+                continue;
+            }
+            let matching = self
+                .rules
+                .iter()
+                .copied()
+                .flatten()
+                .find_map(|rule| Some((rule, matched(rule.from, plain)?)));
+            let Some((rule, words)) = matching else {
+                renamed.insert(name.clone(), name, tensor)?;
+                continue;
+            };
+            let to = |pattern: &str| filled(pattern, &words);
+            match rule.form {
+                Form::Unused => {}
+                Form::Same => renamed.insert(to(rule.to), name, tensor.vector_as_floats()?)?,
+                Form::Floats => {
+                    renamed.insert(to(rule.to), name, tensor.floats(FloatMap::Same)?.squeezed())?
+                }
+                Form::Shaped(shape) => {
+                    renamed.insert(to(rule.to), name, tensor.floats(FloatMap::Same)?.shaped(shape))?;
+                }
+                Form::PlusOne => renamed.insert(to(rule.to), name, tensor.floats(FloatMap::PlusOne)?)?,
+                Form::NegativeExp => {
+                    renamed.insert(to(rule.to), name, tensor.floats(FloatMap::NegativeExp)?)?
+                }
+                Form::Expert => renamed.insert_expert(to(rule.to), words.expert, name, tensor)?,
+                Form::Custom(convert) => {
+                    for (pattern, tensor) in convert(config, tensor)? {
+                        renamed.insert(to(pattern), name.clone(), tensor)?;
+                    }
+                }
+            }
+        }
+        if left_out > 0 {
+            tracing::info!(tensors = left_out, "the parts of the model for images and sound are not used");
+        }
+        renamed.finish()
+    }
+}
+
+/// The layer of an MTP head is behind the model's: `mtp.layers.0.X` is `layers.L.X`, and `mtp.X` is `layers.L.mtp.X`.
+fn of_mtp_head(name: &str, layers: u64) -> Cow<'_, str> {
+    let Some(rest) = name.strip_prefix("mtp.") else { return Cow::Borrowed(name) };
+    let of_layer = rest.strip_prefix("layers.").and_then(|rest| rest.split_once('.'));
+    let moved = of_layer.and_then(|(number, rest)| {
+        let number = layers.checked_add(number.parse().ok()?)?;
+        Some(format!("layers.{number}.{rest}"))
+    });
+    Cow::Owned(moved.unwrap_or_else(|| format!("layers.{layers}.mtp.{rest}")))
+}
+
+/// What the placeholders of a rule stand for.
+#[derive(Default)]
+struct Words<'a> {
+    layer: Option<&'a str>,
+    expert: Option<usize>,
+    part: Option<&'a str>,
+}
+
+/// Matches word by word.
+fn matched<'a>(pattern: &str, name: &'a str) -> Option<Words<'a>> {
+    let (mut words, mut found) = (Words::default(), name.split('.'));
+    for expected in pattern.split('.') {
+        let word = found.next()?;
+        match expected {
+            "{l}" => words.layer = Some(word.parse::<u32>().ok().map(|_| word)?),
+            "{e}" => words.expert = Some(word.parse().ok()?),
+            "*" => words.part = Some(word),
+            _ if word == expected => {}
+            _ => return None,
+        }
+    }
+    found.next().is_none().then_some(words)
+}
+
+fn filled(pattern: &str, words: &Words<'_>) -> String {
+    let name = pattern.replace("{l}", words.layer.unwrap_or_default());
+    match name.strip_suffix('*') {
+        Some(stem) => format!("{stem}{}", words.part.unwrap_or_default()),
+        None => name,
+    }
+}
+
+/// Tensors under the GGUF's names.
+#[derive(Default)]
+struct Renamed {
+    /// With the checkpoint's name.
+    tensors: BTreeMap<String, (String, StoredTensor)>,
+    experts: BTreeMap<String, BTreeMap<usize, (String, StoredTensor)>>,
+}
+
+impl Renamed {
+    fn insert(&mut self, to: String, from: String, tensor: StoredTensor) -> Result<(), Error> {
+        let second = from.clone();
+        match self.tensors.insert(to, (from, tensor)) {
+            None => Ok(()),
+            Some((first, _)) => Err(CheckpointError::SameTensor { first, second }.into()),
+        }
+    }
+
+    fn insert_expert(
+        &mut self,
+        to: String,
+        expert: Option<usize>,
+        from: String,
+        tensor: StoredTensor,
+    ) -> Result<(), Error> {
+        let second = from.clone();
+        match self.experts.entry(to).or_default().insert(expert.unwrap_or_default(), (from, tensor)) {
+            None => Ok(()),
+            Some((first, _)) => Err(CheckpointError::SameTensor { first, second }.into()),
+        }
+    }
+
+    fn finish(mut self) -> Result<Vec<TensorInfo>, Error> {
+        for (name, experts) in std::mem::take(&mut self.experts) {
+            let stacked = stack(experts)?;
+            self.insert(name.clone(), name, stacked)?;
+        }
+        self.tensors.into_iter().map(|(name, (from, tensor))| tensor.info(name, from)).collect()
+    }
+}
+
+/// The experts' tensors as one, with the number of experts as the first dimension.
+fn stack(experts: BTreeMap<usize, (String, StoredTensor)>) -> Result<StoredTensor, Error> {
+    let count = experts.len();
+    let mut all: Option<StoredTensor> = None;
+    let mut parts = Vec::with_capacity(count);
+    for (place, (number, (name, tensor))) in experts.into_iter().enumerate() {
+        let StoredTensor { ty, shape, bytes } = tensor;
+        let first = all.get_or_insert_with(|| StoredTensor {
+            ty,
+            shape: shape.clone(),
+            bytes: Conversion::Concat(vec![]),
+        });
+        if (number, ty, &shape) != (place, first.ty, &first.shape) {
+            return Err(CheckpointError::Experts { tensor: name, place }.into());
+        }
+        parts.push(bytes);
+    }
+    let StoredTensor { ty, shape, .. } = all.ok_or(Error::MissingTensor { tensor: "experts".to_owned() })?;
+    // A scale of each matrix becomes a list.
+    let shape = if shape == [1] { vec![count as u64] } else { [vec![count as u64], shape].concat() };
+    Ok(StoredTensor { ty, shape, bytes: Conversion::Concat(parts) })
+}
+
+impl StoredTensor {
+    /// F32 values that no file has.
+    fn literal(values: &[f32]) -> Self {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Self { ty: GgmlType::F32, shape: vec![values.len() as u64], bytes: Conversion::Literal(bytes) }
+    }
+
+    /// Kernels read vectors as F32.
+    pub(super) fn vector_as_floats(self) -> Result<Self, Error> {
+        if self.shape.len() < 2 { self.floats(FloatMap::Same) } else { Ok(self) }
+    }
+
+    fn floats(self, map: FloatMap) -> Result<Self, Error> {
+        let from = match self.ty {
+            GgmlType::F32 if map == FloatMap::Same => return Ok(self),
+            GgmlType::F32 => FloatType::F32,
+            GgmlType::F16 => FloatType::F16,
+            GgmlType::BF16 => FloatType::BF16,
+            found => {
+                let (tensor, expected) = ("of a norm or a vector".to_owned(), GgmlType::F32);
+                return Err(Error::TensorType { tensor, found, expected });
+            }
+        };
+        let bytes = Conversion::Floats { of: Box::new(self.bytes), from, map };
+        Ok(Self { ty: GgmlType::F32, shape: self.shape, bytes })
+    }
+
+    fn squeezed(mut self) -> Self {
+        self.shape.retain(|&dim| dim != 1);
+        self
+    }
+
+    fn shaped(mut self, shape: &[u64]) -> Self {
+        let all: u64 = self.shape.iter().product();
+        let given: u64 = shape.iter().filter(|&&dim| dim != 0).product();
+        self.shape = shape.iter().map(|&dim| if dim == 0 { all / given.max(1) } else { dim }).collect();
+        self
+    }
+
+    /// Rows (of the second last dimension) of each matrix, in the order of `runs`.
+    fn rows(&self, runs: &[(u64, u64)]) -> Self {
+        let (mut shape, depth) = (self.shape.clone(), self.shape.len().saturating_sub(2));
+        let matrices: u64 = shape[..depth].iter().product();
+        let rows = shape.get(depth).copied().unwrap_or(1);
+        let picked = runs.iter().map(|(start, end)| end - start).sum();
+        if let Some(rows) = shape.get_mut(depth) {
+            *rows = picked;
+        }
+        let row_bytes = self.bytes.len() / (matrices * rows).max(1);
+        let of_matrix =
+            |matrix: u64| runs.iter().map(move |(start, end)| (matrix * rows + start, matrix * rows + end));
+        let runs = (0..matrices).flat_map(of_matrix).collect();
+        let bytes = Conversion::Rows { of: Box::new(self.bytes.clone()), row_bytes, runs };
+        Self { ty: self.ty, shape, bytes }
+    }
+
+    pub(super) fn info(self, name: String, from: String) -> Result<TensorInfo, Error> {
+        let Self { ty, shape, bytes } = self;
+        if shape.len() > 4 || shape.contains(&0) {
+            let shape = shape.into_iter().map(|dim| dim as usize).collect();
+            return Err(CheckpointError::Shape { tensor: from, shape }.into());
+        }
+        let dims = if shape.is_empty() { vec![1] } else { shape.into_iter().rev().collect() };
+        Ok(TensorInfo { name, ty, dims, bytes: bytes.len(), source: bytes })
+    }
+}
+
+/// No tensors but those of the files.
+fn none() -> Result<NamedTensors, Error> {
+    Ok(Vec::new())
+}
+
+/// Sets the rotary embedding's keys; returns the tensor of its frequencies, if it has one.
+fn rope(keys: &mut Keys<'_>) -> Result<NamedTensors, Error> {
+    let factors = keys.rope()?;
+    Ok(factors.iter().map(|factors| ("rope_freqs.weight", StoredTensor::literal(factors))).collect())
+}
+
+/// Keys of a mixture of experts whose experts are all in every layer.
+fn experts(keys: &mut Keys<'_>, renormalise: bool) -> Result<(), Error> {
+    let config = keys.config;
+    let count = match config.count("num_experts")? {
+        Some(count) => count,
+        None => config.need_count("num_local_experts")?,
+    };
+    keys.set("expert_count", count);
+    keys.set("expert_used_count", config.need_count("num_experts_per_tok")?);
+    keys.counts(&[
+        ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+    ])?;
+    if let Some(step) = config.count("decoder_sparse_step")?.filter(|&step| step != 1) {
+        return Err(config.refuse("decoder_sparse_step", step, 1));
+    }
+    if let Some(found) =
+        config.get("mlp_only_layers").filter(|list| list.as_array().is_none_or(|list| !list.is_empty()))
+    {
+        return Err(config.refuse("mlp_only_layers", found, "an empty list"));
+    }
+    match config.flag("norm_topk_prob")? {
+        Some(found) if found != renormalise => Err(config.refuse("norm_topk_prob", found, renormalise)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

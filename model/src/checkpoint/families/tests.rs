@@ -1,0 +1,200 @@
+//! Folders with small models of zeros.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use serde_json::{Value as Json, json};
+use tempfile::TempDir;
+
+use crate::{Error, GgmlType, ModelFile, ModelSpec};
+
+/// A checkpoint to write: settings, and tensors by name with their shapes, in BF16.
+#[derive(Clone)]
+struct Plan {
+    config: Json,
+    tensors: BTreeMap<String, Vec<usize>>,
+}
+
+impl Plan {
+    /// One layer; `mlp` are the tensors of its feed-forward.
+    fn new(config: Json, mlp: &[(&str, &[usize])]) -> Self {
+        let common = json!({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "intermediate_size": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5});
+        let mut settings = common.as_object().unwrap().clone();
+        settings.extend(config.as_object().unwrap().clone());
+        let mut plan = Self { config: Json::Object(settings), tensors: BTreeMap::new() };
+        let layer: [(&str, &[usize]); 6] = [
+            ("input_layernorm.weight", &[32]),
+            ("post_attention_layernorm.weight", &[32]),
+            ("self_attn.q_proj.weight", &[32, 32]),
+            ("self_attn.k_proj.weight", &[16, 32]),
+            ("self_attn.v_proj.weight", &[16, 32]),
+            ("self_attn.o_proj.weight", &[32, 32]),
+        ];
+        for (name, shape) in layer.iter().chain(mlp) {
+            plan.tensors.insert(format!("model.layers.0.{name}"), shape.to_vec());
+        }
+        for (name, shape) in [("embed_tokens.weight", vec![48, 32]), ("norm.weight", vec![32])] {
+            plan.tensors.insert(format!("model.{name}"), shape);
+        }
+        plan.with("lm_head.weight", &[48, 32])
+    }
+
+    fn llama() -> Self {
+        let mlp: [(&str, &[usize]); 3] = [
+            ("mlp.gate_proj.weight", &[64, 32]),
+            ("mlp.up_proj.weight", &[64, 32]),
+            ("mlp.down_proj.weight", &[32, 64]),
+        ];
+        Self::new(json!({"model_type": "llama"}), &mlp)
+    }
+
+    fn with(mut self, name: &str, shape: &[usize]) -> Self {
+        self.tensors.insert(name.to_owned(), shape.to_vec());
+        self
+    }
+
+    fn without(mut self, name: &str) -> Self {
+        self.tensors.remove(name).unwrap();
+        self
+    }
+
+    fn set(mut self, key: &str, value: Json) -> Self {
+        self.config[key] = value;
+        self
+    }
+
+    /// Writes the tensors to `files` files by turns.
+    fn write(&self, files: usize) -> TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("config.json"), self.config.to_string()).unwrap();
+        let mut map = serde_json::Map::new();
+        for number in 0..files {
+            let (mut header, mut end) = (serde_json::Map::new(), 0);
+            let name = if files == 1 {
+                "model.safetensors".to_owned()
+            } else {
+                format!("part-{number}.safetensors")
+            };
+            for (tensor, shape) in self.tensors.iter().skip(number).step_by(files) {
+                let bytes = 2 * shape.iter().product::<usize>();
+                let entry = json!({"dtype": "BF16", "shape": shape, "data_offsets": [end, end + bytes]});
+                header.insert(tensor.clone(), entry);
+                map.insert(tensor.clone(), json!(name));
+                end += bytes;
+            }
+            let header = Json::Object(header).to_string();
+            let header = format!("{header:<0$}", header.len().next_multiple_of(8));
+            let length = (header.len() as u64).to_le_bytes();
+            fs::write(dir.path().join(name), [&length, header.as_bytes(), &vec![0; end]].concat()).unwrap();
+        }
+        if files > 1 {
+            fs::write(
+                dir.path().join("model.safetensors.index.json"),
+                json!({"weight_map": map}).to_string(),
+            )
+            .unwrap();
+        }
+        dir
+    }
+
+    fn spec(&self) -> Result<ModelSpec, Error> {
+        let dir = self.write(1);
+        ModelSpec::from_file(&ModelFile::open(dir.path())?)
+    }
+
+    fn error(&self) -> String {
+        self.spec().map(drop).unwrap_err().to_string()
+    }
+}
+
+#[test]
+fn a_set_is_the_same_model_as_one_file() {
+    let plan = Plan::llama();
+    let (single, set) = (plan.write(1), plan.write(3));
+    let digest = |dir: &TempDir| ModelFile::open(dir.path()).unwrap().digest().unwrap();
+    assert_eq!(digest(&single), digest(&set));
+    let of_part = ModelFile::open(set.path().join("part-1.safetensors")).unwrap();
+    assert_eq!((of_part.files().len(), of_part.digest().unwrap()), (3, digest(&single)));
+}
+
+#[test]
+fn an_index_names_files_of_its_folder() {
+    let dir = Plan::llama().write(2);
+    for name in ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""] {
+        let index = json!({"weight_map": {"model.norm.weight": name}}).to_string();
+        fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+        let error = ModelFile::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("weight_map is") && error.contains("names of files in the folder"), "{error}");
+    }
+}
+
+#[test]
+fn vectors_are_f32_and_matrices_stay() {
+    let dir = Plan::llama().write(1);
+    let file = ModelFile::open(dir.path()).unwrap();
+    let ty = |name: &str| file.tensor(name).unwrap().ty();
+    assert_eq!((ty("blk.0.attn_norm.weight"), ty("blk.0.attn_q.weight")), (GgmlType::F32, GgmlType::BF16));
+    for info in file.tensors() {
+        let bytes = file.tensor_data(info.name()).unwrap();
+        assert_eq!(bytes.len() as u64, info.bytes(), "{}", info.name());
+        let mut end = vec![1; 4];
+        file.read_tensor(info.name(), info.bytes() - 4, &mut end).unwrap();
+        assert_eq!(end, bytes[bytes.len() - 4..], "{}", info.name());
+    }
+}
+
+#[test]
+fn a_tied_output_matrix_is_the_embedding() {
+    let plan = Plan::llama();
+    let matrix = |plan: &Plan| plan.spec().unwrap().logits().unwrap().linear.weight.clone();
+    assert_eq!(matrix(&plan), "output.weight");
+    assert_eq!(matrix(&plan.clone().set("tie_word_embeddings", json!(true))), "token_embd.weight");
+    assert_eq!(matrix(&plan.without("lm_head.weight")), "token_embd.weight");
+}
+
+#[test]
+fn what_is_unknown_is_named() {
+    let plan = Plan::llama();
+    let error = plan.clone().set("model_type", json!("other")).error();
+    assert!(error.contains("model_type is \"other\", expected") && error.contains("llama"), "{error}");
+    let error = plan.clone().with("model.layers.0.self_attn.sinks", &[2]).error();
+    assert!(error.contains("model.layers.0.self_attn.sinks"), "{error}");
+    let error = plan.clone().set("rope_scaling", json!({"rope_type": "dynamic", "factor": 2.0})).error();
+    assert!(error.contains("rope_scaling.rope_type is \"dynamic\", expected"), "{error}");
+    let error = plan.clone().set("hidden_act", json!("relu")).error();
+    assert!(error.contains("hidden_act is \"relu\", expected silu"), "{error}");
+    let error = plan.clone().set("num_hidden_layers", json!("two")).error();
+    assert!(error.contains("num_hidden_layers is \"two\", expected a whole number"), "{error}");
+    let error = plan.without("model.layers.0.mlp.up_proj.weight").error();
+    assert!(error.contains("blk.0.ffn_up.weight"), "{error}");
+}
+
+#[test]
+fn experts_become_one_tensor() {
+    let settings = json!({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 8, "norm_topk_prob": true});
+    let norms: [(&str, &[usize]); 3] = [
+        ("self_attn.q_norm.weight", &[16]),
+        ("self_attn.k_norm.weight", &[16]),
+        ("mlp.gate.weight", &[2, 32]),
+    ];
+    let mut plan = Plan::new(settings, &norms);
+    for expert in 0..2 {
+        let stem = format!("model.layers.0.mlp.experts.{expert}");
+        plan = plan.with(&format!("{stem}.gate_proj.weight"), &[8, 32]);
+        plan = plan.with(&format!("{stem}.up_proj.weight"), &[8, 32]);
+        plan = plan.with(&format!("{stem}.down_proj.weight"), &[32, 8]);
+    }
+    plan.spec().unwrap();
+    let file = ModelFile::open(plan.write(2).path()).unwrap();
+    assert_eq!(file.tensor("blk.0.ffn_down_exps.weight").unwrap().dims(), [8, 32, 2]);
+    let name = "model.layers.0.mlp.experts.1.up_proj.weight";
+    let error = plan.clone().with(name, &[4, 64]).error();
+    assert!(error.contains(name), "{error}");
+    let first = "model.layers.0.mlp.experts.0.up_proj.weight";
+    let error = plan.clone().without(first).error();
+    assert!(error.contains(name) && error.contains("expert 0"), "{error}");
+    let error = plan.without(name).error();
+    assert!(error.contains("blk.0.ffn_up_exps.weight"), "{error}");
+}

@@ -1,0 +1,298 @@
+//! A tensor's bytes as a function of the bytes of files.
+//!
+//! A GGUF's tensors are regions of its file. A checkpoint's tensors may be converted to the GGUF's form on access.
+//! Everything here is lossless but [`FloatMap::PlusOne`], [`FloatMap::NegativeExp`] and [`FloatMap::Reciprocal`],
+//! which round once to f32.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use crate::Error;
+use crate::mmap::MappedFile;
+
+/// Bytes of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Region {
+    /// Index into [`crate::ModelFile::files`].
+    pub(crate) file: usize,
+    /// From the start of the file.
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Conversion {
+    /// The bytes of a file as they are.
+    Stored(Region),
+    /// Computed at opening.
+    Literal(Vec<u8>),
+    /// One after the other.
+    Concat(Vec<Self>),
+    /// Runs of rows of `row_bytes` bytes, each from a first row up to one that is not of it, in this order.
+    Rows { of: Box<Self>, row_bytes: u64, runs: Vec<(u64, u64)> },
+    /// `[rows, cols]` to `[cols, rows]`, elements of `size` bytes.
+    Transposed { of: Box<Self>, rows: u64, cols: u64, size: u64 },
+    /// Floats as F32.
+    Floats { of: Box<Self>, from: FloatType, map: FloatMap },
+    /// Codes of two E2M1 values in a byte, the lower bits first, and E4M3 scales of 16 values, to NVFP4.
+    Nvfp4 { codes: Box<Self>, scales: Box<Self> },
+    /// Codes of two E2M1 values in a byte, the lower bits first, and E8M0 scales of 32 values, to MXFP4.
+    Mxfp4 { codes: Box<Self>, scales: Box<Self> },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FloatType {
+    F32,
+    F16,
+    BF16,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FloatMap {
+    Same,
+    /// `1 + x`, for norms that are stored without the 1.
+    PlusOne,
+    /// `-exp(x)`, for decays that are stored as logarithms.
+    NegativeExp,
+    /// `1 / x`.
+    Reciprocal,
+}
+
+impl FloatType {
+    const fn size(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+
+    fn value(self, bytes: &[u8]) -> f32 {
+        match (self, bytes) {
+            (Self::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+            (Self::F16, &[a, b]) => f32::from(half::f16::from_le_bytes([a, b])),
+            (Self::BF16, &[a, b]) => f32::from(half::bf16::from_le_bytes([a, b])),
+            _ => f32::NAN,
+        }
+    }
+}
+
+impl FloatMap {
+    fn apply(self, x: f32) -> f32 {
+        let x = f64::from(x);
+        (match self {
+            Self::Same => x,
+            Self::PlusOne => 1.0 + x,
+            Self::NegativeExp => -x.exp(),
+            Self::Reciprocal => x.recip(),
+        }) as f32
+    }
+}
+
+/// Bytes of a block's codes and scales, and of the block itself.
+const NVFP4: (usize, usize) = (32, 4);
+const MXFP4: (usize, usize) = (16, 1);
+
+impl Conversion {
+    /// Calls `visit` with every region that the result is made of.
+    pub(crate) fn for_each_region(&self, visit: &mut impl FnMut(&Region)) {
+        match self {
+            Self::Stored(region) => visit(region),
+            Self::Literal(_) => {}
+            Self::Concat(parts) => parts.iter().for_each(|part| part.for_each_region(visit)),
+            Self::Rows { of, .. } | Self::Transposed { of, .. } | Self::Floats { of, .. } => {
+                of.for_each_region(visit)
+            }
+            Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => {
+                codes.for_each_region(visit);
+                scales.for_each_region(visit);
+            }
+        }
+    }
+
+    /// The region of a file, if the bytes are not converted.
+    pub(crate) fn region(&self) -> Option<&Region> {
+        match self {
+            Self::Stored(region) => Some(region),
+            _ => None,
+        }
+    }
+
+    /// `bytes` bytes of the result, from `start` on.
+    pub(crate) fn part(&self, start: u64, bytes: u64) -> Self {
+        match self {
+            Self::Stored(region) => {
+                Self::Stored(Region { offset: region.offset.saturating_add(start), bytes, ..*region })
+            }
+            of => Self::Rows { of: Box::new(of.clone()), row_bytes: 1, runs: vec![(start, start + bytes)] },
+        }
+    }
+
+    /// Number of bytes of the result.
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Self::Stored(region) => region.bytes,
+            Self::Literal(bytes) => bytes.len() as u64,
+            Self::Concat(parts) => parts.iter().map(Self::len).sum(),
+            Self::Rows { row_bytes, runs, .. } => {
+                runs.iter().map(|(start, end)| (end - start) * row_bytes).sum()
+            }
+            Self::Transposed { of, .. } => of.len(),
+            Self::Floats { of, from, .. } => of.len() / from.size() * 4,
+            Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => codes.len() + scales.len(),
+        }
+    }
+
+    /// The whole result: mapped if it is a file's bytes, else a copy.
+    pub(crate) fn bytes<'a>(&self, files: &'a [MappedFile]) -> Result<Cow<'a, [u8]>, Error> {
+        let Self::Stored(region) = self else { return self.read(files, 0..self.len()).map(Cow::Owned) };
+        let file = region.file(files)?;
+        file.check_size()?;
+        let range = usize::try_from(region.offset).ok().zip(usize::try_from(region.bytes).ok());
+        let bytes = range.and_then(|(start, len)| file.bytes().get(start..start.checked_add(len)?));
+        bytes.map(Cow::Borrowed).ok_or_else(|| region.outside(file))
+    }
+
+    /// A part of the result, read without the mapping.
+    pub(crate) fn read(&self, files: &[MappedFile], range: Range<u64>) -> Result<Vec<u8>, Error> {
+        let whole = match self {
+            Self::Stored(region) => {
+                let file = region.file(files)?;
+                let mut bytes = vec![0; (range.end - range.start) as usize];
+                file.read_at(&mut bytes, region.offset.saturating_add(range.start))?;
+                return Ok(bytes);
+            }
+            Self::Concat(parts) => {
+                let (mut bytes, mut at) = (Vec::with_capacity((range.end - range.start) as usize), 0);
+                for part in parts {
+                    let end = at + part.len();
+                    let (from, to) = (range.start.max(at), range.end.min(end));
+                    if from < to {
+                        bytes.extend(part.read(files, from - at..to - at)?);
+                    }
+                    at = end;
+                }
+                return Ok(bytes);
+            }
+            Self::Literal(bytes) => bytes.clone(),
+            Self::Rows { of, row_bytes, runs } => {
+                let rows = of.whole(files)?;
+                let at = |row: u64| (row * row_bytes) as usize;
+                runs.iter().flat_map(|&(start, end)| &rows[at(start)..at(end)]).copied().collect()
+            }
+            Self::Transposed { of, rows, cols, size } => {
+                transposed(&of.whole(files)?, *rows as usize, *cols as usize, *size as usize)
+            }
+            Self::Floats { of, from, map } => {
+                let stored = of.whole(files)?;
+                let values = stored.chunks_exact(from.size() as usize);
+                values.flat_map(|bytes| map.apply(from.value(bytes)).to_le_bytes()).collect()
+            }
+            Self::Nvfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, NVFP4),
+            Self::Mxfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, MXFP4),
+        };
+        if range == (0..whole.len() as u64) {
+            return Ok(whole);
+        }
+        Ok(whole.get(range.start as usize..range.end as usize).unwrap_or_default().to_vec())
+    }
+
+    fn whole(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
+        self.read(files, 0..self.len())
+    }
+}
+
+impl Region {
+    fn file<'a>(&self, files: &'a [MappedFile]) -> Result<&'a MappedFile, Error> {
+        files.get(self.file).ok_or_else(|| Error::MissingTensor { tensor: format!("of file {}", self.file) })
+    }
+
+    fn outside(&self, file: &MappedFile) -> Error {
+        let (was, now) = (self.offset.saturating_add(self.bytes), file.bytes().len() as u64);
+        Error::Shrunk { path: file.path().to_owned(), was, now }
+    }
+}
+
+fn transposed(of: &[u8], rows: usize, cols: usize, size: usize) -> Vec<u8> {
+    let mut result = vec![0; of.len()];
+    for (row, line) in of.chunks_exact((cols * size).max(1)).enumerate() {
+        for (col, element) in line.chunks_exact(size).enumerate() {
+            let at = (col * rows + row) * size;
+            result[at..at + size].copy_from_slice(element);
+        }
+    }
+    result
+}
+
+/// GGUF blocks of scales and codes. There the first half of a scale's values is in the lower bits.
+fn blocks(codes: &[u8], scales: &[u8], (code_bytes, scale_bytes): (usize, usize)) -> Vec<u8> {
+    let group = code_bytes / scale_bytes;
+    let mut result = Vec::with_capacity(codes.len() + scales.len());
+    for (codes, scales) in codes.chunks_exact(code_bytes).zip(scales.chunks_exact(scale_bytes)) {
+        result.extend_from_slice(scales);
+        for group in codes.chunks_exact(group) {
+            let level = |value: usize| group[value / 2] >> (value % 2 * 4) & 15;
+            result.extend((0..group.len()).map(|low| level(low) | level(low + group.len()) << 4));
+        }
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn made(conversion: &Conversion) -> Vec<u8> {
+        let bytes = conversion.whole(&[]).unwrap();
+        assert_eq!(bytes.len() as u64, conversion.len());
+        for cut in [0, 1, bytes.len() / 2, bytes.len()] {
+            assert_eq!(conversion.read(&[], cut as u64..bytes.len() as u64).unwrap(), bytes[cut..]);
+        }
+        bytes
+    }
+
+    fn literal(bytes: impl IntoIterator<Item = u8>) -> Box<Conversion> {
+        Box::new(Conversion::Literal(bytes.into_iter().collect()))
+    }
+
+    #[test]
+    fn rows_are_picked_in_order() {
+        let rows = Conversion::Rows { of: literal(0..12), row_bytes: 3, runs: vec![(2, 4), (0, 1)] };
+        let both = Conversion::Concat(vec![rows, *literal([100, 101])]);
+        assert_eq!(made(&both), [6, 7, 8, 9, 10, 11, 0, 1, 2, 100, 101]);
+    }
+
+    #[test]
+    fn a_matrix_is_transposed_element_by_element() {
+        let matrix = Conversion::Transposed { of: literal(0..12), rows: 2, cols: 3, size: 2 };
+        assert_eq!(made(&matrix), [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]);
+    }
+
+    #[test]
+    fn floats_are_widened_and_mapped() {
+        let floats = |from, map, bytes: &[u8]| {
+            let bytes = made(&Conversion::Floats { of: literal(bytes.iter().copied()), from, map });
+            bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect::<Vec<f32>>()
+        };
+        let two = half::bf16::from_f32(2.0).to_le_bytes();
+        assert_eq!(floats(FloatType::BF16, FloatMap::PlusOne, &two), [3.0]);
+        let half = half::f16::from_f32(0.5).to_le_bytes();
+        assert_eq!(floats(FloatType::F16, FloatMap::Same, &[half, half].concat()), [0.5, 0.5]);
+        assert_eq!(
+            floats(FloatType::F32, FloatMap::NegativeExp, &1f32.to_le_bytes()),
+            [-std::f32::consts::E]
+        );
+        assert_eq!(floats(FloatType::F32, FloatMap::Reciprocal, &8f32.to_le_bytes()), [0.125]);
+    }
+
+    #[test]
+    fn fp4_codes_are_regrouped_in_halves() {
+        // Value v of the 64 has the code v % 16; two are in a byte, the even one in the lower bits.
+        let codes = (0..32u8).map(|byte| (2 * byte % 16) | ((2 * byte + 1) % 16) << 4);
+        let nvfp4 = Conversion::Nvfp4 { codes: literal(codes.clone()), scales: literal([1, 2, 3, 4]) };
+        let half: Vec<u8> = (0..8).map(|low| low | (low + 8) << 4).collect();
+        assert_eq!(made(&nvfp4), [&[1, 2, 3, 4][..], &half, &half, &half, &half].concat());
+        let mxfp4 = Conversion::Mxfp4 { codes: literal(codes.take(16)), scales: literal([9]) };
+        let all: Vec<u8> = (0..16).map(|low| low | low << 4).collect();
+        assert_eq!(made(&mxfp4), [&[9][..], &all].concat());
+    }
+}
