@@ -17,14 +17,20 @@ mod decoder;
 mod ffn;
 mod gemma3;
 mod gemma4;
+mod glm4;
 mod gpt_oss;
 mod granite;
 mod llama;
+mod mistral3;
+mod olmo2;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen_hybrid;
 mod rope;
+mod seed_oss;
 mod shape;
+mod smollm3;
 mod source;
 mod windows;
 
@@ -44,15 +50,19 @@ const fn arch(name: &'static str, translate: fn(&Source<'_>) -> Result<ModelSpec
 }
 
 /// Supported architectures, in alphabetical order.
-const ARCHES: [Arch; 15] = [
+const ARCHES: &[Arch] = &[
     arch("bert", bert::translate),
     arch("gemma3", gemma3::translate),
     arch("gemma4", gemma4::translate),
+    arch("glm4", glm4::translate),
     arch("gpt-oss", gpt_oss::translate),
     arch("granite", granite::translate),
     arch("granitehybrid", granite::translate_hybrid),
     arch("granitemoe", granite::translate_moe),
     arch("llama", llama::translate),
+    arch("mistral3", mistral3::translate),
+    arch("olmo2", olmo2::translate),
+    Arch { ignores: phi3::is_other_factors, ..arch("phi3", phi3::translate) },
     arch("qwen2", qwen2::translate),
     arch("qwen2moe", qwen2::translate_moe),
     arch("qwen3", qwen3::translate),
@@ -60,6 +70,8 @@ const ARCHES: [Arch; 15] = [
     Arch { ignores: qwen_hybrid::is_mtp_head, ..arch("qwen35moe", qwen_hybrid::translate_qwen35moe) },
     arch("qwen3moe", qwen3::translate_moe),
     Arch { ignores: qwen_hybrid::is_mtp_head, ..arch("qwen3next", qwen_hybrid::translate_qwen3next) },
+    arch("seed_oss", seed_oss::translate),
+    arch("smollm3", smollm3::translate),
 ];
 
 /// Names of the supported architectures.

@@ -3,7 +3,7 @@
 use super::decoder::Decoder;
 use super::shape::limits;
 use crate::Error;
-use crate::spec::{Activation, ExpertGateUp, FfnSpec, LinearSpec, MoeSpec};
+use crate::spec::{Activation, ExpertGateUp, FfnSpec, LinearSpec, MoeSpec, RowSlice};
 
 impl Decoder<'_> {
     /// The gated feed-forward of every layer.
@@ -27,6 +27,27 @@ impl Decoder<'_> {
             gate: linear("ffn_gate", hidden, width)?,
             up: linear("ffn_up", hidden, width)?,
             down: linear("ffn_down", width, hidden)?,
+            activation,
+            row_gate: None,
+        })
+    }
+
+    /// The gated feed-forward of a layer whose gate and up rows are one matrix, the gate's first.
+    pub(super) fn gated_in_one(
+        &self,
+        layer: usize,
+        width: usize,
+        activation: Activation,
+    ) -> Result<FfnSpec, Error> {
+        let hidden = self.shape.hidden;
+        let half = |start| {
+            let slice = RowSlice { of: 2 * width, period: 2 * width, start, len: width };
+            self.source.linear_slice(&self.stem(layer, "ffn_up"), hidden, slice)
+        };
+        Ok(FfnSpec::Gated {
+            gate: half(0)?,
+            up: half(width)?,
+            down: self.linear(layer, "ffn_down", width, hidden)?,
             activation,
             row_gate: None,
         })

@@ -42,6 +42,14 @@ impl Decoder<'_> {
         })
     }
 
+    /// Like [`rope`](Self::rope), or with YaRN scaling if the file says so.
+    pub(super) fn rope_or_yarn(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
+        match self.source.metadata().get::<&str>(&self.source.key("rope.scaling.type"))? {
+            Some("yarn") => self.yarn_rope(style),
+            _ => self.rope(style),
+        }
+    }
+
     /// The tensor of frequency factors, if there is one.
     pub(super) fn rope_factors(&self) -> Result<Option<RopeFactors>, Error> {
         let tensor = self.source.optional_floats("rope_freqs.weight", &[self.shape.dims.n_rot / 2])?;

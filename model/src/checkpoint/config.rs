@@ -234,12 +234,23 @@ impl<'a> Keys<'a> {
         })
     }
 
+    /// Elements of a head that rotate.
+    pub(super) fn rotating(&self, rope: &Rope<'_>) -> Result<u64, Error> {
+        if let Some(count) = self.config.count("rotary_dim")? {
+            return Ok(count);
+        }
+        let dim = self.head_dim()?;
+        Ok(rope.partial.map_or(dim, |partial| (partial * dim as f64) as u64))
+    }
+
     /// Keys of the rotary embedding. Returns its frequency factors, for `rope_freqs.weight`, if it has some.
     pub(super) fn rope(&mut self) -> Result<Option<Vec<f32>>, Error> {
         let rope = self.rope_config(None)?;
-        let dim = self.head_dim()?;
+        if let Some(beta) = rope.number("llama_4_scaling_beta").filter(|&beta| beta != 0.0) {
+            return Err(self.config.refuse("rope_parameters.llama_4_scaling_beta", beta, 0));
+        }
         self.set("rope.freq_base", rope.theta);
-        let rotating = rope.partial.map_or(dim, |partial| (partial * dim as f64) as u64);
+        let rotating = self.rotating(&rope)?;
         self.set("rope.dimension_count", rotating);
         match rope.kind.as_str() {
             "default" => Ok(None),
@@ -254,6 +265,11 @@ impl<'a> Keys<'a> {
                     if let Some(beta) = rope.number(from) {
                         self.set(&format!("rope.scaling.{to}"), beta);
                     }
+                }
+                if let Some(given) = rope.number("attention_factor") {
+                    // The key's value multiplies the usual one.
+                    let usual = 1.0 + 0.1 * self.scaling(&rope, "factor")?.ln();
+                    self.set("rope.scaling.attn_factor", given / usual);
                 }
                 if rope.map.and_then(|map| map.get("truncate")).and_then(Json::as_bool) == Some(false) {
                     self.set("rope.scaling.yarn_truncate", false);
@@ -305,7 +321,12 @@ impl Keys<'_> {
 }
 
 impl Rope<'_> {
-    fn number(&self, key: &str) -> Option<f64> {
+    pub(super) fn number(&self, key: &str) -> Option<f64> {
         self.map?.get(key)?.as_f64()
+    }
+
+    pub(super) fn numbers(&self, key: &str) -> Option<Vec<f32>> {
+        let number = |number: &Json| Some(number.as_f64()? as f32);
+        self.map?.get(key)?.as_array()?.iter().map(number).collect()
     }
 }

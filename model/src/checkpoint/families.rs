@@ -35,11 +35,17 @@ pub(super) struct Family {
 
 /// All families, by architecture.
 const FAMILIES: &[&Family] = &[
+    &decoders::GLM4,
     &decoders::LLAMA,
+    &decoders::MISTRAL,
+    &decoders::OLMO2,
+    &decoders::PHI3,
     &decoders::QWEN2,
     &decoders::QWEN2_MOE,
     &decoders::QWEN3,
     &decoders::QWEN3_MOE,
+    &decoders::SEED_OSS,
+    &decoders::SMOLLM3,
     &gemma::GEMMA3,
     &gemma::GEMMA4,
     &gpt_oss::GPT_OSS,

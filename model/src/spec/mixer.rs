@@ -28,7 +28,7 @@ pub struct AttentionSpec {
     /// Width of a value head.
     pub v_head_dim: usize,
     pub q: LinearSpec,
-    /// Per-head norm of q before rope.
+    /// Norm of q before rope: of each head, or of all heads together, as its width says.
     pub q_norm: Option<NormSpec>,
     pub kv: KvSpec,
     /// Rotary embedding of q and k.
@@ -58,7 +58,7 @@ pub struct OwnKvSpec {
     pub k: LinearSpec,
     /// Value projection. `None` uses the output of the key projection before its norm and rope.
     pub v: Option<LinearSpec>,
-    /// Per-head norm of k before rope.
+    /// Norm of k before rope: of each head, or of all heads together, as its width says.
     pub k_norm: Option<NormSpec>,
     pub v_norm: Option<NormSpec>,
 }

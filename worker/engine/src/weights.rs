@@ -97,7 +97,10 @@ impl MixerWeights {
 #[derive(Debug)]
 pub(crate) struct AttentionWeights {
     pub(crate) q: Linear,
+    /// Norm of each query head.
     pub(crate) q_norm: Option<Norm>,
+    /// Norm over all query heads.
+    pub(crate) q_whole_norm: Option<Norm>,
     pub(crate) kv: Option<KvWeights>,
     pub(crate) rope: Option<RopeId>,
     pub(crate) scale: f32,
@@ -113,6 +116,8 @@ pub(crate) struct KvWeights {
     /// `None`: the values are the keys before norm and rotary embedding.
     pub(crate) v: Option<Linear>,
     pub(crate) k_norm: Option<Norm>,
+    /// Norm over all key heads.
+    pub(crate) k_whole_norm: Option<Norm>,
     pub(crate) v_norm: Option<Norm>,
 }
 

@@ -175,18 +175,29 @@ impl<'a> Loader<'a> {
     }
 
     fn attention(&mut self, attention: &AttentionSpec) -> Result<AttentionWeights, Error> {
+        // A norm is of each head, or of all heads together.
+        let split = |norm: Option<Norm>| match norm {
+            Some(norm) if norm.width != attention.head_dim => (None, Some(norm)),
+            norm => (norm, None),
+        };
         let kv = match attention.own_kv() {
-            Some(own) => Some(KvWeights {
-                k: self.linear(&own.k)?,
-                v: own.v.as_ref().map(|v| self.linear(v)).transpose()?,
-                k_norm: self.optional_norm(own.k_norm.as_ref())?,
-                v_norm: self.optional_norm(own.v_norm.as_ref())?,
-            }),
+            Some(own) => {
+                let (k_norm, k_whole_norm) = split(self.optional_norm(own.k_norm.as_ref())?);
+                Some(KvWeights {
+                    k: self.linear(&own.k)?,
+                    v: own.v.as_ref().map(|v| self.linear(v)).transpose()?,
+                    k_norm,
+                    k_whole_norm,
+                    v_norm: self.optional_norm(own.v_norm.as_ref())?,
+                })
+            }
             None => None,
         };
+        let (q_norm, q_whole_norm) = split(self.optional_norm(attention.q_norm.as_ref())?);
         Ok(AttentionWeights {
             q: self.linear(&attention.q)?,
-            q_norm: self.optional_norm(attention.q_norm.as_ref())?,
+            q_norm,
+            q_whole_norm,
             kv,
             rope: attention.rope.as_ref().map(|rope| self.rope(rope)).transpose()?,
             scale: attention.scale,
