@@ -10,7 +10,7 @@
 
 use kvasir_kernels::Isa;
 use kvasir_kernels::backend::{
-    ActivationMode, Backend, ExpertGateUp, GateActivation, MatrixId, MatrixSource, MoeOp,
+    ActivationMode, Backend, ExpertGateUp, GateActivation, MatrixId, MatrixSource, MoeOp, Selection,
 };
 use kvasir_kernels::cpu::{CpuBackend, CpuConfig};
 use kvasir_kernels::pool::{Pool, PoolConfig};
@@ -102,6 +102,7 @@ fn run(ty: GgmlType, threads: NonZeroUsize, filter: &str) -> Result<(), kvasir_k
                     router,
                     out,
                     used: USED,
+                    selection: Selection::default(),
                     renormalise: true,
                     scale: 1.0,
                     accumulate: false,

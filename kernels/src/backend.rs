@@ -19,8 +19,8 @@ pub use crate::attention::{BlockTable, KvType};
 pub use crate::matmul::{ActivationMode, SharedBytes};
 pub use handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 pub use op::{
-    AttentionOp, ConvOp, DeltaNetOp, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp,
-    KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp,
+    AttentionOp, ConvOp, DeltaNetOp, EmbedIndex, EmbedOp, ExpertGateUp, ExpertGroups, GateActivation, GateOp,
+    GatedNormOp, KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp, Selection,
 };
 pub use shape::{HeadType, KvShape, MatrixSource, RopeSource, StateKind, StateShape};
 

@@ -27,4 +27,4 @@ pub use norm::{
 };
 pub use qkv::{KeysValues, Qkv, QkvStep, norm_rope_write};
 pub use rope::{RopeParams, RopeStyle, RopeTable, rope};
-pub use select::{are_numbers, argmax, is_drawable, log_softmax, softmax, top_k};
+pub use select::{are_numbers, argmax, is_drawable, log_softmax, sigmoid, softmax, top_k};

@@ -14,13 +14,16 @@ use source::Source;
 
 mod bert;
 mod decoder;
+mod ernie4_5_moe;
 mod ffn;
 mod gemma3;
 mod gemma4;
 mod glm4;
+mod glm4_moe;
 mod gpt_oss;
 mod granite;
 mod llama;
+mod minimax_m2;
 mod mistral3;
 mod olmo2;
 mod phi3;
@@ -52,14 +55,17 @@ const fn arch(name: &'static str, translate: fn(&Source<'_>) -> Result<ModelSpec
 /// Supported architectures, in alphabetical order.
 const ARCHES: &[Arch] = &[
     arch("bert", bert::translate),
+    arch("ernie4_5-moe", ernie4_5_moe::translate),
     arch("gemma3", gemma3::translate),
     arch("gemma4", gemma4::translate),
     arch("glm4", glm4::translate),
+    Arch { ignores: glm4_moe::is_mtp_head, ..arch("glm4moe", glm4_moe::translate) },
     arch("gpt-oss", gpt_oss::translate),
     arch("granite", granite::translate),
     arch("granitehybrid", granite::translate_hybrid),
     arch("granitemoe", granite::translate_moe),
     arch("llama", llama::translate),
+    arch("minimax-m2", minimax_m2::translate),
     arch("mistral3", mistral3::translate),
     arch("olmo2", olmo2::translate),
     Arch { ignores: phi3::is_other_factors, ..arch("phi3", phi3::translate) },

@@ -11,7 +11,7 @@ mod mtp_head;
 mod tensors;
 
 pub use assistant::AssistantSpec;
-pub use feed_forward::{Activation, ExpertGateUp, FfnPart, FfnSpec, MoeSpec};
+pub use feed_forward::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, MoeSpec};
 pub use mixer::{
     AttentionSpec, ConvSpec, DeltaNetSpec, HeadGrouping, KvSpec, Mamba2Spec, MixerSpec, OwnKvSpec,
     RopeFactors, RopeSpec, RopeStyle,

@@ -5,35 +5,73 @@
 
 #define WARPS 4
 
-// Selects the `used` most probable experts of each row and their weights. A weight is the probability over
-// all experts, or over the selected ones if `renormalise`. Ties go to the lower index. If NaNs leave fewer
-// than `used` experts, the rest are expert 0 with weight NaN. One warp per row. Dynamic shared memory:
-// [4][experts] floats.
+// The score of a group of `size` experts: its best one, or the sum of its two best ones.
+__device__ __forceinline__ float group_score(const float *scores, u32 size, u32 two_best) {
+    float first = -__int_as_float(0x7f800000), second = first;
+    for (u32 i = 0; i < size; i++) {
+        const float score = scores[i];
+        if (score > first) {
+            second = first;
+            first = score;
+        } else if (score > second) {
+            second = score;
+        }
+    }
+    return two_best && size > 1 ? __fadd_rn(first, second) : first;
+}
+
+// Selects the `used` experts of each row with the highest scores plus `bias` (may be null), and their weights. A
+// score is the probability over all experts, or a sigmoid. With `groups` above 0 only experts of the
+// `used_groups` best groups are selected. A weight is the score, divided by the sum of the selected ones if
+// `renormalise`. Ties go to the lower index. If NaNs leave fewer than `used` experts, the rest are expert 0 with
+// weight NaN. One warp per row; at most 32 groups. Dynamic shared memory: [2][4][experts] floats.
 extern "C" __global__ void __launch_bounds__(128)
-    route(u32 *chosen, float *weights, const float *logits, u32 rows, u32 experts, u32 used, u32 renormalise) {
+    route(u32 *chosen, float *weights, const float *logits, const float *bias, u32 rows, u32 experts, u32 used,
+          u32 renormalise, u32 sigmoid, u32 groups, u32 used_groups, u32 two_best) {
     extern __shared__ float shared[];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x * WARPS + warp;
     if (row >= rows) return;
-    float *p = shared + warp * experts;
+    const float lowest = -__int_as_float(0x7f800000);
+    float *p = shared + warp * experts, *ranked = shared + (WARPS + warp) * experts;
     logits += (u64)row * experts;
-    float top = -__int_as_float(0x7f800000);
-    for (u32 e = lane; e < experts; e += 32) top = fmaxf(top, logits[e]);
-    for (u32 apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, apart));
-    float sum = 0;
-    for (u32 e = lane; e < experts; e += 32) {
-        p[e] = exp_f32(__fsub_rn(logits[e], top));
-        sum = __fadd_rn(sum, p[e]);
+    if (sigmoid) {
+        for (u32 e = lane; e < experts; e += 32) p[e] = sigmoid_f32(logits[e]);
+    } else {
+        float top = lowest;
+        for (u32 e = lane; e < experts; e += 32) top = fmaxf(top, logits[e]);
+        for (u32 apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, apart));
+        float sum = 0;
+        for (u32 e = lane; e < experts; e += 32) {
+            p[e] = exp_f32(__fsub_rn(logits[e], top));
+            sum = __fadd_rn(sum, p[e]);
+        }
+        const float factor = __fdiv_rn(1.0f, sum_lanes(sum, 32));
+        for (u32 e = lane; e < experts; e += 32) p[e] = __fmul_rn(p[e], factor);
     }
-    const float factor = __fdiv_rn(1.0f, sum_lanes(sum, 32));
-    for (u32 e = lane; e < experts; e += 32) p[e] = __fmul_rn(p[e], factor);
-    // A lane reads and marks only elements of `p` that it wrote itself, so no barrier is needed.
+    for (u32 e = lane; e < experts; e += 32) ranked[e] = bias ? __fadd_rn(p[e], bias[e]) : p[e];
+    __syncwarp();
+    if (groups) {
+        // Lane g has group g.
+        const u32 size = experts / groups;
+        const float score = lane < groups ? group_score(ranked + lane * size, size, two_best) : lowest;
+        u32 above = 0;
+        for (u32 other = 0; other < groups; other++) {
+            const float theirs = __shfl_sync(0xffffffff, score, other);
+            above += theirs > score || (theirs == score && other < lane);
+        }
+        __syncwarp();
+        if (lane < groups && above >= used_groups)
+            for (u32 i = 0; i < size; i++) ranked[lane * size + i] = lowest;
+        __syncwarp();
+    }
+    // From here on a lane reads and marks only its own elements of `ranked`, so no barrier is needed.
     float total = 0, mine = 0;
     for (u32 rank = 0; rank < used; rank++) {
-        float best = -1;
+        float best = lowest;
         u32 expert = experts;
         for (u32 e = lane; e < experts; e += 32) {
-            if (p[e] > best) {
-                best = p[e];
+            if (ranked[e] > best) {
+                best = ranked[e];
                 expert = e;
             }
         }
@@ -46,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(128)
             }
         }
         const bool found = expert < experts;
-        if (found && expert % 32 == lane) p[expert] = -1;
-        best = found ? best : __int_as_float(0x7fc00000);
+        if (found && expert % 32 == lane) ranked[expert] = lowest;
+        best = found ? p[expert] : __int_as_float(0x7fc00000);
         total = __fadd_rn(total, best);
         if (lane == rank % 32) {
             mine = best;

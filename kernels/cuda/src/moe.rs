@@ -8,7 +8,7 @@
 use super::rowwise::gate_code;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use kernels::Error;
-use kernels::backend::GateActivation;
+use kernels::backend::{ExpertGroups, GateActivation};
 
 #[cfg(test)]
 mod tests;
@@ -119,6 +119,17 @@ impl MoeShape {
     }
 }
 
+/// The choice of experts: see [`kernels::backend::Selection`].
+#[derive(Debug, Clone, Copy)]
+pub struct Router {
+    pub logits: DevicePtr,
+    /// `[experts]`.
+    pub bias: Option<DevicePtr>,
+    pub sigmoid: bool,
+    pub groups: Option<ExpertGroups>,
+    pub renormalise: bool,
+}
+
 impl MoeKernels {
     /// Loads the compiled [`source::MOE`].
     ///
@@ -135,9 +146,8 @@ impl MoeKernels {
         Ok(Self { route, expert_lists, expert_gate, expert_sum })
     }
 
-    /// Fills [`Routes::chosen`] and [`Routes::weights`] from the router's logits `[rows][experts]`: the
-    /// most probable experts of each row; ties go to the lower index. Weights are the probabilities over
-    /// all experts, or over the chosen ones if `renormalise`. The caller has checked the shape.
+    /// Fills [`Routes::chosen`] and [`Routes::weights`] from the router's logits `[rows][experts]`; ties go to the
+    /// lower index. The caller has checked the shape.
     ///
     /// # Errors
     /// Errors of the device.
@@ -145,8 +155,7 @@ impl MoeKernels {
         &self,
         device: &mut dyn Device,
         shape: &MoeShape,
-        logits: DevicePtr,
-        renormalise: bool,
+        router: &Router,
         routes: &Routes,
     ) -> Result<(), CudaError> {
         let number = |n: usize| Argument::from(n as u32);
@@ -157,15 +166,20 @@ impl MoeKernels {
             kernel: self.route,
             grid: [shape.rows.div_ceil(ROUTE_ROWS) as u32, 1, 1],
             block: [128, 1, 1],
-            shared_bytes: (ROUTE_ROWS * shape.experts * size_of::<f32>()) as u32,
+            shared_bytes: (2 * ROUTE_ROWS * shape.experts * size_of::<f32>()) as u32,
             arguments: &[
                 routes.chosen.into(),
                 routes.weights.into(),
-                logits.into(),
+                router.logits.into(),
+                router.bias.unwrap_or_default().into(),
                 number(shape.rows),
                 number(shape.experts),
                 number(shape.used),
-                u32::from(renormalise).into(),
+                u32::from(router.renormalise).into(),
+                u32::from(router.sigmoid).into(),
+                number(router.groups.map_or(0, |groups| groups.count)),
+                number(router.groups.map_or(0, |groups| groups.used)),
+                u32::from(router.groups.is_some_and(|groups| groups.two_best)).into(),
             ],
         })
     }

@@ -1,5 +1,7 @@
 //! The ops as data: the handles that they read and write, and what they compute.
 
+use crate::Error;
+
 use super::handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 
 /// Normalisation of each row, or of each head of a row.
@@ -217,6 +219,45 @@ pub enum ExpertGateUp {
     },
 }
 
+/// How a router's logits choose experts. The default: softmax, the highest scores, no groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Selection {
+    /// Scores are sigmoids instead of the softmax over all experts.
+    pub sigmoid: bool,
+    /// `[experts]`, added to the scores for the choice alone. Weights are scores without it.
+    pub bias: Option<VectorId>,
+    pub groups: Option<ExpertGroups>,
+}
+
+/// Equal groups of consecutive experts. Only experts of the best groups are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Divides the number of experts; at most 32.
+    pub count: usize,
+    /// Groups of a row.
+    pub used: usize,
+    /// A group's score is the sum of its two best scores if true, else its best one.
+    pub two_best: bool,
+}
+
+impl ExpertGroups {
+    /// # Errors
+    /// [`Error::OutOfRange`] if the groups do not divide the experts, or are too few for `used` experts.
+    pub fn check(&self, experts: usize, used: usize) -> Result<(), Error> {
+        let Self { count, used: groups, .. } = *self;
+        let divides = (1..=32).contains(&count) && experts.is_multiple_of(count);
+        if !divides || !(1..=count).contains(&groups) {
+            return Err(Error::OutOfRange { what: "groups of experts", index: groups, len: count });
+        }
+        match used <= experts / count * groups {
+            true => Ok(()),
+            false => {
+                Err(Error::OutOfRange { what: "experts per row", index: used, len: experts / count * groups })
+            }
+        }
+    }
+}
+
 /// Mixture of experts over the step's rows: route, gather, gated FFN per expert, weighted sum in rank order.
 #[derive(Debug, Clone, Copy)]
 pub struct MoeOp {
@@ -230,6 +271,7 @@ pub struct MoeOp {
     pub scale: f32,
     /// Experts per row.
     pub used: usize,
+    pub selection: Selection,
     /// If true, the weights of the chosen experts are scaled to sum to one.
     pub renormalise: bool,
     pub gate_up: ExpertGateUp,

@@ -13,7 +13,8 @@ use super::product::{self, Product};
 use super::rows::{Buffer, SharedRows};
 use super::rowwise::gating;
 use crate::Error;
-use crate::backend::{ExpertGateUp, MatrixId, MoeOp, VectorId};
+use crate::Isa;
+use crate::backend::{ExpertGateUp, ExpertGroups, MatrixId, MoeOp, Selection, VectorId};
 use crate::disjoint::Disjoint;
 use crate::matmul::{Activations, Epilogue, MatmulKernels, PackedMatrix};
 use crate::ops;
@@ -182,19 +183,42 @@ impl Routes {
         if x_rows != rows {
             return Err(Error::Length { what: "rows of the router", expected: x_rows, found: rows });
         }
+        let Selection { sigmoid, bias, groups } = op.selection;
+        let bias = bias.map(|bias| backend.vectors[bias.0 as usize].as_slice());
+        if let Some(bias) = bias.filter(|bias| bias.len() != experts) {
+            return Err(Error::Length {
+                what: "biases of the experts",
+                expected: experts,
+                found: bias.len(),
+            });
+        }
+        groups.map_or(Ok(()), |groups| groups.check(experts, used))?;
         self.chosen.clear();
         self.chosen.resize(rows * used, RoutedExpert::default());
         let (isa, chosen) = (backend.config.rows, Disjoint::new(&mut self.chosen));
         backend.pool.for_each_range(rows, 8, &|range| {
-            let mut probabilities = Vec::with_capacity(experts);
+            let (mut scores, mut ranked) = (Vec::with_capacity(experts), Vec::with_capacity(experts));
             for row in range {
-                probabilities.clear();
-                probabilities.extend_from_slice(&router.values()[row * experts..][..experts]);
-                ops::softmax(isa, &mut probabilities);
+                scores.clear();
+                scores.extend_from_slice(&router.values()[row * experts..][..experts]);
+                match sigmoid {
+                    true => ops::sigmoid(isa, &mut scores),
+                    false => ops::softmax(isa, &mut scores),
+                }
+                ranked.clear();
+                match bias {
+                    Some(bias) => ranked.extend(scores.iter().zip(bias).map(|(score, bias)| score + bias)),
+                    None => ranked.extend_from_slice(&scores),
+                }
+                if let Some(groups) = groups {
+                    leave_best_groups(isa, groups, &mut ranked);
+                }
                 // SAFETY: every row is visited once.
                 #[allow(unsafe_code, reason = "disjoint rows")]
                 let chosen = unsafe { chosen.slice(row * used, used) };
-                choose(&ops::top_k(isa, &probabilities, used), op.renormalise, chosen);
+                let mut best = ops::top_k(isa, &ranked, used);
+                best.iter_mut().for_each(|(expert, score)| *score = scores[*expert]);
+                choose(&best, op.renormalise, chosen);
             }
         });
         self.number(experts, used);
@@ -245,6 +269,22 @@ impl Routes {
     fn by_expert(&self, experts: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
         let with_slots = experts.map(|expert| (expert, self.slots_of(expert..expert + 1)));
         with_slots.filter(|(_, slots)| !slots.is_empty())
+    }
+}
+
+/// Sets the scores of all but the best groups to minus infinity. Ties go to the lower group.
+fn leave_best_groups(isa: Isa, groups: ExpertGroups, scores: &mut [f32]) {
+    let size = scores.len() / groups.count;
+    let score = |group: &[f32]| {
+        let best = ops::top_k(isa, group, if groups.two_best { 2 } else { 1 });
+        best.iter().map(|(_, score)| score).sum::<f32>()
+    };
+    let of_groups: Vec<f32> = scores.chunks(size).map(score).collect();
+    let kept = ops::top_k(isa, &of_groups, groups.used);
+    for (number, group) in scores.chunks_mut(size).enumerate() {
+        if !kept.iter().any(|(kept, _)| *kept == number) {
+            group.fill(f32::NEG_INFINITY);
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::norm::row_sum;
 use crate::isa::Isa;
-use crate::simd::{Kernel, LANES, Simd, dispatch, exp};
+use crate::simd::{Kernel, LANES, Simd, dispatch, exp, sigmoid as sigmoid_of};
 
 /// Index of the largest value; ties go to the lowest index. NaN is never the largest. 0 for an empty row.
 pub fn argmax(isa: Isa, x: &[f32]) -> usize {
@@ -37,6 +37,11 @@ pub fn top_k(isa: Isa, x: &[f32], k: usize) -> Vec<(usize, f32)> {
 pub fn softmax(isa: Isa, x: &mut [f32]) {
     let highest = dispatch(isa, Highest { x });
     dispatch(isa, Softmax { x, highest });
+}
+
+/// `x = 1 / (1 + e^-x)`
+pub fn sigmoid(isa: Isa, x: &mut [f32]) {
+    dispatch(isa, Sigmoid { x });
 }
 
 /// `x = x - max - ln(sum of e^(x - max))`
@@ -140,6 +145,23 @@ impl Kernel for Softmax<'_> {
             s.put(s.mul(s.chunk(x), factor), x);
         }
         s.put_tail(s.mul(s.tail(rest), factor), rest);
+    }
+}
+
+struct Sigmoid<'a> {
+    x: &'a mut [f32],
+}
+
+impl Kernel for Sigmoid<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (xs, rest) = self.x.as_chunks_mut::<LANES>();
+        for x in xs {
+            s.put(sigmoid_of(s, s.chunk(x)), x);
+        }
+        s.put_tail(sigmoid_of(s, s.tail(rest)), rest);
     }
 }
 

@@ -3,7 +3,7 @@
 use super::decoder::Decoder;
 use super::shape::limits;
 use crate::Error;
-use crate::spec::{Activation, ExpertGateUp, FfnSpec, LinearSpec, MoeSpec, RowSlice};
+use crate::spec::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, LinearSpec, MoeSpec, RowSlice};
 
 impl Decoder<'_> {
     /// The gated feed-forward of every layer.
@@ -99,31 +99,112 @@ impl Decoder<'_> {
         activation: Activation,
         router: impl Fn(usize, usize) -> Result<LinearSpec, Error>,
     ) -> Result<Vec<MoeSpec>, Error> {
+        let moe = |(layer, &width): (usize, &usize)| self.moe_of(layer, width, activation, &router);
+        widths.iter().take(self.shape.layers).enumerate().map(moe).collect()
+    }
+
+    /// The mixture of a layer, with softmax scores.
+    fn moe_of(
+        &self,
+        layer: usize,
+        width: usize,
+        activation: Activation,
+        router: impl Fn(usize, usize) -> Result<LinearSpec, Error>,
+    ) -> Result<MoeSpec, Error> {
         let (source, hidden) = (self.source, self.shape.hidden);
         let (experts, used) = self.expert_counts()?;
-        let moe = |(layer, &width): (usize, &usize)| {
-            let stem = |name| self.stem(layer, name);
-            let rows = |name, rows| source.experts(&stem(name), hidden, rows, experts);
-            let gate_up = if source.has(&stem("ffn_gate_up_exps.weight")) {
-                ExpertGateUp::Fused(rows("ffn_gate_up_exps", 2 * width)?)
-            } else {
-                ExpertGateUp::Separate {
-                    gate: rows("ffn_gate_exps", width)?,
-                    up: rows("ffn_up_exps", width)?,
-                }
-            };
-            Ok(MoeSpec {
-                router_norm: None,
-                router: router(layer, experts)?,
-                experts,
-                used,
-                renormalise: true,
-                gate_up,
-                down: source.experts(&stem("ffn_down_exps"), width, hidden, experts)?,
-                expert_ff: width,
-                activation,
-            })
+        let stem = |name| self.stem(layer, name);
+        let rows = |name, rows| source.experts(&stem(name), hidden, rows, experts);
+        let gate_up = if source.has(&stem("ffn_gate_up_exps.weight")) {
+            ExpertGateUp::Fused(rows("ffn_gate_up_exps", 2 * width)?)
+        } else {
+            ExpertGateUp::Separate { gate: rows("ffn_gate_exps", width)?, up: rows("ffn_up_exps", width)? }
         };
-        widths.iter().take(self.shape.layers).enumerate().map(moe).collect()
+        Ok(MoeSpec {
+            router_norm: None,
+            router: router(layer, experts)?,
+            experts,
+            used,
+            sigmoid: false,
+            selection_bias: None,
+            groups: None,
+            renormalise: true,
+            scale: 1.0,
+            gate_up,
+            down: source.experts(&stem("ffn_down_exps"), width, hidden, experts)?,
+            expert_ff: width,
+            activation,
+        })
+    }
+
+    /// The feed-forward of each layer: dense in the first ones, then a mixture with the router that the keys
+    /// describe, and its shared experts. `sigmoid`: the scores without a key.
+    pub(super) fn dense_then_mixtures(&self, sigmoid: bool) -> Result<Vec<Vec<FfnPart>>, Error> {
+        let source = self.source;
+        let dense = source.count("leading_dense_block_count", 0..=self.shape.layers)?.unwrap_or(0);
+        let width = source.require_count("expert_feed_forward_length", 1..=limits::WIDTH)?;
+        let shared = source.count("expert_shared_count", 0..=limits::EXPERTS)?.unwrap_or(0);
+        let shared = source
+            .count("expert_shared_feed_forward_length", 0..=limits::WIDTH)?
+            .unwrap_or_else(|| shared.saturating_mul(width));
+        let widths = if dense > 0 { self.shape.feed_forward_lengths(source)? } else { Vec::new() };
+        let parts = |layer: usize| {
+            if layer < dense {
+                return Ok(vec![FfnPart::plain(self.gated(layer, "", widths[layer], Activation::Silu)?)]);
+            }
+            let mut parts = vec![FfnPart::plain(FfnSpec::Moe(self.keyed_moe(layer, width, sigmoid)?))];
+            if shared > 0 {
+                parts.push(FfnPart::plain(self.gated(layer, "_shexp", shared, Activation::Silu)?));
+            }
+            Ok(parts)
+        };
+        (0..self.shape.layers).map(parts).collect()
+    }
+
+    /// A mixture with the router that the keys describe.
+    fn keyed_moe(&self, layer: usize, width: usize, sigmoid: bool) -> Result<MoeSpec, Error> {
+        let source = self.source;
+        let router = |layer, experts| self.linear(layer, "ffn_gate_inp", self.shape.hidden, experts);
+        let moe = self.moe_of(layer, width, Activation::Silu, router)?;
+        let gating = "expert_gating_func";
+        let sigmoid = match source.count(gating, 0..=usize::MAX)? {
+            None | Some(0) => sigmoid,
+            Some(1) => false,
+            Some(2) => true,
+            Some(other) => return Err(source.refuse(gating, other, "1 (softmax) or 2 (sigmoid)")),
+        };
+        let group_key = "expert_group_count";
+        let groups = match source.count(group_key, 0..=32)?.filter(|&count| count > 1) {
+            None => None,
+            Some(count) => {
+                let used = source.require_count("expert_group_used_count", 1..=count)?;
+                if !moe.experts.is_multiple_of(count) || moe.experts / count * used < moe.used {
+                    let needs = format_args!(
+                        "a divisor of {} experts, with {} in the used groups",
+                        moe.experts, moe.used
+                    );
+                    return Err(source.refuse(group_key, count, needs));
+                }
+                // Scores with a bias are ranked by the two best of a group, as in DeepSeek-V3.
+                Some(ExpertGroups { count, used, two_best: sigmoid })
+            }
+        };
+        Ok(MoeSpec {
+            sigmoid,
+            selection_bias: source.optional_floats(&self.stem(layer, "exp_probs_b.bias"), &[moe.experts])?,
+            groups,
+            renormalise: source.metadata().get(&source.key("expert_weights_norm"))?.unwrap_or(false),
+            scale: source.positive_unless_zero("expert_weights_scale")?.unwrap_or(1.0),
+            ..moe
+        })
+    }
+}
+
+/// Sets mixtures to weights that sum to one, for architectures without a key for it.
+pub(super) fn renormalised(parts: &mut [FfnPart]) {
+    for part in parts {
+        if let FfnSpec::Moe(moe) = &mut part.ffn {
+            moe.renormalise = true;
+        }
     }
 }

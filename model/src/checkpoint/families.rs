@@ -17,6 +17,7 @@ mod decoders;
 mod gemma;
 mod gpt_oss;
 mod granite;
+mod mixtures;
 mod qwen_hybrid;
 
 /// Tensors by the GGUF's names, which may have `{l}` for the layer.
@@ -50,6 +51,9 @@ const FAMILIES: &[&Family] = &[
     &gemma::GEMMA4,
     &gpt_oss::GPT_OSS,
     &granite::GRANITE_HYBRID,
+    &mixtures::ERNIE4_5_MOE,
+    &mixtures::GLM4_MOE,
+    &mixtures::MINIMAX_M2,
     &qwen_hybrid::QWEN3_NEXT,
     &qwen_hybrid::QWEN3_5,
     &qwen_hybrid::QWEN3_5_MOE,

@@ -44,8 +44,8 @@ pub enum FfnSpec {
     Moe(MoeSpec),
 }
 
-/// Mixture of experts: softmax over all experts, the best `used` by probability (ties: lower index),
-/// weights renormalised if `renormalise`, `y = sum w_e down_e(act(gate_e x) * up_e x)` in rank order.
+/// Mixture of experts: scores of all experts, the best `used` (ties: lower index), weights renormalised if
+/// `renormalise`, `y = scale sum w_e down_e(act(gate_e x) * up_e x)` in rank order.
 /// Biases of `gate_up` and `down` are `[rows, experts]`; the down bias is inside the weighting.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MoeSpec {
@@ -56,8 +56,16 @@ pub struct MoeSpec {
     pub experts: usize,
     /// Experts per token.
     pub used: usize,
+    /// Scores are sigmoids of the router's logits instead of their softmax.
+    pub sigmoid: bool,
+    /// Name of `[experts]`, added to the scores for the choice alone.
+    pub selection_bias: Option<String>,
+    /// Groups of consecutive experts of which only the best are chosen from.
+    pub groups: Option<ExpertGroups>,
     /// Weights of the chosen experts sum to one.
     pub renormalise: bool,
+    /// Multiplies the sum.
+    pub scale: f32,
     /// Gate and up of every expert.
     pub gate_up: ExpertGateUp,
     /// Down of every expert, `[n_ff, hidden, experts]`; `rows`/`cols` of one expert.
@@ -65,6 +73,16 @@ pub struct MoeSpec {
     /// Inner width of one expert.
     pub expert_ff: usize,
     pub activation: Activation,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Divides the number of experts; at most 32.
+    pub count: usize,
+    /// Groups per token.
+    pub used: usize,
+    /// A group's score is the sum of its two best scores if true, else its best one.
+    pub two_best: bool,
 }
 
 /// Layout of the gate and up matrices of the experts.

@@ -199,6 +199,7 @@ impl MoeSpec {
     fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         push_norm(&self.router_norm, names);
         self.router.push_tensors(names);
+        names.extend(self.selection_bias.as_deref());
         match &self.gate_up {
             ExpertGateUp::Separate { gate, up } => {
                 gate.push_tensors(names);

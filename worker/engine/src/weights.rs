@@ -185,6 +185,7 @@ pub(crate) struct MoeWeights {
     pub(crate) router_norm: Option<Norm>,
     pub(crate) router: Linear,
     pub(crate) spec: MoeSpec,
+    pub(crate) selection_bias: Option<VectorId>,
     pub(crate) gate_up: ExpertGateUp,
     pub(crate) down: MatrixId,
     pub(crate) down_scale: Option<VectorId>,

@@ -3,14 +3,14 @@
 use super::super::matmul::{
     Activations, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
 };
-use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Routes};
+use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Router, Routes};
 use super::super::rowwise::Rows;
 use super::super::{CudaError, Device, DevicePtr, source};
 use super::CudaBackend;
 use super::memory::{Vectors, same};
 use super::product::activations;
 use kernels::Error;
-use kernels::backend::{ActivationMode, ExpertGateUp, MatrixId, MoeOp, VectorId};
+use kernels::backend::{ActivationMode, ExpertGateUp, MatrixId, MoeOp, Selection, VectorId};
 
 /// Up to this number of rows, each (row, expert) pair is a product of its own. With more rows, the products
 /// of one expert share the weights that they read.
@@ -80,7 +80,11 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let at = |offset: usize| base.offset(offset);
     let routes = Routes { chosen: at(chosen), weights: at(weights), starts: at(starts), list: at(list) };
 
-    kernels.route(device, &shape, router.ptr, op.renormalise, &routes)?;
+    let Selection { sigmoid, bias, groups } = op.selection;
+    groups.map_or(Ok(()), |groups| groups.check(shape.experts, op.used))?;
+    let bias = vectors.optional("biases of the experts", bias, shape.experts)?;
+    let router = Router { logits: router.ptr, bias, sigmoid, groups, renormalise: op.renormalise };
+    kernels.route(device, &shape, &router, &routes)?;
     let listed = x.rows > MAX_PAIRWISE_ROWS || *mode == ActivationMode::F32;
     if listed {
         kernels.lists(device, &shape, &routes)?;

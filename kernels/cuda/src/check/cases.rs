@@ -4,7 +4,7 @@ use super::Inputs;
 use kernels::Error;
 use kernels::backend::{
     Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp, MatmulJob,
-    MatrixId, MatrixSource, MoeOp, Norm, StepInput, StepSequence,
+    MatrixId, MatrixSource, MoeOp, Norm, Selection, StepInput, StepSequence,
 };
 use kernels::quant::GgmlType;
 
@@ -205,6 +205,7 @@ pub(super) fn experts(inputs: &mut Inputs<'_>) -> Result<(), Error> {
                 accumulate,
                 scale: 0.8,
                 used,
+                selection: Selection { sigmoid: rows == 4, ..Selection::default() },
                 renormalise: rows != 4,
                 gate_up,
                 down,

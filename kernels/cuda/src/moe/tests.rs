@@ -1,6 +1,6 @@
 use super::*;
 use crate::tests::sim::{Sim, assert_near, numbers};
-use kernels::reference::moe::{Expert, mixture};
+use kernels::reference::moe::{self as reference, Expert, mixture};
 use kernels::reference::rows;
 
 /// Routes of a layer on a device.
@@ -12,7 +12,12 @@ struct Placed {
 }
 
 impl Placed {
-    fn new(mut sim: Sim, shape: MoeShape, logits: &[f32], renormalise: bool) -> Self {
+    fn new(sim: Sim, shape: MoeShape, logits: &[f32], renormalise: bool) -> Self {
+        let router = reference::Router { used: shape.used, renormalise, ..reference::Router::default() };
+        Self::routed(sim, shape, logits, &router)
+    }
+
+    fn routed(mut sim: Sim, shape: MoeShape, logits: &[f32], router: &reference::Router) -> Self {
         shape.check().unwrap();
         let compiled = sim.compiled(&source::MOE);
         let kernels = MoeKernels::load(&mut sim.device, compiled).unwrap();
@@ -20,8 +25,11 @@ impl Placed {
         let (chosen, weights) = (array(shape.pairs()), array(shape.pairs()));
         let (starts, list) = (array(shape.experts + 1), array(shape.pairs()));
         let routes = Routes { chosen, weights, starts, list };
+        let bias = (!router.bias.is_empty()).then(|| sim.values(&router.bias));
+        let reference::Router { sigmoid, groups, renormalise, .. } = *router;
         let logits = sim.values(logits);
-        kernels.route(&mut sim.device, &shape, logits, renormalise, &routes).unwrap();
+        let router = Router { logits, bias, sigmoid, groups, renormalise };
+        kernels.route(&mut sim.device, &shape, &router, &routes).unwrap();
         kernels.lists(&mut sim.device, &shape, &routes).unwrap();
         Self { sim, kernels, shape, routes }
     }
@@ -59,6 +67,29 @@ fn the_most_probable_experts_are_chosen_in_order() {
             let expected: Vec<f64> = order[..5].iter().map(|e| f64::from(logits[*e]).exp() / sum).collect();
             assert_eq!(chosen.iter().map(|e| *e as usize).collect::<Vec<_>>(), order[..5], "row {row}");
             assert_near(weights, &expected, 1e-6, &format!("row {row}"));
+        }
+    }
+}
+
+#[test]
+fn biases_and_groups_change_the_choice_and_not_the_weights() {
+    let shape = MoeShape { rows: 5, experts: 48, used: 4 };
+    let logits: Vec<f32> = numbers(3, 0, 5 * 48).iter().map(|x| 3.0 * x).collect();
+    for (sigmoid, groups, two_best, biased) in
+        [(true, 0, false, true), (true, 8, true, true), (false, 6, false, false), (false, 0, false, true)]
+    {
+        let groups = (groups > 0).then_some(ExpertGroups { count: groups, used: 2, two_best });
+        let bias = if biased { numbers(4, 0, 48) } else { Vec::new() };
+        let router = reference::Router { used: 4, renormalise: sigmoid, sigmoid, bias, groups };
+        for sim in Sim::each() {
+            let mut placed = Placed::routed(sim, shape, &logits, &router);
+            let (chosen, weights) = (placed.chosen(), placed.weights());
+            for (row, logits) in logits.chunks(48).enumerate() {
+                let (experts, expected): (Vec<u32>, Vec<f64>) =
+                    router.choose(logits).into_iter().map(|(expert, weight)| (expert as u32, weight)).unzip();
+                assert_eq!(chosen[4 * row..][..4], experts, "row {row}");
+                assert_near(&weights[4 * row..][..4], &expected, 2e-6, &format!("row {row}"));
+            }
         }
     }
 }
@@ -114,7 +145,9 @@ fn a_mixture_of_experts_equals_the_definition() {
         if fused {
             experts.iter_mut().for_each(|expert| expert.scales[1] = expert.scales[0]);
         }
-        let mut placed = Placed::new(sim, shape, &logits, fused);
+        let router =
+            reference::Router { used: shape.used, renormalise: fused, ..reference::Router::default() };
+        let mut placed = Placed::routed(sim, shape, &logits, &router);
         let chosen = placed.chosen();
         let Placed { sim, kernels, routes, .. } = &mut placed;
         let of_pairs = |product_of: &dyn Fn(usize, &Expert) -> Vec<f32>| -> Vec<f32> {
@@ -158,7 +191,7 @@ fn a_mixture_of_experts_equals_the_definition() {
         let expected: Vec<f64> = x
             .chunks(HIDDEN)
             .zip(logits.chunks(shape.experts))
-            .flat_map(|(x, logits)| mixture(&experts, logits, shape.used, fused, gate, x))
+            .flat_map(|(x, logits)| mixture(&experts, logits, &router, gate, x))
             .zip(&before)
             .map(|(sum, before)| f64::from(*before) + 0.5 * sum)
             .collect();

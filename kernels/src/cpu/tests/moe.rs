@@ -1,8 +1,8 @@
 //! Tests of mixtures of experts.
 
 use super::*;
-use crate::backend::{ExpertGateUp, GateActivation};
-use crate::reference::moe::{Expert, mixture};
+use crate::backend::{ExpertGateUp, ExpertGroups, GateActivation, Selection};
+use crate::reference::moe::{Expert, Router, mixture};
 use crate::reference::rows as reference;
 use proptest::prelude::*;
 
@@ -10,8 +10,7 @@ use proptest::prelude::*;
 struct World {
     hidden: usize,
     ff: usize,
-    used: usize,
-    renormalise: bool,
+    router: Router,
     activation: GateActivation,
     fused: bool,
     /// Whether the op has factors and biases.
@@ -38,8 +37,7 @@ impl World {
         Self {
             hidden,
             ff,
-            used: 2.min(experts.len()),
-            renormalise: true,
+            router: Router { used: 2.min(experts.len()), renormalise: true, ..Router::default() },
             activation: GateActivation::Silu,
             fused: false,
             affine: true,
@@ -94,8 +92,14 @@ impl World {
             out,
             accumulate: false,
             scale: 1.0,
-            used: self.used,
-            renormalise: self.renormalise,
+            used: self.router.used,
+            selection: Selection {
+                sigmoid: self.router.sigmoid,
+                bias: (!self.router.bias.is_empty())
+                    .then(|| backend.create_vector(&self.router.bias).unwrap()),
+                groups: self.router.groups,
+            },
+            renormalise: self.router.renormalise,
             gate_up,
             down: matrix(backend, experts, self.ff, &self.all(|e| &e.down)),
             down_scale: scale(backend, 2),
@@ -141,7 +145,7 @@ impl World {
 
     fn mixed(&self, experts: &[Expert], gate: impl Fn(f64, f64) -> f64 + Copy) -> Vec<f64> {
         let rows = self.x.chunks(self.hidden).zip(self.logits.chunks(experts.len()));
-        rows.flat_map(|(x, logits)| mixture(experts, logits, self.used, self.renormalise, gate, x)).collect()
+        rows.flat_map(|(x, logits)| mixture(experts, logits, &self.router, gate, x)).collect()
     }
 }
 
@@ -156,12 +160,22 @@ proptest! {
         rows in 1..9usize,
         (used, renormalise, fused, affine, clamped) in
             (1..4usize, any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>()),
+        (sigmoid, biased, groups, two_best) in (any::<bool>(), any::<bool>(), 0..3usize, any::<bool>()),
         scale in -2.0f32..2.0,
         accumulate in any::<bool>(),
     ) {
         let mut world = World::new(seed, experts, shape, rows);
-        (world.used, world.renormalise, world.fused, world.affine) =
-            (used.min(experts), renormalise, fused, affine);
+        (world.fused, world.affine) = (fused, affine);
+        // Biases that leave no ties, which rounding would decide.
+        let bias = if biased { (0..experts).map(|e| (e as f32).sin()).collect() } else { Vec::new() };
+        let count = if groups > 0 && experts.is_multiple_of(groups) { groups } else { 1 };
+        let groups = (groups > 0).then_some(ExpertGroups { count, used: 1, two_best });
+        if groups.is_some() {
+            // No ties between sums of scores either.
+            world.logits.iter_mut().enumerate().for_each(|(i, logit)| *logit += (i as f32).cos() / 8.0);
+        }
+        let used = used.min(experts / groups.map_or(1, |groups| groups.count));
+        world.router = Router { used, renormalise, sigmoid, bias, groups };
         if clamped {
             // Large enough that the limits of the clamp are reached.
             world.activation = GateActivation::ClampedSwiglu;
@@ -246,6 +260,7 @@ fn a_quantised_mixture_equals_its_single_ops() {
                 accumulate: false,
                 scale: 1.0,
                 used,
+                selection: Selection::default(),
                 renormalise: true,
                 gate_up,
                 down,

@@ -223,6 +223,7 @@ impl<'a> Model<'a> {
     fn moe(&self, moe: &MoeSpec, x: &Rows, residual: &Rows) -> Rows {
         let routed = moe.router_norm.as_ref().map(|norm| self.norm(norm, residual));
         let mut probabilities = self.linear(&moe.router, routed.as_ref().unwrap_or(x));
+        assert!(!moe.sigmoid && moe.selection_bias.is_none() && moe.groups.is_none() && moe.scale == 1.0);
         probabilities.iter_mut().for_each(|row| softmax(row));
         let mut outputs: HashMap<usize, Rows> = HashMap::new();
         let mut y = vec![vec![0.0; moe.down.rows]; x.len()];

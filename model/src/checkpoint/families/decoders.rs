@@ -1,4 +1,4 @@
-//! Llama, Mistral, Qwen, Phi, GLM, OLMo and their like.
+//! Llama, Mistral, Qwen, Phi, GLM, OLMo and their like, with experts those whose layers are all the same.
 
 use super::{
     ATTENTION, EXPERTS, Family, MLP, MODEL, NamedTensors, PRE_NORMS, Rule, experts, none, rope, rule,

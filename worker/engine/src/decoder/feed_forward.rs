@@ -3,7 +3,7 @@
 use super::{Buffers, job, normed};
 use crate::Error;
 use crate::weights::{FfnPart, FfnWeights, LayerWeights, MoeWeights};
-use kernels::backend::{Backend, BufferId, GateOp, MoeOp};
+use kernels::backend::{Backend, BufferId, ExpertGroups, GateOp, MoeOp, Selection};
 
 /// `x = out(x + scale * post(sum of the parts))`
 pub(super) fn run(
@@ -97,8 +97,17 @@ fn mixture(
         router: b.router,
         out,
         accumulate,
-        scale: 1.0,
+        scale: moe.spec.scale,
         used: moe.spec.used,
+        selection: Selection {
+            sigmoid: moe.spec.sigmoid,
+            bias: moe.selection_bias,
+            groups: moe.spec.groups.map(|groups| ExpertGroups {
+                count: groups.count,
+                used: groups.used,
+                two_best: groups.two_best,
+            }),
+        },
         renormalise: moe.spec.renormalise,
         gate_up: moe.gate_up,
         down: moe.down,

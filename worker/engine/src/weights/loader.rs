@@ -305,6 +305,7 @@ impl<'a> Loader<'a> {
         Ok(MoeWeights {
             router_norm: self.optional_norm(moe.router_norm.as_ref())?,
             router: self.linear(&moe.router)?,
+            selection_bias: self.optional_vector(moe.selection_bias.as_deref(), experts)?,
             gate_up,
             down: self.experts(&moe.down, moe)?,
             down_scale: self.optional_vector(moe.down.scale.as_deref(), experts)?,
