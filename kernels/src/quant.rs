@@ -1,4 +1,5 @@
-//! The weight formats of GGUF files: their block shapes and the meaning of their bytes.
+//! The weight formats of GGUF files: their block shapes and the meaning of their bytes. Four more have an f32 scale and
+//! 32 values a block: E4M3 (`FP8`), and integers of 8, 5 and 4 bits.
 
 mod codes;
 mod dequantize;
@@ -14,7 +15,7 @@ mod tests;
 
 pub use codes::{Codes, split};
 pub use dequantize::dequantize;
-pub(crate) use fp4::{e8m0_half, ue4m3_half};
+pub(crate) use fp4::{e4m3, e8m0_half, ue4m3_half};
 pub use scheme::{Bits, Levels, Scaling, Scheme};
 
 use crate::error::Error;
@@ -49,10 +50,14 @@ pub enum GgmlType {
     TQ2_0,
     MXFP4,
     NVFP4,
+    FP8,
+    INT8,
+    INT5,
+    INT4,
 }
 
 impl GgmlType {
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 30] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -79,6 +84,10 @@ impl GgmlType {
         Self::TQ2_0,
         Self::MXFP4,
         Self::NVFP4,
+        Self::FP8,
+        Self::INT8,
+        Self::INT5,
+        Self::INT4,
     ];
 
     /// The format with this id in a GGUF tensor table.
@@ -87,6 +96,11 @@ impl GgmlType {
     /// [`Error::UnknownType`] for an unknown id.
     pub fn from_id(id: u32) -> Result<Self, Error> {
         Self::ALL.into_iter().find(|ty| ty.id() == id).ok_or(Error::UnknownType { id })
+    }
+
+    /// Whether GGUF has the format. The others are Kvasir's, for checkpoints with f32 scales.
+    pub fn is_of_gguf(self) -> bool {
+        self.id() < 1000
     }
 
     /// The id in a GGUF tensor table.
@@ -150,6 +164,10 @@ impl GgmlType {
             Self::TQ2_0 => (35, "TQ2_0", 256, 66),
             Self::MXFP4 => (39, "MXFP4", 32, 17),
             Self::NVFP4 => (40, "NVFP4", 64, 36),
+            Self::FP8 => (1000, "FP8", 32, 36),
+            Self::INT8 => (1001, "INT8", 32, 36),
+            Self::INT5 => (1002, "INT5", 32, 24),
+            Self::INT4 => (1003, "INT4", 32, 20),
         }
     }
 }

@@ -50,7 +50,7 @@ pub enum CheckpointError {
     #[error("{path}: {key} is {found}, expected {needs}")]
     Setting { path: PathBuf, key: String, found: String, needs: String },
     /// Unsupported element type of a tensor.
-    #[error("tensor {tensor} has type {found}; supported are F32, F16 and BF16")]
+    #[error("tensor {tensor} has type {found}; supported are F32, F16, BF16 and quantised matrices")]
     TensorType { tensor: String, found: Dtype },
     /// A tensor has no elements, or more than four dimensions.
     #[error("tensor {tensor} has shape {shape:?}, expected at most four dimensions, none of them 0")]
@@ -61,6 +61,17 @@ pub enum CheckpointError {
     /// Scales of a quantised tensor that do not match its codes.
     #[error("the scales of tensor {tensor} have shape {found:?}, expected {expected:?}")]
     ScaleShape { tensor: String, found: Vec<u64>, expected: Vec<u64> },
+    /// A zero point of a matrix whose configuration says that it is symmetric.
+    #[error(
+        "tensor {tensor} has the zero point {found}, but its configuration says that it is symmetric (8)"
+    )]
+    Zero { tensor: String, found: u8 },
+    /// A code that is no number.
+    #[error("tensor {tensor} has a value that is not a number")]
+    NotANumber { tensor: String },
+    /// A matrix whose columns were quantised in another order.
+    #[error("tensor {tensor} has its columns in another order (desc_act), which is not supported")]
+    Order { tensor: String },
     /// Columns of a quantised tensor that are not whole blocks.
     #[error("tensor {tensor} has {found} columns, expected a multiple of {block}")]
     Columns { tensor: String, found: u64, block: u64 },
@@ -87,7 +98,7 @@ pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
     let is_bert = config.model_types().any(|kind| kind == "bert");
     let family = if is_bert { None } else { Some(Family::of(&config)?) };
     let unused = if is_bert { names::is_left_out } else { |_: &str| false };
-    let (files, stored) = weights::open(&weights::files(&folder, only)?, unused)?;
+    let (files, stored) = weights::open(&weights::files(&folder, only)?, &config.quantisation()?, unused)?;
     let Some(family) = family else {
         let metadata = folder.metadata()?;
         let tensors = bert_tensors(stored)?;

@@ -7,8 +7,9 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::Error;
+use crate::checkpoint::CheckpointError;
 use crate::mmap::MappedFile;
+use crate::{Error, GgmlType};
 
 /// Bytes of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +39,44 @@ pub(crate) enum Conversion {
     Nvfp4 { codes: Box<Self>, scales: Box<Self> },
     /// Codes of two E2M1 values in a byte, the lower bits first, and E8M0 scales of 32 values, to MXFP4.
     Mxfp4 { codes: Box<Self>, scales: Box<Self> },
+    /// Codes of a byte each to a type with f32 scales: FP8, INT8, INT5 or INT4.
+    Scaled(Box<Scaled>),
+    /// Codes of 4 or 8 bits in words of 32 to a byte each, row by row of the matrix.
+    Unpacked { of: Box<Self>, packing: Packing, rows: u64, cols: u64 },
+}
+
+/// A matrix of codes with a grid of scales.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Scaled {
+    /// Name of the matrix in the checkpoint.
+    pub(crate) tensor: String,
+    pub(crate) ty: GgmlType,
+    /// `[rows, cols]`; E4M3, signed bytes (INT8), or unsigned ones.
+    pub(crate) codes: Conversion,
+    pub(crate) rows: u64,
+    /// A multiple of 32.
+    pub(crate) cols: u64,
+    /// F32.
+    pub(crate) scales: Conversion,
+    /// Rows and columns of a scale; the columns are a multiple of 32, or all.
+    pub(crate) block: [u64; 2],
+    /// What is subtracted of unsigned codes: one value, or one for each scale. INT4 needs 8.
+    pub(crate) zeros: Option<Conversion>,
+    /// Added to stored zeros.
+    pub(crate) more: u8,
+}
+
+/// Places of codes in words of 32 bits, the lowest bits first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Packing {
+    /// A word has consecutive columns of a row: `[rows, cols / N]`.
+    Columns { bits: u32 },
+    /// A word has consecutive rows of a column: `[rows / N, cols]`.
+    Rows { bits: u32 },
+    /// A word has inputs of an output: `[cols / N, rows]`, as GPTQ stores weights.
+    Inputs { bits: u32 },
+    /// A word has eight outputs of an input, in the order 0 2 4 6 1 3 5 7: `[cols, rows / 8]`, as AWQ stores weights.
+    Outputs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,6 +145,14 @@ impl Conversion {
                 codes.for_each_region(visit);
                 scales.for_each_region(visit);
             }
+            Self::Scaled(scaled) => {
+                for part in
+                    [Some(&scaled.codes), Some(&scaled.scales), scaled.zeros.as_ref()].into_iter().flatten()
+                {
+                    part.for_each_region(visit);
+                }
+            }
+            Self::Unpacked { of, .. } => of.for_each_region(visit),
         }
     }
 
@@ -139,6 +186,8 @@ impl Conversion {
             Self::Transposed { of, .. } => of.len(),
             Self::Floats { of, from, .. } => of.len() / from.size() * 4,
             Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => codes.len() + scales.len(),
+            Self::Scaled(scaled) => scaled.rows * (scaled.cols / GROUP) * scaled.ty.block_bytes() as u64,
+            Self::Unpacked { rows, cols, .. } => rows * cols,
         }
     }
 
@@ -189,6 +238,10 @@ impl Conversion {
             }
             Self::Nvfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, NVFP4),
             Self::Mxfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, MXFP4),
+            Self::Scaled(scaled) => scaled.blocks(files)?,
+            Self::Unpacked { of, packing, rows, cols } => {
+                packing.unpack(&of.whole(files)?, *rows as usize, *cols as usize)
+            }
         };
         if range == (0..whole.len() as u64) {
             return Ok(whole);
@@ -209,6 +262,92 @@ impl Region {
     fn outside(&self, file: &MappedFile) -> Error {
         let (was, now) = (self.offset.saturating_add(self.bytes), file.bytes().len() as u64);
         Error::Shrunk { path: file.path().to_owned(), was, now }
+    }
+}
+
+/// Values of a scale of [`Scaled`]'s types.
+const GROUP: u64 = 32;
+
+impl Scaled {
+    fn blocks(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
+        let (codes, scales) = (self.codes.whole(files)?, self.scales.whole(files)?);
+        let zeros = self.zeros.as_ref().map(|zeros| zeros.whole(files)).transpose()?;
+        let (rows, cols) = (self.rows as usize, self.cols as usize);
+        let [row_block, col_block] = self.block.map(|len| len as usize);
+        let per_row = cols.div_ceil(col_block);
+        let mut result = Vec::with_capacity(rows * cols / 32 * self.ty.block_bytes());
+        for (row, codes) in codes.chunks_exact(cols).take(rows).enumerate() {
+            for (block, codes) in codes.as_chunks::<32>().0.iter().enumerate() {
+                let at = row / row_block * per_row + block * 32 / col_block;
+                result.extend_from_slice(scales.get(4 * at..4 * at + 4).unwrap_or(&[0; 4]));
+                let zero = zeros.as_ref().map_or(0, |zeros| match zeros.as_slice() {
+                    [one] => *one,
+                    zeros => zeros.get(at).copied().unwrap_or(0).wrapping_add(self.more),
+                });
+                if self.ty == GgmlType::INT4 && zeros.is_some() && zero != 8 {
+                    let (tensor, found) = (self.tensor.clone(), zero);
+                    return Err(CheckpointError::Zero { tensor, found }.into());
+                }
+                if self.ty == GgmlType::FP8 && codes.iter().any(|code| code & 0x7f == 0x7f) {
+                    return Err(CheckpointError::NotANumber { tensor: self.tensor.clone() }.into());
+                }
+                put_codes(self.ty, codes, zero, &mut result);
+            }
+        }
+        Ok(result)
+    }
+}
+
+/// Appends the codes of a block in the layout of `ty`.
+fn put_codes(ty: GgmlType, codes: &[u8; 32], zero: u8, result: &mut Vec<u8>) {
+    let (low, high) = codes.split_at(16);
+    match ty {
+        GgmlType::INT4 => result.extend(low.iter().zip(high).map(|(low, high)| low & 15 | high << 4)),
+        GgmlType::INT5 => {
+            // Differences from the zero, each plus 16.
+            let code = |code: u8| (code.wrapping_sub(zero).wrapping_add(16)) & 31;
+            let fifth =
+                |bits: u32, (place, &value): (usize, &u8)| bits | u32::from(code(value) >> 4) << place;
+            result.extend(codes.iter().enumerate().fold(0, fifth).to_le_bytes());
+            result.extend(low.iter().zip(high).map(|(low, high)| code(*low) & 15 | (code(*high) & 15) << 4));
+        }
+        // Unsigned codes become signed ones.
+        GgmlType::INT8 => result.extend(codes.iter().map(|code| code.wrapping_sub(zero))),
+        _ => result.extend_from_slice(codes),
+    }
+}
+
+impl Packing {
+    fn unpack(self, of: &[u8], rows: usize, cols: usize) -> Vec<u8> {
+        let word = |at: usize| {
+            of.get(4 * at..4 * at + 4)
+                .map_or(0, |bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+        };
+        let code =
+            |word: u32, place: usize, bits: u32| (word >> (place as u32 * bits) & ((1 << bits) - 1)) as u8;
+        let mut codes = Vec::with_capacity(rows * cols);
+        for row in 0..rows {
+            codes.extend((0..cols).map(|col| match self {
+                Self::Columns { bits } => {
+                    let per_word = 32 / bits as usize;
+                    code(word(row * cols.div_ceil(per_word) + col / per_word), col % per_word, bits)
+                }
+                Self::Rows { bits } => {
+                    let per_word = 32 / bits as usize;
+                    code(word(row / per_word * cols + col), row % per_word, bits)
+                }
+                Self::Inputs { bits } => {
+                    let per_word = 32 / bits as usize;
+                    code(word(col / per_word * rows + row), col % per_word, bits)
+                }
+                Self::Outputs => {
+                    // The place of each output in its word.
+                    const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+                    code(word(col * (rows / 8) + row / 8), PLACES[row % 8], 4)
+                }
+            }));
+        }
+        codes
     }
 }
 
@@ -282,6 +421,85 @@ mod tests {
             [-std::f32::consts::E]
         );
         assert_eq!(floats(FloatType::F32, FloatMap::Reciprocal, &8f32.to_le_bytes()), [0.125]);
+    }
+
+    /// A matrix of 2 rows and 64 columns whose scales are 1, 2, 3 and 4, in blocks of one row and 32 columns.
+    fn scaled(ty: GgmlType, codes: Vec<u8>, zeros: Option<Vec<u8>>) -> Scaled {
+        let scales = [1f32, 2.0, 3.0, 4.0].iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        Scaled {
+            tensor: "w".to_owned(),
+            ty,
+            codes: Conversion::Literal(codes),
+            rows: 2,
+            cols: 64,
+            scales: Conversion::Literal(scales),
+            block: [1, 32],
+            zeros: zeros.map(Conversion::Literal),
+            more: 0,
+        }
+    }
+
+    #[test]
+    fn scales_of_a_grid_precede_the_codes_of_their_blocks() {
+        let codes: Vec<u8> = (0..128).collect();
+        let blocks = |scaled: Scaled| made(&Conversion::Scaled(Box::new(scaled)));
+        let bytes = blocks(scaled(GgmlType::INT8, codes, Some(vec![1, 2, 3, 4])));
+        for (number, block) in bytes.chunks_exact(36).enumerate() {
+            assert_eq!(block[..4], (number as f32 + 1.0).to_le_bytes());
+            assert_eq!(block[4], (32 * number as u8).wrapping_sub(number as u8 + 1), "{number}");
+        }
+        // One scale of both rows and all columns.
+        let whole = Scaled { block: [2, 64], ..scaled(GgmlType::FP8, vec![0x38; 128], None) };
+        for block in blocks(whole).chunks_exact(36) {
+            assert_eq!(block[..4], 1f32.to_le_bytes());
+        }
+        // Differences from the zeros, plus 16, the fifth bits first.
+        let codes = vec![3; 128];
+        let bytes = blocks(scaled(GgmlType::INT5, codes.clone(), Some(vec![0, 3, 4, 15])));
+        let expected = [(0xffff_ffffu32, 0x33), (0xffff_ffff, 0), (0, 0xff), (0, 0x44)];
+        for (block, (fifths, nibbles)) in bytes.chunks_exact(24).zip(expected) {
+            assert_eq!((&block[4..8], block[8]), (&fifths.to_le_bytes()[..], nibbles));
+        }
+        let symmetric = |zeros| Conversion::Scaled(Box::new(scaled(GgmlType::INT4, codes.clone(), zeros)));
+        assert_eq!(made(&symmetric(Some(vec![8; 4])))[4], 0x33);
+        let error = symmetric(Some(vec![8, 8, 7, 8])).whole(&[]).unwrap_err().to_string();
+        assert!(error.contains("zero point 7"), "{error}");
+        let not_a_number = Conversion::Scaled(Box::new(scaled(GgmlType::FP8, vec![0xff; 128], None)));
+        assert!(not_a_number.whole(&[]).unwrap_err().to_string().contains("not a number"));
+    }
+
+    #[test]
+    fn packed_codes_are_unpacked_row_by_row() {
+        // Code of row r and column c.
+        let code = |row: usize, col: usize| ((3 * row + 5 * col) % 16) as u8;
+        let (rows, cols) = (16, 24);
+        let expected: Vec<u8> = (0..rows * cols).map(|at| code(at / cols, at % cols)).collect();
+        let words = |count: usize, word: &dyn Fn(usize, usize) -> u8| -> Vec<u8> {
+            (0..count)
+                .flat_map(|at| {
+                    (0..8).fold(0u32, |bits, i| bits | u32::from(word(at, i)) << (4 * i)).to_le_bytes()
+                })
+                .collect()
+        };
+        let order = [0, 2, 4, 6, 1, 3, 5, 7];
+        let cases: [(Packing, Vec<u8>); 4] = [
+            (Packing::Columns { bits: 4 }, words(rows * 3, &|at, i| code(at / 3, at % 3 * 8 + i))),
+            (Packing::Rows { bits: 4 }, words(2 * cols, &|at, i| code(at / cols * 8 + i, at % cols))),
+            (Packing::Inputs { bits: 4 }, words(3 * rows, &|at, i| code(at % rows, at / rows * 8 + i))),
+            (Packing::Outputs, words(cols * 2, &|at, i| code(at % 2 * 8 + order[i], at / 2))),
+        ];
+        for (packing, of) in cases {
+            let of = Box::new(Conversion::Literal(of));
+            let unpacked = Conversion::Unpacked { of, packing, rows: rows as u64, cols: cols as u64 };
+            assert_eq!(made(&unpacked), expected, "{packing:?}");
+        }
+        let bytes = Conversion::Unpacked {
+            of: literal(0..24),
+            packing: Packing::Columns { bits: 8 },
+            rows: 2,
+            cols: 12,
+        };
+        assert_eq!(made(&bytes), (0..24).collect::<Vec<u8>>());
     }
 
     #[test]

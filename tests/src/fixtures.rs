@@ -131,6 +131,8 @@ pub struct ReferencePrompt {
     pub vocab: usize,
     /// Greedy continuation.
     pub greedy: Vec<u32>,
+    /// The logits with factors for long contexts, if the model has some that depend on the prompt's length.
+    pub long: Option<Vec<f32>>,
     /// Recurrent states after the prompt, if the set has them, by name in the file without `pN.`.
     pub states: BTreeMap<String, Vec<f32>>,
 }
@@ -146,7 +148,9 @@ impl Reference {
             let &[rows, vocab] = logits.shape() else { anyhow::bail!("p{index}.logits is not a matrix") };
             let greedy = file.tensor(&format!("p{index}.greedy"))?;
             let states = states(&file, index)?;
+            let long = file.tensor(&format!("p{index}.logits_long")).ok();
             prompts.push(ReferencePrompt {
+                long: long.map(|long| floats(long.dtype(), long.data())).transpose()?,
                 states,
                 ids: tokens(ids.dtype(), ids.data())?,
                 logits: floats(logits.dtype(), logits.data())?,

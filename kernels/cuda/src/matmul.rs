@@ -41,7 +41,7 @@ pub fn quantised_row_bytes(cols: usize) -> usize {
 
 /// Whether products with a type may read 8-bit activations. Plain floats never do.
 pub fn reads_int8(ty: GgmlType) -> bool {
-    Scheme::of(ty).is_some()
+    Scheme::of(ty).is_some_and(|scheme| scheme.is_integer())
 }
 
 /// A product's kernel with the number of tokens per block.

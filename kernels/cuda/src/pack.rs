@@ -83,6 +83,8 @@ impl UnitLayout {
             return float.then_some(Self { record: 0, side: 0, minor: 0, main: BLOCK * ty.block_bytes() });
         };
         let (record, side) = match scheme.scaling {
+            // Not on GPUs yet.
+            Scaling::F32 => return None,
             Scaling::E8m0 | Scaling::Super => (8, 0),
             Scaling::F16 | Scaling::Ue4m3 | Scaling::SuperMin => (16, 0),
             Scaling::F16Min => (32, 0),
@@ -281,6 +283,8 @@ impl TiledShape {
         let mut put = |at: usize, bytes: &[u8]| record[at..][..bytes.len()].copy_from_slice(bytes);
         let own = lane * PIECE;
         match scaling {
+            // Has no layout.
+            Scaling::F32 => {}
             Scaling::F16 => put(own + 2 * index, &codes.d.to_le_bytes()),
             Scaling::F16Min => {
                 let at = index / 4 * TILE_ROWS * PIECE + own + 4 * (index % 4);

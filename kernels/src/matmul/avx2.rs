@@ -13,7 +13,7 @@ use super::kernel::{F32Call, Int8Call, KernelSet, Tile};
 use super::scalar::{interleave, quantize_row};
 use crate::quant::GgmlType;
 use codes::{Bits2, Bits3, Bits4, Bits5, Bits6, Bits8, E2m1, Iq4};
-use scales::{E8m0, F16, F16Min, Sixteenths, SixteenthsMin, Super, SuperMin, Ue4m3};
+use scales::{E4m3, E8m0, F16, F16Min, F32, Sixteenths, SixteenthsMin, Super, SuperMin, Ue4m3};
 
 pub(super) static KERNELS: KernelSet = KernelSet { int8, f32, quantize, interleave };
 

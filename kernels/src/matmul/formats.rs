@@ -20,6 +20,10 @@ macro_rules! by_format {
             GgmlType::IQ4_XS => $module::$kernel::<Iq4, Super> $args,
             GgmlType::MXFP4 => $module::$kernel::<E2m1, E8m0> $args,
             GgmlType::NVFP4 => $module::$kernel::<E2m1, Ue4m3> $args,
+            GgmlType::FP8 => $module::$kernel::<Bits8, E4m3> $args,
+            GgmlType::INT8 => $module::$kernel::<Bits8, F32<128>> $args,
+            GgmlType::INT5 => $module::$kernel::<Bits5, F32<16>> $args,
+            GgmlType::INT4 => $module::$kernel::<Bits4, F32<8>> $args,
             _ => $other,
         }
     };

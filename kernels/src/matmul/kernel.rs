@@ -109,7 +109,7 @@ impl MatmulKernels {
 
     /// Whether products with `ty` read the int8 activations in `mode`. Plain floats never do.
     pub fn reads_int8(ty: GgmlType, mode: ActivationMode) -> bool {
-        mode == ActivationMode::Int8 && Scheme::of(ty).is_some()
+        mode == ActivationMode::Int8 && Scheme::of(ty).is_some_and(|scheme| scheme.is_integer())
     }
 
     pub(super) fn quantize_blocks(&self, src: &[f32], out: &mut [QuantizedBlock]) {

@@ -9,6 +9,7 @@
 //!
 //! | scales of a block | bytes |
 //! |---|---|
+//! | F32 | `[f32; 16]` |
 //! | F16, F16Min | `[f16; 16]` scales (, `[f16; 16]` mins) |
 //! | E8m0, Super | `[u8; 16]` |
 //! | SuperMin | `[u8; 16]` scales, `[u8; 16]` mins |
@@ -32,7 +33,7 @@
 
 use super::PANEL_ROWS;
 use super::activations::BLOCK;
-use crate::quant::{Bits, Codes, GgmlType, Levels, Scaling, Scheme, e8m0_half, ue4m3_half};
+use crate::quant::{Bits, Codes, GgmlType, Levels, Scaling, Scheme, e4m3, e8m0_half, ue4m3_half};
 use half::f16;
 
 /// Groups of four columns in a block.
@@ -73,6 +74,7 @@ pub(super) struct PackedBlock<'a> {
 impl Layout {
     pub(super) const fn of(scheme: &Scheme) -> Self {
         let (header, scales) = match scheme.scaling {
+            Scaling::F32 => (false, 2 * F16_ROWS),
             Scaling::F16 => (false, F16_ROWS),
             Scaling::F16Min => (false, 2 * F16_ROWS),
             Scaling::E8m0 => (false, PANEL_ROWS),
@@ -195,6 +197,7 @@ fn put_u16(to: &mut [u8], lane: usize, value: u16) {
 fn pack_scales(scaling: Scaling, codes: &Codes, sub: usize, lane: usize, to: &mut [u8]) {
     let pair = [2 * sub, 2 * sub + 1];
     match scaling {
+        Scaling::F32 => to[4 * lane..][..4].copy_from_slice(&codes.scale.to_le_bytes()),
         Scaling::F16 => put_u16(to, lane, codes.d),
         Scaling::F16Min => {
             put_u16(to, lane, codes.d);
@@ -288,7 +291,8 @@ impl Block {
     #[inline(always)]
     pub(super) fn weight(&self, scheme: &Scheme, k: usize, row: usize) -> f32 {
         let half = k / 16;
-        let level = (i32::from(self.codes[k / 4][row][k % 4]) - scheme.offset) as f32;
+        let code = self.codes[k / 4][row][k % 4];
+        let level = if scheme.is_integer() { (i32::from(code) - scheme.offset) as f32 } else { e4m3(code) };
         let weight = self.scale[half][row] * level;
         if scheme.scaling.has_min() { weight + self.added[half][row] } else { weight }
     }
@@ -303,6 +307,10 @@ impl Block {
     ) {
         let PackedBlock { header, scales, .. } = packed;
         match scheme.scaling {
+            Scaling::F32 => {
+                let bytes = scales.as_chunks::<4>().0;
+                self.scale = [lanes(|r| f32::from_le_bytes(bytes[r])); 2];
+            }
             Scaling::F16 => self.scale = [f16_lanes(scales); 2],
             Scaling::F16Min => {
                 self.scale = [f16_lanes(scales); 2];

@@ -55,7 +55,7 @@ pub(super) fn fold(
 ) {
     let [first, second] = sums;
     match scheme.scaling {
-        Scaling::F16 | Scaling::E8m0 | Scaling::Super => {
+        Scaling::F32 | Scaling::F16 | Scaling::E8m0 | Scaling::Super => {
             add_scaled(acc, |r| first[r] + second[r], &block.scale[0], a.scale);
         }
         Scaling::F16Min | Scaling::SuperMin => {

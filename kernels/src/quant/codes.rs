@@ -14,6 +14,8 @@ pub struct Codes {
     pub d: u16,
     /// Bits of the f16 min or scale of mins.
     pub dmin: u16,
+    /// The f32 scale, for the formats that have one.
+    pub scale: f32,
     /// The small scales, one per 32 or 16 values, in the form of the packed layout: signed scales as `i8`
     /// bits, E8M0 and UE4M3 as in the file (UE4M3's one NaN pattern, which reads as 0, is replaced by 0).
     pub scales: [u8; 16],
@@ -22,7 +24,7 @@ pub struct Codes {
 
 impl Default for Codes {
     fn default() -> Self {
-        Self { codes: [0; 256], d: 0, dmin: 0, scales: [0; 16], mins: [0; 16] }
+        Self { codes: [0; 256], d: 0, dmin: 0, scale: 0.0, scales: [0; 16], mins: [0; 16] }
     }
 }
 
@@ -45,6 +47,10 @@ pub fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
         GgmlType::IQ4_XS => k::split_iq4_xs(block, out),
         GgmlType::MXFP4 => super::fp4::split_mxfp4(block, out),
         GgmlType::NVFP4 => super::fp4::split_nvfp4(block, out),
+        GgmlType::FP8 => legacy::split_fp8(block, out),
+        GgmlType::INT8 => legacy::split_int8(block, out),
+        GgmlType::INT5 => legacy::split_int5(block, out),
+        GgmlType::INT4 => legacy::split_int4(block, out),
         _ => debug_assert!(false, "{ty} has no scheme"),
     }
 }
@@ -58,6 +64,7 @@ impl Codes {
         let signed = |i: usize| f32::from(self.scales[i].cast_signed());
         let by_32 = sixteenth / 2;
         match scaling {
+            Scaling::F32 => (self.scale, None),
             Scaling::F16 => (d(), None),
             Scaling::F16Min => (d(), Some(dmin())),
             Scaling::E8m0 => (e8m0_half(self.scales[0]), None),
@@ -78,7 +85,7 @@ impl Codes {
         for (sixteenth, (out, codes)) in out.chunks_mut(16).zip(self.codes.chunks(16)).enumerate() {
             let (scale, added) = self.affine(scheme.scaling, sixteenth);
             for (x, &code) in out.iter_mut().zip(codes) {
-                let level = scheme.level(code) as f32;
+                let level = scheme.value(code);
                 *x = match added {
                     None => scale * level,
                     Some(added) => scale * level + added,

@@ -17,6 +17,14 @@ pub(crate) fn ue4m3_half(x: u8) -> f32 {
     f32::from_bits(u32::from(x & 0x7f) << 20) * 2f32.powi(119)
 }
 
+/// A signed E4M3 value (bias 7) without infinities. The two NaN patterns read as 480 of their sign: whoever makes
+/// blocks refuses them.
+pub(crate) fn e4m3(x: u8) -> f32 {
+    // The bits are those of an f16 with another bias, so subnormals need no case of their own.
+    let bits = u16::from(x & 0x80) << 8 | u16::from(x & 0x7f) << 7;
+    half::f16::from_bits(bits).to_f32() * 256.0
+}
+
 pub(super) fn split_mxfp4(block: &[u8], out: &mut Codes) {
     out.scales[0] = block[0];
     for (i, &byte) in block[1..17].iter().enumerate() {
@@ -39,7 +47,7 @@ pub(super) fn split_nvfp4(block: &[u8], out: &mut Codes) {
 
 #[cfg(test)]
 mod tests {
-    use super::{e8m0_half, ue4m3_half};
+    use super::{e4m3, e8m0_half, ue4m3_half};
 
     #[test]
     fn e8m0_scales_are_powers_of_two() {
@@ -49,6 +57,18 @@ mod tests {
         assert_eq!(e8m0_half(1), 2f32.powi(-126) / 2.0);
         assert_eq!(e8m0_half(0), 2f32.powi(-126) / 4.0);
         assert_eq!(e8m0_half(255), 2f32.powi(127));
+    }
+
+    #[test]
+    fn e4m3_values_follow_the_definition() {
+        for x in 0..=0xfe_u8 {
+            let (exponent, mantissa) = (i32::from(x >> 3 & 15), f64::from(x & 7));
+            let size = match exponent {
+                0 => mantissa * 2f64.powi(-9),
+                _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+            };
+            assert_eq!(f64::from(e4m3(x)), if x >= 0x80 { -size } else { size }, "{x:#x}");
+        }
     }
 
     #[test]

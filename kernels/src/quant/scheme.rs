@@ -4,7 +4,7 @@
 //! lookup for formats with a codebook), `level = code - offset`. The scale, and the min if the format has
 //! one, apply to 32 consecutive values of a row, or to 16 (the two *halves* of 32).
 
-use super::GgmlType;
+use super::{GgmlType, e4m3};
 
 /// Bits of a stored code. They determine the bit planes of a packed block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,11 +24,15 @@ pub enum Levels {
     Plain,
     /// A codebook of unsigned codes for 4-bit stored codes.
     Table(&'static [u8; 16]),
+    /// The stored code is an E4M3 value, which is no integer.
+    E4m3,
 }
 
 /// Source of the scales (and mins) of 32 values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scaling {
+    /// f32 scale per 32.
+    F32,
     /// f16 scale per 32.
     F16,
     /// f16 scale and f16 min per 32.
@@ -87,6 +91,10 @@ impl Scheme {
             GgmlType::IQ4_XS => Self::table(&IQ4_CODES, 128, Scaling::Super),
             GgmlType::MXFP4 => Self::table(&E2M1_CODES, 16, Scaling::E8m0),
             GgmlType::NVFP4 => Self::table(&E2M1_CODES, 16, Scaling::Ue4m3),
+            GgmlType::FP8 => Self { levels: Levels::E4m3, ..Self::plain(Bits::Eight, 0, Scaling::F32) },
+            GgmlType::INT8 => Self::plain(Bits::Eight, 128, Scaling::F32),
+            GgmlType::INT5 => Self::plain(Bits::Five, 16, Scaling::F32),
+            GgmlType::INT4 => Self::plain(Bits::Four, 8, Scaling::F32),
             _ => return None,
         })
     }
@@ -99,10 +107,20 @@ impl Scheme {
         Self { bits: Bits::Four, levels: Levels::Table(codes), offset, scaling }
     }
 
-    /// The level of a stored code.
+    /// Whether levels are integers, so that products with 8-bit activations are possible.
+    pub const fn is_integer(&self) -> bool {
+        !matches!(self.levels, Levels::E4m3)
+    }
+
+    /// The level of a stored code as a float.
+    pub fn value(&self, stored: u8) -> f32 {
+        if self.is_integer() { self.level(stored) as f32 } else { e4m3(stored) }
+    }
+
+    /// The level of a stored code, if levels are integers.
     pub fn level(&self, stored: u8) -> i32 {
         let code = match self.levels {
-            Levels::Plain => stored,
+            Levels::Plain | Levels::E4m3 => stored,
             Levels::Table(codes) => codes[usize::from(stored & 15)],
         };
         i32::from(code) - self.offset

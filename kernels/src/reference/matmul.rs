@@ -110,7 +110,12 @@ fn int8_block(scheme: &Scheme, codes: &Codes, sub: usize, a: &Quantised, mut acc
     let (scale, added) = codes.affine(scheme.scaling, 2 * sub);
     let signed = |i: usize| i32::from(codes.scales[i].cast_signed());
     match scheme.scaling {
-        Scaling::F16 | Scaling::F16Min | Scaling::E8m0 | Scaling::Super | Scaling::SuperMin => {
+        Scaling::F32
+        | Scaling::F16
+        | Scaling::F16Min
+        | Scaling::E8m0
+        | Scaling::Super
+        | Scaling::SuperMin => {
             acc = ((i0 + i1) as f32).mul_add(scale * a.scale, acc);
             if let Some(added) = added {
                 acc = added.mul_add(a.scale * (s0 + s1) as f32, acc);

@@ -48,6 +48,16 @@ impl Random {
                 GgmlType::F16 => block.copy_from_slice(&self.f16()),
                 GgmlType::BF16 => block.copy_from_slice(&self.value().to_le_bytes()[2..]),
                 GgmlType::MXFP4 => block[0] = if block[0] < 8 { block[0] / 4 } else { 100 + block[0] % 50 },
+                GgmlType::FP8 | GgmlType::INT8 | GgmlType::INT5 | GgmlType::INT4 => {
+                    block[..4].copy_from_slice(&(self.value() / 64.0).to_le_bytes());
+                    if ty == GgmlType::FP8 {
+                        // No NaN.
+                        block[4..]
+                            .iter_mut()
+                            .filter(|code| **code & 0x7f == 0x7f)
+                            .for_each(|code| *code = 0x7e);
+                    }
+                }
                 _ => {
                     for &at in f16_fields(ty) {
                         block[at..at + 2].copy_from_slice(&self.f16());

@@ -130,6 +130,67 @@ impl<'a> Config<'a> {
     }
 }
 
+/// What `quantization_config` says beyond the tensors.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quantisation {
+    pub(super) awq: bool,
+    /// GPTQ's first version stores zero points less 1.
+    pub(super) zeros_less_one: bool,
+    pub(super) symmetric: bool,
+    pub(super) bits: u32,
+    /// Rows and columns of a scale in matrices with blocks.
+    pub(super) block: [u64; 2],
+}
+
+impl Config<'_> {
+    pub(super) fn quantisation(&self) -> Result<Quantisation, Error> {
+        let plain =
+            Quantisation { awq: false, zeros_less_one: false, symmetric: true, bits: 4, block: [128, 128] };
+        let key = "quantization_config";
+        let Some(Json::Object(map)) = self.outer_first(key) else { return Ok(plain) };
+        let text = |key: &str| map.get(key).and_then(Json::as_str);
+        let refuse = |at: &str, needs: &str| {
+            let found = map.get(at).map_or("absent".to_owned(), short);
+            self.refuse(&format!("{key}.{at}"), found, needs)
+        };
+        let methods = ["fp8", "compressed-tensors", "modelopt", "awq", "gptq", "mxfp4"];
+        let method = text("quant_method").filter(|method| methods.contains(method));
+        let method = method.ok_or_else(|| refuse("quant_method", &methods.join(", ")))?;
+        if method == "awq" && text("version").is_some_and(|version| !version.eq_ignore_ascii_case("gemm")) {
+            return Err(refuse("version", "gemm"));
+        }
+        let bits = map.get("bits").map_or(Some(4), Json::as_u64);
+        let bits = match (method, bits) {
+            ("awq", Some(4)) | ("gptq", Some(4 | 8)) => bits.unwrap_or(4) as u32,
+            ("awq" | "gptq", _) => return Err(refuse("bits", "4, or 8 with gptq")),
+            _ => 4,
+        };
+        let groups = map.get("config_groups").and_then(Json::as_object);
+        let of_groups = groups.into_iter().flat_map(|groups| groups.values());
+        let structure =
+            of_groups.filter_map(|group| group.get("weights")?.get("block_structure")?.as_array()).next();
+        let structure = map.get("weight_block_size").and_then(Json::as_array).or(structure);
+        let block = match structure
+            .map(|list| list.iter().filter_map(Json::as_u64).collect::<Vec<u64>>())
+            .as_deref()
+        {
+            None => plain.block,
+            Some(&[rows, cols]) if rows > 0 && cols > 0 && cols.is_multiple_of(32) => [rows, cols],
+            Some(_) => return Err(refuse("weight_block_size", "two counts, the second a multiple of 32")),
+        };
+        Ok(Quantisation {
+            awq: method == "awq",
+            zeros_less_one: method == "gptq" && text("checkpoint_format") != Some("gptq_v2"),
+            symmetric: match method {
+                "awq" => map.get("zero_point").and_then(Json::as_bool) == Some(false),
+                _ => map.get("sym").and_then(Json::as_bool).unwrap_or(false),
+            },
+            bits,
+            block,
+        })
+    }
+}
+
 /// The beginning of a value, for an error.
 fn short(value: &Json) -> String {
     value.to_string().chars().take(100).collect()

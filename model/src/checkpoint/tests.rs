@@ -191,7 +191,10 @@ fn tensors_that_no_model_has_are_refused() {
         .error()
     };
     let found = error("I32", json!([2]), 8);
-    assert_eq!(found, format!("tensor {of_body} has type I32; supported are F32, F16 and BF16"));
+    assert_eq!(
+        found,
+        format!("tensor {of_body} has type I32; supported are F32, F16, BF16 and quantised matrices")
+    );
     for shape in [json!([0, 4]), json!([1, 1, 1, 1, 1])] {
         let bytes = if shape == json!([0, 4]) { 0 } else { 4 };
         let found = error("F32", shape, bytes);

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use ::safetensors::Dtype;
 use serde::Deserialize;
 
+use super::config::Quantisation;
 use super::{CheckpointError, Folder};
-use crate::conversion::{Conversion, FloatMap, FloatType, Region};
+use crate::conversion::{Conversion, FloatMap, FloatType, Packing, Region, Scaled};
 use crate::mmap::MappedFile;
 use crate::{Error, GgmlType, safetensors};
 
@@ -74,6 +75,7 @@ struct Raw {
 /// Opens the files and joins the tensors of quantised matrices. Tensors for which `unused` is true are left out.
 pub(super) fn open(
     paths: &[PathBuf],
+    quantisation: &Quantisation,
     unused: fn(&str) -> bool,
 ) -> Result<(Vec<MappedFile>, StoredTensors), Error> {
     let (mut files, mut raw) = (Vec::with_capacity(paths.len()), BTreeMap::new());
@@ -94,122 +96,340 @@ pub(super) fn open(
         }
         files.push(file);
     }
-    Ok((files, join(raw)?))
+    let joined = Join { files: &files, quantisation, raw, joined: StoredTensors::new() }.run()?;
+    Ok((files, joined))
 }
 
-fn join(mut raw: BTreeMap<String, Raw>) -> Result<StoredTensors, Error> {
-    let mut tensors = StoredTensors::new();
-    let names: Vec<String> = raw.keys().cloned().collect();
-    for name in &names {
-        if let Some(stem) = name.strip_suffix("_blocks") {
-            join_mxfp4_blocks(stem, &mut raw, &mut tensors)?;
-        } else if let Some(stem) = name.strip_suffix(".weight_packed") {
-            join_fp4(stem, name, &mut raw, &mut tensors)?;
-        } else if let (Some(stem), Some(Dtype::U8)) =
-            (name.strip_suffix(".weight"), raw.get(name).map(|raw| raw.dtype))
-        {
-            join_fp4(stem, name, &mut raw, &mut tensors)?;
+/// Joins the tensors of quantised matrices.
+struct Join<'a> {
+    files: &'a [MappedFile],
+    quantisation: &'a Quantisation,
+    /// What is not joined yet.
+    raw: BTreeMap<String, Raw>,
+    joined: StoredTensors,
+}
+
+impl Join<'_> {
+    fn run(mut self) -> Result<StoredTensors, Error> {
+        let names: Vec<(String, Dtype)> =
+            self.raw.iter().map(|(name, raw)| (name.clone(), raw.dtype)).collect();
+        for (name, dtype) in &names {
+            if let Some(stem) = name.strip_suffix("_blocks") {
+                self.mxfp4_blocks(stem)?;
+            } else if let Some(stem) = name.strip_suffix(".weight_packed") {
+                match dtype {
+                    Dtype::I32 => self.packed_integers(stem, name)?,
+                    _ => self.fp4(stem, name)?,
+                }
+            } else if let Some(stem) = name.strip_suffix(".qweight") {
+                self.gptq_or_awq(stem, name)?;
+            } else if let Some(stem) = name.strip_suffix(".weight") {
+                match dtype {
+                    Dtype::U8 => self.fp4(stem, name)?,
+                    Dtype::F8_E4M3 => self.bytes(stem, name, GgmlType::FP8)?,
+                    Dtype::I8 => self.bytes(stem, name, GgmlType::INT8)?,
+                    _ => {}
+                }
+            }
         }
+        for (name, Raw { dtype, shape, bytes }) in self.raw {
+            let ty = match dtype {
+                Dtype::F32 => GgmlType::F32,
+                Dtype::F16 => GgmlType::F16,
+                Dtype::BF16 => GgmlType::BF16,
+                found => return Err(CheckpointError::TensorType { tensor: name, found }.into()),
+            };
+            self.joined.insert(name, StoredTensor { ty, shape, bytes });
+        }
+        Ok(self.joined)
     }
-    for (name, Raw { dtype, shape, bytes }) in raw {
-        let ty = match dtype {
-            Dtype::F32 => GgmlType::F32,
-            Dtype::F16 => GgmlType::F16,
-            Dtype::BF16 => GgmlType::BF16,
-            found => return Err(CheckpointError::TensorType { tensor: name, found }.into()),
+
+    fn take(&mut self, name: &str) -> Result<Raw, Error> {
+        self.raw.remove(name).ok_or_else(|| Error::MissingTensor { tensor: name.to_owned() })
+    }
+
+    /// Joins the codes `name` of two values in a byte with their scales: E4M3 for 16 values and one of the whole
+    /// matrix (NVFP4), or E8M0 for 32 values (MXFP4).
+    fn fp4(&mut self, stem: &str, name: &str) -> Result<(), Error> {
+        let codes = self.take(name)?;
+        let unsupported = || CheckpointError::TensorType { tensor: name.to_owned(), found: codes.dtype };
+        let scales = self.raw.remove(&format!("{stem}.weight_scale")).ok_or_else(unsupported)?;
+        let (&[rows, packed], Dtype::U8) = (codes.shape.as_slice(), codes.dtype) else {
+            return Err(unsupported().into());
         };
-        tensors.insert(name, StoredTensor { ty, shape, bytes });
+        let cols = packed.saturating_mul(2);
+        let (ty, group) = match scales.dtype {
+            Dtype::F8_E4M3 => (GgmlType::NVFP4, 16),
+            Dtype::U8 => (GgmlType::MXFP4, 32),
+            _ => return Err(unsupported().into()),
+        };
+        check_columns(name, cols, ty)?;
+        check_scales(name, &scales.shape, &[rows, cols / group])?;
+        let (codes, scales) = (Box::new(codes.bytes), Box::new(scales.bytes));
+        let bytes = match ty {
+            GgmlType::NVFP4 => {
+                // One divides by its scale, the other multiplies.
+                let (divisor, factor) =
+                    (format!("{stem}.weight_global_scale"), format!("{stem}.weight_scale_2"));
+                let scale = match self.raw.remove(&divisor) {
+                    Some(scale) => scalar(stem, scale, FloatMap::Reciprocal)?,
+                    None => scalar(stem, self.take(&factor)?, FloatMap::Same)?,
+                };
+                self.joined.insert(format!("{stem}.scale"), scale);
+                Conversion::Nvfp4 { codes, scales }
+            }
+            _ => Conversion::Mxfp4 { codes, scales },
+        };
+        self.insert(stem, StoredTensor { ty, shape: vec![rows, cols], bytes })
     }
-    Ok(tensors)
-}
 
-/// Joins the codes `name` of two values in a byte with their scales: E4M3 for 16 values and one of the whole matrix
-/// (NVFP4), or E8M0 for 32 values (MXFP4).
-fn join_fp4(
-    stem: &str,
-    name: &str,
-    raw: &mut BTreeMap<String, Raw>,
-    tensors: &mut StoredTensors,
-) -> Result<(), Error> {
-    let Some(codes) = raw.remove(name) else { return Ok(()) };
-    let unsupported = || CheckpointError::TensorType { tensor: name.to_owned(), found: codes.dtype };
-    let scales = raw.remove(&format!("{stem}.weight_scale")).ok_or_else(unsupported)?;
-    let (&[rows, packed], Dtype::U8) = (codes.shape.as_slice(), codes.dtype) else {
-        return Err(unsupported().into());
-    };
-    let cols = packed.saturating_mul(2);
-    let (ty, group) = match scales.dtype {
-        Dtype::F8_E4M3 => (GgmlType::NVFP4, 16),
-        Dtype::U8 => (GgmlType::MXFP4, 32),
-        _ => return Err(unsupported().into()),
-    };
-    check_fp4(name, cols, ty)?;
-    if scales.shape != [rows, cols / group] {
-        let expected = vec![rows, cols / group];
-        return Err(
-            CheckpointError::ScaleShape { tensor: name.to_owned(), found: scales.shape, expected }.into()
-        );
-    }
-    let (codes, scales) = (Box::new(codes.bytes), Box::new(scales.bytes));
-    let bytes = match ty {
-        GgmlType::NVFP4 => {
-            // One divides by its scale, the other multiplies.
-            let (divisor, factor) = (format!("{stem}.weight_global_scale"), format!("{stem}.weight_scale_2"));
-            let (scale, map) = match raw.remove(&divisor) {
-                Some(scale) => (Some(scale), FloatMap::Reciprocal),
-                None => (raw.remove(&factor), FloatMap::Same),
-            };
-            let scale = scale.ok_or(Error::MissingTensor { tensor: factor })?;
-            let scale = scalar(stem, scale, map)?;
-            tensors.insert(format!("{stem}.scale"), scale);
-            Conversion::Nvfp4 { codes, scales }
+    /// Inserts the matrix of a module, and its scales of activations, which are for engines that quantise these.
+    fn insert(&mut self, stem: &str, matrix: StoredTensor) -> Result<(), Error> {
+        for part in ["input_scale", "input_global_scale", "k_scale", "v_scale"] {
+            if let Some(scale) = self.raw.remove(&format!("{stem}.{part}")) {
+                let (part, map) = match part {
+                    "input_global_scale" => ("input_scale", FloatMap::Reciprocal),
+                    part => (part, FloatMap::Same),
+                };
+                self.joined.insert(format!("{stem}.{part}"), scalar(stem, scale, map)?);
+            }
         }
-        _ => Conversion::Mxfp4 { codes, scales },
-    };
-    // Scales of activations, for engines that quantise them.
-    for part in ["input_scale", "input_global_scale", "k_scale", "v_scale"] {
-        if let Some(scale) = raw.remove(&format!("{stem}.{part}")) {
-            let (part, map) = match part {
-                "input_global_scale" => ("input_scale", FloatMap::Reciprocal),
-                part => (part, FloatMap::Same),
-            };
-            tensors.insert(format!("{stem}.{part}"), scalar(stem, scale, map)?);
+        self.joined.insert(format!("{stem}.weight"), matrix);
+        Ok(())
+    }
+
+    /// Joins E4M3 values, or signed bytes, with the scales of the matrix, of each row, or of blocks.
+    fn bytes(&mut self, stem: &str, name: &str, ty: GgmlType) -> Result<(), Error> {
+        let codes = self.take(name)?;
+        let unsupported = || CheckpointError::TensorType { tensor: name.to_owned(), found: codes.dtype };
+        let &[rows, cols] = codes.shape.as_slice() else { return Err(unsupported().into()) };
+        check_columns(name, cols, ty)?;
+        let scales = match self.raw.remove(&format!("{stem}.weight_scale_inv")) {
+            Some(scales) => scales,
+            None => self.raw.remove(&format!("{stem}.weight_scale")).ok_or_else(unsupported)?,
+        };
+        let [row_block, col_block] = self.quantisation.block;
+        let grid = [rows.div_ceil(row_block), cols.div_ceil(col_block)];
+        let block = match *scales.shape.as_slice() {
+            [] | [1] => [rows, cols],
+            [found] | [found, 1] if found == rows => [1, cols],
+            [1, 1] if grid != [1, 1] => [rows, cols],
+            _ => {
+                check_scales(name, &scales.shape, &grid)?;
+                [row_block, col_block]
+            }
+        };
+        self.scaled(
+            stem,
+            Scaled {
+                tensor: name.to_owned(),
+                ty,
+                codes: codes.bytes,
+                rows,
+                cols,
+                scales: floats(stem, scales.dtype, scales.bytes)?,
+                block,
+                zeros: None,
+                more: 0,
+            },
+        )
+    }
+
+    fn scaled(&mut self, stem: &str, scaled: Scaled) -> Result<(), Error> {
+        let (ty, shape) = (scaled.ty, vec![scaled.rows, scaled.cols]);
+        self.insert(stem, StoredTensor { ty, shape, bytes: Conversion::Scaled(Box::new(scaled)) })
+    }
+
+    /// Joins compressed-tensors' integers in words of 32 bits: offset by half of their range, or with zero points.
+    fn packed_integers(&mut self, stem: &str, name: &str) -> Result<(), Error> {
+        let codes = self.take(name)?;
+        let unsupported = || CheckpointError::TensorType { tensor: name.to_owned(), found: codes.dtype };
+        let scales = self.take(&format!("{stem}.weight_scale"))?;
+        let shape = self.take(&format!("{stem}.weight_shape"))?;
+        let shape = self.integers(stem, &shape)?;
+        let (&[rows, words], &[_, cols]) = (codes.shape.as_slice(), shape.as_slice()) else {
+            return Err(unsupported().into());
+        };
+        let bits = match (words.checked_mul(8), words.checked_mul(4)) {
+            (Some(four), _) if four == cols => 4,
+            (_, Some(eight)) if eight == cols => 8,
+            _ => return Err(unsupported().into()),
+        };
+        let &[scale_rows, groups] = scales.shape.as_slice() else { return Err(unsupported().into()) };
+        check_scales(name, &[scale_rows], &[rows])?;
+        let group = group_of(name, cols, groups)?;
+        self.ordered(stem, &format!("{stem}.weight_g_idx"), group)?;
+        let zeros = self.raw.remove(&format!("{stem}.weight_zero_point"));
+        let ty = match (bits, &zeros) {
+            (8, _) => GgmlType::INT8,
+            (_, None) => GgmlType::INT4,
+            (_, Some(_)) => GgmlType::INT5,
+        };
+        let zeros = match zeros {
+            // Packed along the outputs.
+            Some(zeros) => {
+                check_scales(name, &zeros.shape, &[rows.div_ceil(32 / u64::from(bits)), groups])?;
+                let of = Box::new(zeros.bytes);
+                Some(Conversion::Unpacked { of, packing: Packing::Rows { bits }, rows, cols: groups })
+            }
+            None => (bits == 8).then(|| Conversion::Literal(vec![128])),
+        };
+        let packing = Packing::Columns { bits };
+        self.scaled(
+            stem,
+            Scaled {
+                tensor: name.to_owned(),
+                ty,
+                codes: Conversion::Unpacked { of: Box::new(codes.bytes), packing, rows, cols },
+                rows,
+                cols,
+                scales: floats(stem, scales.dtype, scales.bytes)?,
+                block: [1, group],
+                zeros,
+                more: 0,
+            },
+        )
+    }
+
+    /// Joins GPTQ's or AWQ's codes with their scales and zero points, all of which have the inputs first.
+    fn gptq_or_awq(&mut self, stem: &str, name: &str) -> Result<(), Error> {
+        let codes = self.take(name)?;
+        let Quantisation { awq, zeros_less_one, symmetric, bits, .. } = *self.quantisation;
+        let unsupported = || CheckpointError::TensorType { tensor: name.to_owned(), found: codes.dtype };
+        let (scales, zeros) = (self.take(&format!("{stem}.scales"))?, self.take(&format!("{stem}.qzeros"))?);
+        let (&[first, second], &[groups, outputs]) = (codes.shape.as_slice(), scales.shape.as_slice()) else {
+            return Err(unsupported().into());
+        };
+        let per_word = 32 / u64::from(bits);
+        let (cols, rows) =
+            if awq { (first, second.saturating_mul(8)) } else { (first.saturating_mul(per_word), second) };
+        check_scales(name, &[outputs], &[rows])?;
+        check_scales(name, &zeros.shape, &[groups, rows.div_ceil(per_word)])?;
+        if !rows.is_multiple_of(per_word) {
+            return Err(
+                CheckpointError::Columns { tensor: name.to_owned(), found: rows, block: per_word }.into()
+            );
         }
+        let group = group_of(name, cols, groups)?;
+        self.ordered(stem, &format!("{stem}.g_idx"), group)?;
+        let codes_packing = if awq { Packing::Outputs } else { Packing::Inputs { bits } };
+        let upright = |of: Conversion, size: u64| Conversion::Transposed {
+            of: Box::new(of),
+            rows: groups,
+            cols: rows,
+            size,
+        };
+        let of = Box::new(zeros.bytes);
+        let zeros = match awq {
+            true => Conversion::Unpacked { of, packing: Packing::Outputs, rows, cols: groups },
+            false => upright(
+                Conversion::Unpacked { of, packing: Packing::Columns { bits }, rows: groups, cols: rows },
+                1,
+            ),
+        };
+        let size = if scales.dtype == Dtype::F32 { 4 } else { 2 };
+        self.scaled(
+            stem,
+            Scaled {
+                tensor: name.to_owned(),
+                ty: match (bits, symmetric) {
+                    (8, _) => GgmlType::INT8,
+                    (_, true) => GgmlType::INT4,
+                    (_, false) => GgmlType::INT5,
+                },
+                codes: Conversion::Unpacked { of: Box::new(codes.bytes), packing: codes_packing, rows, cols },
+                rows,
+                cols,
+                scales: floats(stem, scales.dtype, upright(scales.bytes, size))?,
+                block: [1, group],
+                zeros: Some(zeros),
+                more: u8::from(zeros_less_one),
+            },
+        )
     }
-    tensors.insert(format!("{stem}.weight"), StoredTensor { ty, shape: vec![rows, cols], bytes });
-    Ok(())
+
+    /// Refuses columns whose groups are not consecutive, which `name` says if it is there.
+    fn ordered(&mut self, stem: &str, name: &str, group: u64) -> Result<(), Error> {
+        let Some(raw) = self.raw.remove(name) else { return Ok(()) };
+        let groups = self.integers(stem, &raw)?;
+        let in_order = groups.iter().enumerate().all(|(col, &found)| found == col as u64 / group);
+        if in_order { Ok(()) } else { Err(CheckpointError::Order { tensor: name.to_owned() }.into()) }
+    }
+
+    /// The values of a small tensor of integers.
+    fn integers(&self, stem: &str, raw: &Raw) -> Result<Vec<u64>, Error> {
+        let bytes = raw.bytes.bytes(self.files)?;
+        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        let size = match raw.dtype {
+            Dtype::I64 => 8,
+            Dtype::I32 => 4,
+            found => {
+                return Err(CheckpointError::TensorType {
+                    tensor: format!("{stem}'s shape or order"),
+                    found,
+                }
+                .into());
+            }
+        };
+        Ok(bytes.chunks_exact(size).map(number).collect())
+    }
+
+    /// Joins gpt-oss's experts: codes `[experts, rows, blocks, 16]` and scales `[experts, rows, blocks]`.
+    fn mxfp4_blocks(&mut self, stem: &str) -> Result<(), Error> {
+        let name = format!("{stem}_blocks");
+        let (codes, scales) = (self.take(&name)?, self.take(&format!("{stem}_scales"))?);
+        let (&[experts, rows, blocks, 16], Dtype::U8, Dtype::U8) =
+            (codes.shape.as_slice(), codes.dtype, scales.dtype)
+        else {
+            return Err(CheckpointError::TensorType { tensor: name, found: codes.dtype }.into());
+        };
+        check_scales(&name, &scales.shape, &[experts, rows, blocks])?;
+        let bytes = Conversion::Mxfp4 { codes: Box::new(codes.bytes), scales: Box::new(scales.bytes) };
+        let shape = vec![experts, rows, blocks.saturating_mul(32)];
+        self.joined.insert(stem.to_owned(), StoredTensor { ty: GgmlType::MXFP4, shape, bytes });
+        Ok(())
+    }
 }
 
-/// Joins gpt-oss's experts: codes `[experts, rows, blocks, 16]` and scales `[experts, rows, blocks]`.
-fn join_mxfp4_blocks(
-    stem: &str,
-    raw: &mut BTreeMap<String, Raw>,
-    tensors: &mut StoredTensors,
-) -> Result<(), Error> {
-    let (name, scales) = (format!("{stem}_blocks"), format!("{stem}_scales"));
-    let Some(codes) = raw.remove(&name) else { return Ok(()) };
-    let scales = raw.remove(&scales).ok_or(Error::MissingTensor { tensor: scales })?;
-    let (&[experts, rows, blocks, 16], Dtype::U8, Dtype::U8) =
-        (codes.shape.as_slice(), codes.dtype, scales.dtype)
-    else {
-        return Err(CheckpointError::TensorType { tensor: name, found: codes.dtype }.into());
-    };
-    if scales.shape != [experts, rows, blocks] {
-        let expected = vec![experts, rows, blocks];
-        return Err(CheckpointError::ScaleShape { tensor: name, found: scales.shape, expected }.into());
-    }
-    let bytes = Conversion::Mxfp4 { codes: Box::new(codes.bytes), scales: Box::new(scales.bytes) };
-    let shape = vec![experts, rows, blocks.saturating_mul(32)];
-    tensors.insert(stem.to_owned(), StoredTensor { ty: GgmlType::MXFP4, shape, bytes });
-    Ok(())
-}
-
-fn check_fp4(tensor: &str, cols: u64, ty: GgmlType) -> Result<(), Error> {
+fn check_columns(tensor: &str, cols: u64, ty: GgmlType) -> Result<(), Error> {
     let block = ty.block_len() as u64;
     match cols.is_multiple_of(block) && cols > 0 {
         true => Ok(()),
         false => Err(CheckpointError::Columns { tensor: tensor.to_owned(), found: cols, block }.into()),
     }
+}
+
+fn check_scales(tensor: &str, found: &[u64], expected: &[u64]) -> Result<(), Error> {
+    match found == expected {
+        true => Ok(()),
+        false => Err(CheckpointError::ScaleShape {
+            tensor: tensor.to_owned(),
+            found: found.to_vec(),
+            expected: expected.to_vec(),
+        }
+        .into()),
+    }
+}
+
+/// Columns of a group, a multiple of 32.
+fn group_of(tensor: &str, cols: u64, groups: u64) -> Result<u64, Error> {
+    let group = cols.checked_div(groups).filter(|group| group.saturating_mul(groups) == cols);
+    let group = group.filter(|group| *group > 0 && group.is_multiple_of(32));
+    group.ok_or_else(|| {
+        CheckpointError::Columns { tensor: tensor.to_owned(), found: cols, block: groups.saturating_mul(32) }
+            .into()
+    })
+}
+
+/// Scales as F32.
+fn floats(stem: &str, dtype: Dtype, of: Conversion) -> Result<Conversion, Error> {
+    let from = match dtype {
+        Dtype::F32 => return Ok(of),
+        Dtype::F16 => FloatType::F16,
+        Dtype::BF16 => FloatType::BF16,
+        found => return Err(CheckpointError::TensorType { tensor: format!("{stem}'s scale"), found }.into()),
+    };
+    Ok(Conversion::Floats { of: Box::new(of), from, map: FloatMap::Same })
 }
 
 /// A scale of one element, or of one for each expert, as F32.

@@ -65,6 +65,7 @@ macro_rules! quantised {
                     assert_eq!(plain, stringify!($levels) == "PLAIN");
                     assert_eq!(if plain && bits < 8 { scheme.offset } else { 0 }, $offset, "{ty}");
                     let scaling = match scheme.scaling {
+                        Scaling::F32 => "F32",
                         Scaling::F16 => "F16",
                         Scaling::F16Min => "F16_MIN",
                         Scaling::E8m0 => "E8M0",

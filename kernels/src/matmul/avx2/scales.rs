@@ -7,9 +7,9 @@ use std::arch::x86_64::{
     __m128i, __m256, __m256i, _mm_loadl_epi64, _mm_loadu_si128, _mm256_add_epi32, _mm256_and_si256,
     _mm256_blendv_epi8, _mm256_castsi256_ps, _mm256_cmpgt_epi32, _mm256_cvtepi8_epi16, _mm256_cvtepi8_epi32,
     _mm256_cvtepi32_ps, _mm256_cvtepu8_epi16, _mm256_cvtepu8_epi32, _mm256_cvtph_ps, _mm256_fmadd_ps,
-    _mm256_fnmadd_ps, _mm256_madd_epi16, _mm256_mul_ps, _mm256_mullo_epi32, _mm256_set1_epi16,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_slli_epi32, _mm256_sllv_epi32,
-    _mm256_srai_epi32, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_sub_epi32,
+    _mm256_fnmadd_ps, _mm256_loadu_ps, _mm256_madd_epi16, _mm256_mul_ps, _mm256_mullo_epi32,
+    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_slli_epi32,
+    _mm256_sllv_epi32, _mm256_srai_epi32, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_sub_epi32,
 };
 
 /// A kind of scales. All functions need AVX2, FMA and F16C.
@@ -152,6 +152,33 @@ macro_rules! from_zero {
             unsafe { [_mm256_setzero_si256(); 2] }
         }
     };
+}
+
+/// f32 scale per 32.
+pub(super) struct F32<const OFFSET: i32>;
+
+/// f32 scale per 32 of E4M3 values, for products with f32 activations alone.
+pub(super) type E4m3 = F32<0>;
+
+impl<const OFFSET: i32> Scales for F32<OFFSET> {
+    const HEADER: bool = false;
+    const BYTES: usize = 64;
+    scale_only!();
+
+    #[inline(always)]
+    unsafe fn block(_: *const u8, at: *const u8, first: usize) -> __m256 {
+        // SAFETY: the caller's contract.
+        unsafe { _mm256_loadu_ps(at.add(4 * first).cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn start(a: *const QuantizedBlock) -> [__m256i; 2] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let zero = _mm256_setzero_si256();
+            [if OFFSET == 128 { zero } else { minus_offset_sum::<OFFSET>(a) }, zero]
+        }
+    }
 }
 
 /// f16 scale per 32.

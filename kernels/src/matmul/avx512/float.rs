@@ -12,9 +12,9 @@ use crate::aligned::CACHE_LINE;
 use crate::quant::GgmlType;
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512,
-    _mm512_castsi512_ps, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps,
-    _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
-    _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
+    _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
+    _mm512_srli_epi32, _mm512_storeu_ps,
 };
 
 /// Calls `$kernel::<.., N>` for the tokens of the call, at most eight at a time.
@@ -74,7 +74,6 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
     let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
     let mut at = call.panel;
     let mut activations = call.activations;
-    let offset = _mm512_set1_epi32(S::OFFSET);
     let all = call.cols / BLOCK;
     let mut header = at;
     let per_cluster = cluster_blocks(S::BYTES);
@@ -93,7 +92,8 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
                 let (scale, added) = affine[group / 4];
                 let weight = |shifted: __m512i| {
                     let code = _mm512_and_si512(shifted, _mm512_set1_epi32(255));
-                    let product = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, offset)), scale);
+                    // SAFETY: the function's target features.
+                    let product = _mm512_mul_ps(unsafe { S::level(code) }, scale);
                     if S::ADDED { _mm512_add_ps(product, added) } else { product }
                 };
                 let w = [

@@ -5,11 +5,12 @@ use super::super::activations::QuantizedBlock;
 use std::arch::x86_64::{
     __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_and_si512,
     _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmplt_epu32_mask, _mm512_cvtepi8_epi16,
-    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16, _mm512_cvtepu8_epi32, _mm512_cvtph_ps,
-    _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32,
-    _mm512_mul_ps, _mm512_mullo_epi32, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_set1_ps,
-    _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi32, _mm512_sllv_epi32, _mm512_srai_epi32,
-    _mm512_srli_epi16, _mm512_srli_epi32, _mm512_sub_epi32, _mm512_xor_si512,
+    _mm512_cvtepi8_epi32, _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16,
+    _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps,
+    _mm512_loadu_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32, _mm512_mul_ps, _mm512_mullo_epi32,
+    _mm512_or_si512, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_setzero_si512, _mm512_slli_epi32, _mm512_sllv_epi32, _mm512_srai_epi32, _mm512_srli_epi16,
+    _mm512_srli_epi32, _mm512_sub_epi32, _mm512_xor_si512,
 };
 
 /// A kind of scales. All functions need AVX-512 F, BW, DQ, VL and VNNI.
@@ -51,6 +52,16 @@ pub(super) trait Scales {
         block: &Self::Block,
         a: *const QuantizedBlock,
     ) -> __m512;
+
+    /// Levels of codes, one in each lane.
+    ///
+    /// # Safety
+    /// None beyond the instruction set.
+    #[inline(always)]
+    unsafe fn level(code: __m512i) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe { _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(Self::OFFSET))) }
+    }
 
     /// Scale and added min of the weights of both halves.
     ///
@@ -206,6 +217,48 @@ macro_rules! whole_block {
             [*block; 2]
         }
     };
+}
+
+/// f32 scale per 32.
+pub(super) struct F32<const OFFSET: i32>;
+
+impl<const OFFSET: i32> Scales for F32<OFFSET> {
+    const BYTES: usize = 64;
+    const HEADER: bool = false;
+    whole_block!(scale only, OFFSET);
+
+    #[inline(always)]
+    unsafe fn block(_: *const u8, at: *const u8) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe { _mm512_loadu_ps(at.cast()) }
+    }
+}
+
+/// f32 scale per 32 of E4M3 values. Their levels are no integers, so only the products with f32 activations use it.
+pub(super) struct E4m3;
+
+impl Scales for E4m3 {
+    const BYTES: usize = 64;
+    const HEADER: bool = false;
+    whole_block!(scale only, 0);
+
+    #[inline(always)]
+    unsafe fn block(_: *const u8, at: *const u8) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe { _mm512_loadu_ps(at.cast()) }
+    }
+
+    /// As an f16 with another bias: see `quant::e4m3`.
+    #[inline(always)]
+    unsafe fn level(code: __m512i) -> __m512 {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let sign = _mm512_slli_epi32::<8>(_mm512_and_si512(code, _mm512_set1_epi32(0x80)));
+            let size = _mm512_slli_epi32::<7>(_mm512_and_si512(code, _mm512_set1_epi32(0x7f)));
+            let half = _mm512_cvtepi32_epi16(_mm512_or_si512(sign, size));
+            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+        }
+    }
 }
 
 /// f16 scale per 32.
