@@ -13,9 +13,11 @@ use crate::{Error, ModelFile, ModelSpec};
 use source::Source;
 
 mod bert;
+mod cohere2;
 mod decoder;
 mod ernie4_5_moe;
 mod ffn;
+mod gemma2;
 mod gemma3;
 mod gemma4;
 mod glm4;
@@ -25,6 +27,7 @@ mod granite;
 mod llama;
 mod minimax_m2;
 mod mistral3;
+mod nemotron_h;
 mod olmo2;
 mod phi3;
 mod qwen2;
@@ -55,7 +58,9 @@ const fn arch(name: &'static str, translate: fn(&Source<'_>) -> Result<ModelSpec
 /// Supported architectures, in alphabetical order.
 const ARCHES: &[Arch] = &[
     arch("bert", bert::translate),
+    arch("cohere2", cohere2::translate),
     arch("ernie4_5-moe", ernie4_5_moe::translate),
+    arch("gemma2", gemma2::translate),
     arch("gemma3", gemma3::translate),
     arch("gemma4", gemma4::translate),
     arch("glm4", glm4::translate),
@@ -67,6 +72,7 @@ const ARCHES: &[Arch] = &[
     arch("llama", llama::translate),
     arch("minimax-m2", minimax_m2::translate),
     arch("mistral3", mistral3::translate),
+    arch("nemotron_h", nemotron_h::translate),
     arch("olmo2", olmo2::translate),
     Arch { ignores: phi3::is_other_factors, ..arch("phi3", phi3::translate) },
     arch("qwen2", qwen2::translate),

@@ -27,6 +27,8 @@ mod weights;
 
 pub use text_files::tokenizer_metadata;
 
+/// Settings of sentence-transformers.
+const POOLING: &str = "1_Pooling/config.json";
 /// Longest file beside the weights, in bytes.
 const FILE_BYTES: u64 = 64 << 20;
 
@@ -111,8 +113,16 @@ pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
     metadata.insert("general.architecture", family.arch);
     let mut keys = Keys { config: &config, arch: family.arch, metadata };
     let made = (family.keys)(&mut keys, &stored)?;
+    let pools = folder.path.join(POOLING).exists();
+    if pools {
+        if family.arch != "qwen3" {
+            let needs = "a model of BERT or Qwen 3 beside it";
+            return Err(folder.setting(POOLING, "pooling_mode_*", family.arch.to_owned(), needs));
+        }
+        keys.set("pooling_type", folder.pooling(config.need_count("hidden_size")?)?);
+    }
     let metadata = keys.metadata;
-    let mut tensors = family.tensors(&config, stored)?;
+    let mut tensors = family.tensors(&config, stored, pools)?;
     for (name, tensor) in made {
         tensors.push(tensor.info(name.to_owned(), name.to_owned())?);
     }
@@ -214,7 +224,7 @@ impl Folder<'_> {
 
     /// GGUF's number of the pooling kind.
     fn pooling(&self, hidden: u64) -> Result<u32, Error> {
-        let file = "1_Pooling/config.json";
+        let file = POOLING;
         let config: PoolingConfig = self.json(file)?;
         if config.word_embedding_dimension != hidden {
             let found = config.word_embedding_dimension.to_string();

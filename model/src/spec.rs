@@ -183,6 +183,8 @@ pub struct LayerSpec {
     pub mixer_post_norm: Option<NormSpec>,
     /// Norm of the residual itself after the addition (post-norm encoders).
     pub mixer_out_norm: Option<NormSpec>,
+    /// Whether the FFN reads the mixer's normed input instead of the residual after the mixer.
+    pub parallel: bool,
     /// Norm of the residual before the FFN.
     pub ffn_norm: Option<NormSpec>,
     /// The FFN's parts; their sum is added.

@@ -105,6 +105,57 @@ fn safetensors() {
     });
 }
 
+/// Largest file of a checkpoint whose tensors a mutant has, in bytes.
+const MAX_CHECKPOINT: u64 = 4 << 20;
+
+/// Writes a Hugging Face folder: `{"config": CONFIG, "tensors": {NAME: [DTYPE, SHAPE]}}`, all values 0.
+fn write_checkpoint(folder: &std::path::Path, input: &[u8]) -> Option<()> {
+    let input: Value = serde_json::from_slice(input).ok()?;
+    let (mut header, mut end) = (Map::new(), 0_u64);
+    for (name, tensor) in input.get("tensors")?.as_object()? {
+        let (dtype, shape) = (tensor.get(0)?, tensor.get(1)?);
+        let size = match dtype.as_str()? {
+            "F32" | "I32" => 4,
+            "F16" | "BF16" => 2,
+            "I64" => 8,
+            _ => 1,
+        };
+        let dims = shape.as_array()?.iter().map(|dim| dim.as_u64().unwrap_or(0));
+        let bytes = dims.fold(size, u64::saturating_mul);
+        let start = end;
+        end = end.checked_add(bytes).filter(|end| *end <= MAX_CHECKPOINT)?;
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
+    }
+    let header = Value::Object(header).to_string();
+    let header = format!("{header:<0$}", header.len().next_multiple_of(8));
+    fs::write(folder.join("config.json"), input.get("config")?.to_string()).unwrap();
+    let path = folder.join("model.safetensors");
+    drop(fs::remove_file(&path));
+    let mut file = fs::File::create(&path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len(8 + header.len() as u64 + end).unwrap();
+    Some(())
+}
+
+#[test]
+fn checkpoint() {
+    let folder = scratch("checkpoint");
+    fuzz("checkpoint", Vec::new(), mutate::json, |input| {
+        if write_checkpoint(&folder, input).is_none() {
+            return "no folder".to_owned();
+        }
+        match ModelFile::open(&folder) {
+            Ok(file) => {
+                let data =
+                    file.tensors().map(|info| outcome(file.tensor_data(info.name()))).collect::<String>();
+                read_model(&file) + &data.replace("ok", "")
+            }
+            Err(error) => error.to_string().replace(folder.to_str().unwrap(), ""),
+        }
+    });
+}
+
 #[test]
 fn codec() {
     let messages = suite::samples::all();

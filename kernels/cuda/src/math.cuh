@@ -90,7 +90,7 @@ __device__ __forceinline__ float softplus_f32(float x) {
 }
 
 // The numbers are those of `gate_code` in Rust.
-enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, CLAMPED_SWIGLU };
+enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, RELU_SQUARED, CLAMPED_SWIGLU };
 
 __device__ __forceinline__ float gated(u32 gating, float gate, float up) {
     switch (gating) {
@@ -98,6 +98,11 @@ __device__ __forceinline__ float gated(u32 gating, float gate, float up) {
     case GELU_TANH: return __fmul_rn(gelu_tanh_f32(gate), up);
     case GELU_ERF: return __fmul_rn(gelu_erf_f32(gate), up);
     case SIGMOID: return __fmul_rn(sigmoid_f32(gate), up);
+    case RELU_SQUARED: {
+        // NaN stays NaN.
+        const float positive = gate < 0.0f ? 0.0f : gate;
+        return __fmul_rn(__fmul_rn(positive, positive), up);
+    }
     default: return clamped_swiglu_f32(gate, up);
     }
 }

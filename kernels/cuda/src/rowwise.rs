@@ -27,7 +27,8 @@ pub(super) const fn gate_code(activation: GateActivation) -> u32 {
         GateActivation::GeluTanh => 1,
         GateActivation::GeluErf => 2,
         GateActivation::Sigmoid => 3,
-        GateActivation::ClampedSwiglu => 4,
+        GateActivation::ReluSquared => 4,
+        GateActivation::ClampedSwiglu => 5,
     }
 }
 

@@ -90,6 +90,8 @@ pub struct AttentionOp {
     /// `[rows][heads * v_head_dim]`.
     pub out: BufferId,
     pub scale: f32,
+    /// `c`: scores become `c tanh(score / c)`.
+    pub softcap: Option<f32>,
     /// `[heads]`: one extra logit per head in the softmax, unscaled and without a value.
     pub sinks: Option<VectorId>,
     pub layer: KvLayerId,
@@ -176,6 +178,8 @@ pub enum GateActivation {
     /// GELU by the error function.
     GeluErf,
     Sigmoid,
+    /// `max(x, 0)^2`
+    ReluSquared,
     /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`; requires an `up`.
     ClampedSwiglu,
 }

@@ -93,7 +93,7 @@ pub(super) fn attention(backend: &mut CpuBackend, op: &AttentionOp) -> Result<()
         arena: &arena,
         layer_offset: layer.offset,
         scale: op.scale,
-        softcap: None,
+        softcap: op.softcap,
         sinks: op.sinks.map(|id| backend.vectors[id.0 as usize].as_slice()),
     };
     let (isa, scratch) = (backend.config.attention, &mut backend.scratch);

@@ -115,6 +115,7 @@ pub(super) fn gating(activation: GateActivation) -> Gating {
         GateActivation::GeluTanh => Gating::By(Activation::GeluTanh),
         GateActivation::GeluErf => Gating::By(Activation::GeluErf),
         GateActivation::Sigmoid => Gating::By(Activation::Sigmoid),
+        GateActivation::ReluSquared => Gating::By(Activation::ReluSquared),
         GateActivation::ClampedSwiglu => Gating::ClampedSwiglu,
     }
 }

@@ -20,6 +20,8 @@ pub enum Activation {
     GeluErf,
     /// 1 / (1 + e^-x)
     Sigmoid,
+    /// max(x, 0)^2
+    ReluSquared,
 }
 
 impl Activation {
@@ -30,6 +32,11 @@ impl Activation {
             Self::GeluTanh => simd::gelu_tanh(s, x),
             Self::GeluErf => simd::gelu_erf(s, x),
             Self::Sigmoid => simd::sigmoid(s, x),
+            Self::ReluSquared => {
+                // NaN stays NaN.
+                let positive = s.max(s.splat(0.0), x);
+                s.mul(positive, positive)
+            }
         }
     }
 }

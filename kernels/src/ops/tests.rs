@@ -165,6 +165,7 @@ proptest! {
             (Activation::GeluTanh, reference::gelu_tanh),
             (Activation::GeluErf, reference::gelu_erf),
             (Activation::Sigmoid, reference::sigmoid),
+            (Activation::ReluSquared, reference::relu_squared),
         ] {
             let out = on_every_isa(|isa| {
                 let mut out = x.clone();

@@ -70,6 +70,11 @@ fn erf(z: f64) -> f64 {
     2.0 / std::f64::consts::PI.sqrt() * (-z * z).exp() * sum
 }
 
+/// `max(x, 0)^2`
+pub fn relu_squared(x: f32) -> f64 {
+    f64::from(x).max(0.0).powi(2)
+}
+
 /// 1 / (1 + e^-x)
 pub fn sigmoid(x: f32) -> f64 {
     1.0 / (1.0 + (-f64::from(x)).exp())

@@ -14,6 +14,19 @@ use metadata::Strings;
 /// Number of token types; a key of the tokenizer.
 const TYPE_COUNT: &str = "tokenizer.ggml.token_type_count";
 
+/// Key of the pooling of vectors.
+pub(super) const POOLING_TYPE: &str = "pooling_type";
+
+/// The pooling with this number.
+pub(super) const fn pooling(number: usize) -> Option<Pooling> {
+    match number {
+        1 => Some(Pooling::Mean),
+        2 => Some(Pooling::First),
+        3 => Some(Pooling::Last),
+        _ => None,
+    }
+}
+
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let shape = Shape::read(source, Counting::default())?;
     let eps = source.require_positive("attention.layer_norm_epsilon")?;
@@ -112,6 +125,7 @@ impl Encoder<'_> {
             }),
             rope: None,
             scale: (dims.k as f32).sqrt().recip(),
+            softcap: None,
             sinks: None,
             gate: None,
             o: linear("attn_output", heads * dims.v, self.hidden)?,
@@ -119,14 +133,13 @@ impl Encoder<'_> {
     }
 
     fn pooled(&self) -> Result<PooledSpec, Error> {
-        let key = "pooling_type";
-        let pooled = |pooling| PooledSpec { pooling, classifier: None };
-        match self.source.require_count(key, 0..=usize::MAX)? {
-            1 => Ok(pooled(Pooling::Mean)),
-            2 => Ok(pooled(Pooling::First)),
-            3 => Ok(pooled(Pooling::Last)),
-            4 => Ok(PooledSpec { pooling: Pooling::First, classifier: Some(self.classifier()?) }),
-            found => Err(self.source.refuse(key, found, "1 (mean), 2 (first), 3 (last) or 4 (rank)")),
+        let found = self.source.require_count(POOLING_TYPE, 0..=usize::MAX)?;
+        match (found, pooling(found)) {
+            (_, Some(pooling)) => Ok(PooledSpec { pooling, classifier: None }),
+            (4, None) => Ok(PooledSpec { pooling: Pooling::First, classifier: Some(self.classifier()?) }),
+            (found, None) => {
+                Err(self.source.refuse(POOLING_TYPE, found, "1 (mean), 2 (first), 3 (last) or 4 (rank)"))
+            }
         }
     }
 

@@ -105,6 +105,7 @@ impl<'a> Decoder<'a> {
             kv,
             rope,
             scale: scale.unwrap_or_else(|| (dims.k as f32).sqrt().recip()),
+            softcap: None,
             sinks: None,
             gate: None,
             o: self.linear(layer, "attn_output", heads * dims.v, self.shape.hidden)?,
@@ -142,8 +143,13 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The whole model, without a scale on the embedding.
+    /// A model that generates, without a scale on the embedding.
     pub(super) fn model(&self, layers: Vec<LayerSpec>, logits: LogitsSpec) -> ModelSpec {
+        self.whole(layers, OutputSpec::Logits(logits))
+    }
+
+    /// The whole model, without a scale on the embedding.
+    pub(super) fn whole(&self, layers: Vec<LayerSpec>, output: OutputSpec) -> ModelSpec {
         ModelSpec {
             arch: self.source.arch().to_owned(),
             vocab: self.shape.vocab,
@@ -152,7 +158,7 @@ impl<'a> Decoder<'a> {
             embedding: bare_embedding(),
             per_layer_input: None,
             layers,
-            output: OutputSpec::Logits(logits),
+            output,
         }
     }
 
@@ -183,6 +189,7 @@ pub(super) fn bare_layer(mixer: MixerSpec, ffn: Vec<FfnPart>) -> LayerSpec {
         mixer,
         mixer_post_norm: None,
         mixer_out_norm: None,
+        parallel: false,
         ffn_norm: None,
         ffn,
         ffn_post_norm: None,

@@ -84,7 +84,7 @@ fn rope(decoder: &Decoder<'_>) -> Result<Option<RopeSpec>, Error> {
 }
 
 /// Sizes of the Mamba-2 layers.
-struct Ssm {
+pub(super) struct Ssm {
     taps: usize,
     heads: usize,
     head_dim: usize,
@@ -93,7 +93,7 @@ struct Ssm {
 }
 
 impl Ssm {
-    fn read(source: &Source<'_>) -> Result<Self, Error> {
+    pub(super) fn read(source: &Source<'_>) -> Result<Self, Error> {
         let (group_key, inner_key) = ("ssm.group_count", "ssm.inner_size");
         let taps = source.require_count("ssm.conv_kernel", 1..=limits::CONV_TAPS)?;
         let heads = source.require_count("ssm.time_step_rank", 1..=limits::HEADS)?;
@@ -109,7 +109,7 @@ impl Ssm {
         Ok(Self { taps, heads, head_dim: inner / heads, groups, state })
     }
 
-    fn layer(&self, decoder: &Decoder<'_>, layer: usize) -> Result<Mamba2Spec, Error> {
+    pub(super) fn layer(&self, decoder: &Decoder<'_>, layer: usize) -> Result<Mamba2Spec, Error> {
         let (source, hidden) = (decoder.source, decoder.shape.hidden);
         // This bias is optional in other architectures.
         decoder.require(layer, &["ssm_conv1d.bias"])?;

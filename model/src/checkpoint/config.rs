@@ -7,6 +7,8 @@ use crate::Error;
 use metadata::{Metadata, Value};
 
 const FILE: &str = "config.json";
+/// Largest width of a head. Lists of frequencies are as long.
+pub(super) const MAX_HEAD_DIM: u64 = 1 << 14;
 
 /// The settings of a model's text part. Those of a `text_config` come before the outer ones.
 pub(super) struct Config<'a> {
@@ -17,7 +19,8 @@ pub(super) struct Config<'a> {
 
 impl<'a> Config<'a> {
     pub(super) fn read(folder: &'a Folder<'a>) -> Result<Self, Error> {
-        let mut outer: Map<String, Json> = folder.json(FILE)?;
+        let text = without_infinity(&folder.text(FILE)?);
+        let mut outer: Map<String, Json> = folder.parse(FILE, &text)?;
         let text = match outer.remove("text_config") {
             Some(Json::Object(text)) => text,
             _ => Map::new(),
@@ -130,6 +133,30 @@ impl<'a> Config<'a> {
     }
 }
 
+/// The text with `null` for the words `Infinity` and `NaN`, which Python writes and JSON does not know.
+fn without_infinity(text: &str) -> String {
+    let (mut result, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(at) = rest.find(['"', 'I', 'N', '-']) {
+        let (before, from) = rest.split_at(at);
+        result.push_str(before);
+        if let Some(string) = from.strip_prefix('"') {
+            let escaped = |(at, _): &(usize, char)| {
+                string[..*at].bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1
+            };
+            let end = string.char_indices().filter(|(_, c)| *c == '"').find(|found| !escaped(found));
+            let length = end.map_or(from.len(), |(at, _)| at + 2);
+            result.push_str(&from[..length]);
+            rest = &from[length..];
+            continue;
+        }
+        let word = ["-Infinity", "Infinity", "NaN"].into_iter().find(|word| from.starts_with(word));
+        let length = word.map_or(1, str::len);
+        result.push_str(if word.is_some() { "null" } else { &from[..length] });
+        rest = &from[length..];
+    }
+    result + rest
+}
+
 /// What `quantization_config` says beyond the tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Quantisation {
@@ -240,6 +267,11 @@ impl<'a> Keys<'a> {
 
     /// Keys that all decoders have, without those of the rotary embedding. Returns the number of layers.
     pub(super) fn decoder(&mut self) -> Result<u64, Error> {
+        self.decoder_with("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+    }
+
+    /// Like [`decoder`](Self::decoder), with another setting for the norms' epsilon.
+    pub(super) fn decoder_with(&mut self, eps: &str, eps_key: &str) -> Result<u64, Error> {
         let config = self.config;
         let layers = config.need_count("num_hidden_layers")?;
         let heads = config.need_count("num_attention_heads")?;
@@ -248,7 +280,7 @@ impl<'a> Keys<'a> {
         self.set("embedding_length", config.need_count("hidden_size")?);
         self.set("attention.head_count", heads);
         self.set("attention.head_count_kv", config.count("num_key_value_heads")?.unwrap_or(heads));
-        self.set("attention.layer_norm_rms_epsilon", config.need_number("rms_norm_eps")?);
+        self.set(eps_key, config.need_number(eps)?);
         self.counts(&[
             ("intermediate_size", "feed_forward_length"),
             ("head_dim", "attention.key_length"),
@@ -258,12 +290,20 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) fn head_dim(&self) -> Result<u64, Error> {
-        match self.config.count("head_dim")? {
-            Some(dim) => Ok(dim),
+        let key = "head_dim";
+        match self.config.count(key)? {
+            Some(dim) if dim <= MAX_HEAD_DIM => Ok(dim),
+            Some(dim) => Err(self.config.refuse(key, dim, format_args!("at most {MAX_HEAD_DIM}"))),
             None => {
                 let (hidden, heads) =
                     (self.config.need_count("hidden_size")?, self.config.need_count("num_attention_heads")?);
-                Ok(hidden / heads.max(1))
+                let dim = hidden / heads.max(1);
+                let needs = format_args!("at most {MAX_HEAD_DIM} for each head");
+                if dim <= MAX_HEAD_DIM {
+                    Ok(dim)
+                } else {
+                    Err(self.config.refuse("hidden_size", hidden, needs))
+                }
             }
         }
     }
@@ -297,11 +337,11 @@ impl<'a> Keys<'a> {
 
     /// Elements of a head that rotate.
     pub(super) fn rotating(&self, rope: &Rope<'_>) -> Result<u64, Error> {
-        if let Some(count) = self.config.count("rotary_dim")? {
-            return Ok(count);
-        }
         let dim = self.head_dim()?;
-        Ok(rope.partial.map_or(dim, |partial| (partial * dim as f64) as u64))
+        if let Some(count) = self.config.count("rotary_dim")? {
+            return Ok(count.min(dim));
+        }
+        Ok(rope.partial.map_or(dim, |partial| ((partial * dim as f64) as u64).min(dim)))
     }
 
     /// Keys of the rotary embedding. Returns its frequency factors, for `rope_freqs.weight`, if it has some.
@@ -389,5 +429,28 @@ impl Rope<'_> {
     pub(super) fn numbers(&self, key: &str) -> Option<Vec<f32>> {
         let number = |number: &Json| Some(number.as_f64()? as f32);
         self.map?.get(key)?.as_array()?.iter().map(number).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without_infinity;
+
+    #[test]
+    fn words_that_are_no_json_become_null() {
+        for (text, expected) in [
+            (
+                r#"{"a": [0.0, Infinity], "b": -Infinity, "c": NaN}"#,
+                r#"{"a": [0.0, null], "b": null, "c": null}"#,
+            ),
+            (
+                r#"{"Infinity": "NaN \" Infinity", "n": -1, "N": "\\"}"#,
+                r#"{"Infinity": "NaN \" Infinity", "n": -1, "N": "\\"}"#,
+            ),
+            (r#"{"a": "open Infinity"#, r#"{"a": "open Infinity"#),
+            ("", ""),
+        ] {
+            assert_eq!(without_infinity(text), expected);
+        }
     }
 }

@@ -18,6 +18,7 @@ mod gemma;
 mod gpt_oss;
 mod granite;
 mod mixtures;
+mod nemotron_h;
 mod qwen_hybrid;
 
 /// Tensors by the GGUF's names, which may have `{l}` for the layer.
@@ -36,6 +37,7 @@ pub(super) struct Family {
 
 /// All families, by architecture.
 const FAMILIES: &[&Family] = &[
+    &decoders::COHERE2,
     &decoders::GLM4,
     &decoders::LLAMA,
     &decoders::MISTRAL,
@@ -47,6 +49,7 @@ const FAMILIES: &[&Family] = &[
     &decoders::QWEN3_MOE,
     &decoders::SEED_OSS,
     &decoders::SMOLLM3,
+    &gemma::GEMMA2,
     &gemma::GEMMA3,
     &gemma::GEMMA4,
     &gpt_oss::GPT_OSS,
@@ -54,6 +57,7 @@ const FAMILIES: &[&Family] = &[
     &mixtures::ERNIE4_5_MOE,
     &mixtures::GLM4_MOE,
     &mixtures::MINIMAX_M2,
+    &nemotron_h::NEMOTRON_H,
     &qwen_hybrid::QWEN3_NEXT,
     &qwen_hybrid::QWEN3_5,
     &qwen_hybrid::QWEN3_5_MOE,
@@ -146,20 +150,22 @@ impl Family {
         })
     }
 
-    /// The tensors under the GGUF's names and in its form, by name.
+    /// The tensors under the GGUF's names and in its form, by name. `pools`: the model has no logits.
     pub(super) fn tensors(
         &self,
         config: &Config<'_>,
         stored: StoredTensors,
+        pools: bool,
     ) -> Result<Vec<TensorInfo>, Error> {
         let mut renamed = Renamed::default();
-        let tied = config.ties_embeddings(false);
+        // An output matrix that nothing uses.
+        let unused_head = pools || config.ties_embeddings(false);
         let layers = config.need_count("num_hidden_layers")?;
         let mut left_out = 0_usize;
         for (name, tensor) in stored {
             let plain = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(&name);
             let plain = &*of_mtp_head(plain, layers);
-            if tied && plain.starts_with("lm_head.") {
+            if unused_head && plain.starts_with("lm_head.") {
                 continue;
             }
             if OTHER_INPUTS.iter().any(|part| plain.starts_with(part)) {
@@ -344,8 +350,8 @@ impl StoredTensor {
     }
 
     fn shaped(mut self, shape: &[u64]) -> Self {
-        let all: u64 = self.shape.iter().product();
-        let given: u64 = shape.iter().filter(|&&dim| dim != 0).product();
+        let all = elements(&self.shape);
+        let given: u64 = shape.iter().filter(|&&dim| dim != 0).fold(1, |all, &dim| all.saturating_mul(dim));
         self.shape = shape.iter().map(|&dim| if dim == 0 { all / given.max(1) } else { dim }).collect();
         self
     }
@@ -353,13 +359,13 @@ impl StoredTensor {
     /// Rows (of the second last dimension) of each matrix, in the order of `runs`.
     fn rows(&self, runs: &[(u64, u64)]) -> Self {
         let (mut shape, depth) = (self.shape.clone(), self.shape.len().saturating_sub(2));
-        let matrices: u64 = shape[..depth].iter().product();
+        let matrices = elements(&shape[..depth]);
         let rows = shape.get(depth).copied().unwrap_or(1);
         let picked = runs.iter().map(|(start, end)| end - start).sum();
         if let Some(rows) = shape.get_mut(depth) {
             *rows = picked;
         }
-        let row_bytes = self.bytes.len() / (matrices * rows).max(1);
+        let row_bytes = self.bytes.len() / matrices.saturating_mul(rows).max(1);
         let of_matrix =
             |matrix: u64| runs.iter().map(move |(start, end)| (matrix * rows + start, matrix * rows + end));
         let runs = (0..matrices).flat_map(of_matrix).collect();
@@ -376,6 +382,11 @@ impl StoredTensor {
         let dims = if shape.is_empty() { vec![1] } else { shape.into_iter().rev().collect() };
         Ok(TensorInfo { name, ty, dims, bytes: bytes.len(), source: bytes })
     }
+}
+
+/// Number of elements. Saturates, since a shape with a 0 is only refused later.
+fn elements(shape: &[u64]) -> u64 {
+    shape.iter().fold(1, |all, &dim| all.saturating_mul(dim))
 }
 
 /// No tensors but those of the files.

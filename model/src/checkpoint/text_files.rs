@@ -89,7 +89,7 @@ fn add_templates(folder: &Folder<'_>, template: Option<Json>, metadata: &mut Met
 }
 
 impl Folder<'_> {
-    fn parse(&self, file: &str, text: &str) -> Result<Map<String, Json>, Error> {
+    pub(super) fn parse(&self, file: &str, text: &str) -> Result<Map<String, Json>, Error> {
         serde_json::from_str(text)
             .map_err(|source| CheckpointError::Json { path: self.path.join(file), source }.into())
     }

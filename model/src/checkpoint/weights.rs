@@ -440,7 +440,7 @@ fn scalar(stem: &str, raw: Raw, map: FloatMap) -> Result<StoredTensor, Error> {
         Dtype::BF16 => FloatType::BF16,
         found => return Err(CheckpointError::TensorType { tensor: format!("{stem}'s scale"), found }.into()),
     };
-    let elements = raw.shape.iter().product::<u64>();
+    let elements = raw.shape.iter().fold(1_u64, |all, &dim| all.saturating_mul(dim));
     if elements != 1 {
         let tensor = format!("{stem}'s scale");
         return Err(CheckpointError::ScaleShape { tensor, found: raw.shape, expected: vec![1] }.into());

@@ -111,6 +111,7 @@ fn activation(activation: Activation) -> &'static str {
         Activation::Silu => "SiLU",
         Activation::GeluTanh => "GELU",
         Activation::GeluErf => "GELU by erf",
+        Activation::ReluSquared => "squared ReLU",
         Activation::ClampedSwiglu => "clamped SwiGLU",
     }
 }

@@ -9,6 +9,8 @@ pub enum Activation {
     GeluTanh,
     /// GELU by the error function.
     GeluErf,
+    /// `max(x, 0)^2`
+    ReluSquared,
     /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`: gpt-oss, gated only.
     ClampedSwiglu,
 }

@@ -34,6 +34,8 @@ pub struct AttentionSpec {
     /// Rotary embedding of q and k.
     pub rope: Option<RopeSpec>,
     pub scale: f32,
+    /// `c`: scores become `c tanh(score / c)`.
+    pub softcap: Option<f32>,
     /// Name of a `[heads]` tensor: one more logit per head, not scaled and without a value, takes part in the
     /// softmax.
     pub sinks: Option<String>,

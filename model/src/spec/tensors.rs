@@ -91,6 +91,7 @@ impl LayerSpec {
             mixer,
             mixer_post_norm,
             mixer_out_norm,
+            parallel: _,
             ffn_norm,
             ffn,
             ffn_post_norm,

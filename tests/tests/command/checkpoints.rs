@@ -26,7 +26,9 @@ fn folders() -> Vec<(String, PathBuf)> {
     let is_other = |path: &PathBuf| {
         others.iter().any(|prefix| path.file_name().unwrap().to_string_lossy().starts_with(prefix))
     };
-    let with_prompts = |path: &PathBuf| path.join("ref.safetensors").exists() && !is_other(path);
+    let with_prompts = |path: &PathBuf| {
+        path.join("ref.safetensors").exists() && !path.join("1_Pooling").exists() && !is_other(path)
+    };
     paths.into_iter().filter(with_prompts).map(named).collect()
 }
 

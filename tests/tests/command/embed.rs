@@ -54,6 +54,32 @@ fn vectors_of_tokens_and_their_mean_are_the_references() {
     }
 }
 
+/// Folders of Hugging Face repositories that have a pooling; the committed set and all of the oracle's, as for
+/// `checkpoints`.
+#[test]
+fn embedding_folders_give_the_vectors_of_their_references() {
+    let root = kvasir_cluster_tests::fixtures::root().join("hf");
+    let folders: Vec<PathBuf> =
+        std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let folders: Vec<&PathBuf> = folders.iter().filter(|path| path.join("1_Pooling").exists()).collect();
+    assert!(!folders.is_empty());
+    for folder in folders {
+        let reference = Tensors::read(&folder.join("ref.safetensors")).unwrap();
+        let tokens = |i: usize| reference.tokens(&format!("e{i}.ids")).unwrap();
+        let ids: Vec<Vec<u32>> = (0..).map_while(tokens).collect();
+        assert!(!ids.is_empty());
+        let dir = tempfile::tempdir().unwrap();
+        let found = embed(&dir, folder, &ids, &["--activations", "f32"]);
+        for i in 0..ids.len() {
+            let ours = found.floats(&format!("p{i}.last_l2")).unwrap().unwrap();
+            let theirs = reference.floats(&format!("e{i}.emb")).unwrap().unwrap();
+            let difference = worst(&ours, &theirs);
+            println!("{} e{i}: {difference:e}", folder.display());
+            assert!(difference <= MAX_DIFFERENCE, "e{i}: {difference}");
+        }
+    }
+}
+
 #[test]
 fn scores_of_pairs_are_the_references_with_and_without_token_types() {
     let (model, reference) = tiny("bert-rerank");

@@ -235,6 +235,9 @@ fn angles(
 
 /// See [`AttentionOp`].
 pub(super) fn attention(backend: &mut CudaBackend, op: &AttentionOp) -> Result<(), Error> {
+    if op.softcap.is_some() {
+        return Err(Error::Unsupported { what: "capped attention scores on a GPU" });
+    }
     let CudaBackend { device, caches, buffers, vectors, step, scratch, .. } = backend;
     let device = device.as_mut();
     let (layer, ShapeKernels { shape, attention, .. }) = caches.layer(op.layer)?;

@@ -89,7 +89,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         inputs.keep("qkv", what.clone(), 1e-5, (q, all, heads * head_dim))?;
         let out = inputs.backend.create_buffer(all, heads * v_head_dim)?;
         let (scale, sinks) = (SCALE, (kv_type == KvType::F16).then_some(sinks));
-        inputs.backend.attention(&AttentionOp { q, out, scale, sinks, layer: id })?;
+        inputs.backend.attention(&AttentionOp { q, out, scale, softcap: None, sinks, layer: id })?;
         inputs.keep("attention", what, ATTENTION, (out, all, heads * v_head_dim))?;
         if number + 1 < steps.len() {
             continue;
@@ -101,7 +101,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         let copied = [3, 1, 6].map(units);
         let tables = vec![vec![BlockTable::Paged(&copied), BlockTable::Paged(&second)]];
         inputs.backend.begin_step(&StepInput { tables: &tables, ..step })?;
-        inputs.backend.attention(&AttentionOp { q, out, scale, sinks, layer: id })?;
+        inputs.backend.attention(&AttentionOp { q, out, scale, softcap: None, sinks, layer: id })?;
         inputs.keep("copy_kv", format!("{layer:?}"), ATTENTION, (out, all, heads * v_head_dim))?;
     }
     Ok(())
@@ -151,7 +151,14 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
         // The first step only fills the cache; its keys are what the later steps see.
         if context > 0 {
             let out = inputs.backend.create_buffer(rows, heads * v_head_dim)?;
-            inputs.backend.attention(&AttentionOp { q, out, scale: SCALE, sinks: None, layer: id })?;
+            inputs.backend.attention(&AttentionOp {
+                q,
+                out,
+                scale: SCALE,
+                softcap: None,
+                sinks: None,
+                layer: id,
+            })?;
             let what = format!("{layer:?}, {rows} rows after {context}");
             inputs.keep("attention", what, ATTENTION, (out, rows, heads * v_head_dim))?;
             if rows == 8 {
@@ -188,7 +195,14 @@ fn alone(
         let sequences = [StepSequence { rows: 0..1, context: context + row, segment_start: None }];
         inputs.backend.begin_step(&StepInput { tokens: &[0], sequences: &sequences, tables, states: &[] })?;
         let (scale, sinks) = (SCALE, None);
-        inputs.backend.attention(&AttentionOp { q: one_q, out: one_out, scale, sinks, layer })?;
+        inputs.backend.attention(&AttentionOp {
+            q: one_q,
+            out: one_out,
+            scale,
+            softcap: None,
+            sinks,
+            layer,
+        })?;
         inputs.backend.read_row(one_out, 0, &mut alone)?;
         differing += together.iter().zip(&alone).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
     }
@@ -252,7 +266,14 @@ pub(super) fn shared_beginning(inputs: &mut Inputs<'_>) -> Result<(), Error> {
         let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
         inputs.backend.begin_step(&step)?;
         let out = inputs.backend.create_buffer(rows, width)?;
-        inputs.backend.attention(&AttentionOp { q, out, scale: SCALE, sinks: None, layer: id })?;
+        inputs.backend.attention(&AttentionOp {
+            q,
+            out,
+            scale: SCALE,
+            softcap: None,
+            sinks: None,
+            layer: id,
+        })?;
         let what = format!("{layer:?}, sequences that begin alike, blocks in common: {shared}");
         inputs.keep("attention", what, ATTENTION, (out, rows, width))?;
         let mut values = vec![0.0; rows * width];

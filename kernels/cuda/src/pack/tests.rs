@@ -139,7 +139,7 @@ fn code(ty: GgmlType, bits: usize, k: usize, minor: &[u8], main: &[u8]) -> u8 {
 }
 
 pub(crate) fn served() -> impl Iterator<Item = GgmlType> {
-    GgmlType::ALL.into_iter().filter(|&ty| kernels::matmul::MatrixView::supports(ty))
+    GgmlType::ALL.into_iter().filter(|&ty| ty.is_of_gguf() && kernels::matmul::MatrixView::supports(ty))
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

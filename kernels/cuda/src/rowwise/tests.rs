@@ -220,6 +220,7 @@ fn gates_have_the_same_bits_as_on_the_cpu() {
         (GateActivation::GeluTanh, Gating::By(Activation::GeluTanh)),
         (GateActivation::GeluErf, Gating::By(Activation::GeluErf)),
         (GateActivation::Sigmoid, Gating::By(Activation::Sigmoid)),
+        (GateActivation::ReluSquared, Gating::By(Activation::ReluSquared)),
         (GateActivation::ClampedSwiglu, Gating::ClampedSwiglu),
     ];
     Case::each(|case| {

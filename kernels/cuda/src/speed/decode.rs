@@ -284,6 +284,7 @@ impl DecodeModel<'_> {
                 q: b.q,
                 out: b.mixed,
                 scale,
+                softcap: None,
                 sinks: None,
                 layer: layer.cache,
             })?;

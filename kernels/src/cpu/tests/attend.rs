@@ -162,7 +162,7 @@ impl Placed {
         backend.qkv(&QkvOp { q, q_norm, kv, rope, layer: self.id }).unwrap();
         let out = backend.create_buffer(rows.len(), heads * dim).unwrap();
         let (sinks, layer) = (self.sinks, self.id);
-        backend.attention(&AttentionOp { q, out, scale: 0.5, sinks, layer }).unwrap();
+        backend.attention(&AttentionOp { q, out, scale: 0.5, softcap: None, sinks, layer }).unwrap();
         values(backend, out)
     }
 }
@@ -293,6 +293,6 @@ fn head_norms_and_sinks_of_wrong_shapes_are_refused() {
     assert!(matches!(backend.qkv(&norm(wrong)), Err(Error::Unsupported { .. })));
     let out = backend.create_buffer(POSITIONS, 64).unwrap();
     let sinks = Some(backend.create_vector(&[0.0; 3]).unwrap());
-    let op = AttentionOp { q, out, scale: 1.0, sinks, layer: placed.id };
+    let op = AttentionOp { q, out, scale: 1.0, softcap: None, sinks, layer: placed.id };
     assert!(matches!(backend.attention(&op), Err(Error::Length { what: "attention sinks", .. })));
 }

@@ -128,6 +128,7 @@ proptest! {
             (GateActivation::Silu, Some(reference::silu as Reference)),
             (GateActivation::GeluTanh, Some(reference::gelu_tanh)),
             (GateActivation::GeluErf, Some(reference::gelu_erf)),
+            (GateActivation::ReluSquared, Some(reference::relu_squared)),
             (GateActivation::Sigmoid, Some(reference::sigmoid)),
             (GateActivation::ClampedSwiglu, None),
         ] {

@@ -272,6 +272,7 @@ fn activate(activation: Activation, x: f64) -> f64 {
     match activation {
         Activation::Silu => silu(x),
         Activation::GeluTanh => gelu_tanh(x),
+        Activation::ReluSquared => x.max(0.0).powi(2),
         Activation::GeluErf => 0.5 * x * (1.0 + erf(x / 2_f64.sqrt())),
         Activation::ClampedSwiglu => panic!("gated only"),
     }

@@ -23,7 +23,7 @@ fn architectures() {
     let found = error(&llama().set("general.architecture", "mpt"));
     let text = found.to_string();
     assert!(
-        text.starts_with("architecture \"mpt\" is not supported; supported are bert, ernie4_5-moe, gemma3, "),
+        text.starts_with("architecture \"mpt\" is not supported; supported are bert, cohere2, "),
         "{text}"
     );
     assert!(crate::arch::supported().is_sorted());

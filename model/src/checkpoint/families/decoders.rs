@@ -207,3 +207,30 @@ pub(super) const GLM4: Family = Family {
         ],
     ],
 };
+
+pub(super) const COHERE2: Family = Family {
+    types: &["cohere2"],
+    arch: "cohere2",
+    keys: |keys, _| {
+        let config = keys.config;
+        config.one_of(&["hidden_act"], &["silu"])?;
+        config.never("use_qk_norm")?;
+        for key in ["use_parallel_block", "use_gated_activation"] {
+            if config.flag(key)? == Some(false) {
+                return Err(config.refuse(key, false, true));
+            }
+        }
+        let layers = keys.decoder_with("layer_norm_eps", "attention.layer_norm_epsilon")?;
+        keys.numbers(&[("logit_scale", "logit_scale")])?;
+        window(keys)?;
+        match config.layer_types(layers, &["full_attention", "sliding_attention"])? {
+            Some(kinds) => {
+                let slides: Vec<bool> = kinds.iter().map(|&kind| kind == 1).collect();
+                keys.set("attention.sliding_window_pattern", slides);
+            }
+            None => keys.counts(&[("sliding_window_pattern", "attention.sliding_window_pattern")])?,
+        }
+        rope(keys)
+    },
+    rules: &[MODEL, ATTENTION, MLP, PRE_NORMS],
+};

@@ -1,8 +1,8 @@
-//! Gemma 3 and 4.
+//! Gemma 2, 3 and 4.
 
 use super::{Family, Form, MLP, Rule, formed, none, rule};
 use crate::Error;
-use crate::checkpoint::config::Keys;
+use crate::checkpoint::config::{Keys, MAX_HEAD_DIM};
 use crate::checkpoint::weights::StoredTensor;
 
 pub(super) const GEMMA3: Family = Family {
@@ -37,6 +37,32 @@ pub(super) const GEMMA3: Family = Family {
     rules: &[NORMS, ATTENTION, MLP],
 };
 
+pub(super) const GEMMA2: Family = Family {
+    types: &["gemma2"],
+    arch: "gemma2",
+    keys: |keys, _| {
+        let config = keys.config;
+        config.one_of(&["hidden_activation"], &["gelu_pytorch_tanh"])?;
+        config.never("attention_bias")?;
+        config.never("use_bidirectional_attention")?;
+        let layers = keys.decoder()?;
+        keys.set("attention.sliding_window", config.need_count("sliding_window")?);
+        if let Some(kinds) = config.layer_types(layers, &["full_attention", "sliding_attention"])? {
+            let slides: Vec<bool> = kinds.iter().map(|&kind| kind == 1).collect();
+            keys.set("attention.sliding_window_pattern", slides);
+        }
+        keys.numbers(&[
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+        ])?;
+        if let Some(scalar) = config.number("query_pre_attn_scalar")? {
+            keys.set("attention.scale", scalar.sqrt().recip());
+        }
+        super::rope(keys)
+    },
+    rules: &[NORMS, ATTENTION, MLP],
+};
+
 pub(super) const GEMMA4: Family = Family {
     types: &["gemma4_text", "gemma4"],
     arch: "gemma4",
@@ -48,6 +74,9 @@ pub(super) const GEMMA4: Family = Family {
         let slides = windows(keys, layers)?;
         let (dim, full_dim) = (config.need_count("head_dim")?, config.count("global_head_dim")?);
         let full_dim = full_dim.unwrap_or(dim);
+        if full_dim > MAX_HEAD_DIM {
+            return Err(config.refuse("global_head_dim", full_dim, format_args!("at most {MAX_HEAD_DIM}")));
+        }
         for key in ["attention.key_length", "attention.value_length", "rope.dimension_count"] {
             keys.set(key, full_dim);
             keys.set(&format!("{key}_swa"), dim);
@@ -64,7 +93,10 @@ pub(super) const GEMMA4: Family = Family {
         keys.set("attention.shared_kv_layers", shared);
         let width = config.need_count("intermediate_size")?;
         let wide = config.flag("use_double_wide_mlp")?.unwrap_or(false);
-        let width_of = |layer: u64| width << u64::from(wide && layer >= layers.saturating_sub(shared));
+        let width_of = |layer: u64| {
+            let is_wide = wide && layer >= layers.saturating_sub(shared);
+            width.saturating_mul(1 + u64::from(is_wide))
+        };
         keys.set("feed_forward_length", (0..layers.min(1 << 16)).map(width_of).collect::<Vec<u64>>());
         keys.counts(&[("hidden_size_per_layer_input", "embedding_length_per_layer_input")])?;
         keys.numbers(&[("final_logit_softcapping", "final_logit_softcapping")])?;

@@ -241,7 +241,7 @@ impl Assistant {
             // The query has the token's position in its rotary embedding, and attends to earlier positions.
             seen.begin(backend, tokens)?;
             let (scale, sinks) = (weights.scale, weights.sinks);
-            backend.attention(&AttentionOp { q, out: b.mixed, scale, sinks, layer: cache })?;
+            backend.attention(&AttentionOp { q, out: b.mixed, scale, softcap: None, sinks, layer: cache })?;
             own.begin(backend, tokens)?;
             backend.matmul(b.mixed, &[job(&weights.o, b.branch, false)])?;
             backend.add(b.x, b.branch, layer.mixer_post_norm.as_ref(), 1.0)?;

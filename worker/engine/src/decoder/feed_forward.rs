@@ -18,10 +18,15 @@ pub(super) fn run(
     };
     // Add directly to the residual if nothing is applied to the sum and no part reads the residual after
     // another part was added to it.
-    let later_reads_x = layer.ffn.iter().any(reads_x) || layer.ffn_norm.is_none() && layer.ffn.len() > 1;
+    let from_x = layer.ffn_norm.is_none() && !layer.parallel;
+    let later_reads_x = layer.ffn.iter().any(reads_x) || from_x && layer.ffn.len() > 1;
     let direct = layer.ffn_post_norm.is_none() && scale == 1.0 && !later_reads_x;
     let sum = if direct { b.x } else { b.branch };
-    let shared = normed(backend, b, layer.ffn_norm.as_ref(), b.normed)?;
+    let shared = match layer.parallel {
+        // What the mixer has read.
+        true if layer.mixer_norm.is_some() => b.normed,
+        _ => normed(backend, b, layer.ffn_norm.as_ref(), b.normed)?,
+    };
     for (index, part) in layer.ffn.iter().enumerate() {
         let input = match &part.own_norm {
             Some(norm) => normed(backend, b, Some(norm), b.own_normed)?,

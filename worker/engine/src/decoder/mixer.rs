@@ -102,6 +102,7 @@ fn attention<'a>(
         q: b.q,
         out: b.mixed,
         scale: weights.scale,
+        softcap: weights.softcap,
         sinks: weights.sinks,
         layer,
     })?;

@@ -165,6 +165,7 @@ impl<'a> Loader<'a> {
             mixer,
             mixer_post_norm: self.optional_norm(layer.mixer_post_norm.as_ref())?,
             mixer_out_norm: self.optional_norm(layer.mixer_out_norm.as_ref())?,
+            parallel: layer.parallel,
             ffn_norm: self.optional_norm(layer.ffn_norm.as_ref())?,
             ffn,
             ffn_post_norm: self.optional_norm(layer.ffn_post_norm.as_ref())?,
@@ -201,6 +202,7 @@ impl<'a> Loader<'a> {
             kv,
             rope: attention.rope.as_ref().map(|rope| self.rope(rope)).transpose()?,
             scale: attention.scale,
+            softcap: attention.softcap,
             sinks: self.optional_vector(attention.sinks.as_deref(), attention.heads)?,
             gate: attention.gate.as_ref().map(|gate| self.linear(gate)).transpose()?,
             o: self.linear(&attention.o)?,
@@ -497,6 +499,7 @@ fn gate_activation(activation: Activation) -> GateActivation {
         Activation::Silu => GateActivation::Silu,
         Activation::GeluTanh => GateActivation::GeluTanh,
         Activation::GeluErf => GateActivation::GeluErf,
+        Activation::ReluSquared => GateActivation::ReluSquared,
         Activation::ClampedSwiglu => GateActivation::ClampedSwiglu,
     }
 }

@@ -208,7 +208,14 @@ impl Model {
             backend.matmul(normed, &jobs)?;
             let kv = Some(KvWrite { k, v, k_norm: None, v_norm: None });
             backend.qkv(&QkvOp { q, q_norm: None, kv, rope: Some(self.rope), layer })?;
-            backend.attention(&AttentionOp { q, out: mixed, scale: 0.2, sinks: None, layer })?;
+            backend.attention(&AttentionOp {
+                q,
+                out: mixed,
+                scale: 0.2,
+                softcap: None,
+                sinks: None,
+                layer,
+            })?;
             backend.gate(&GateOp { gate: mixed, up: None, up_from: 0, activation: GateActivation::Silu })?;
             backend.matmul(mixed, &[job(square, x, true)])?;
         }
