@@ -20,7 +20,7 @@ pub use crate::matmul::{ActivationMode, SharedBytes};
 pub use handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 pub use op::{
     AttentionOp, ConvOp, DeltaNetOp, EmbedIndex, EmbedOp, ExpertGateUp, ExpertGroups, GateActivation, GateOp,
-    GatedNormOp, KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp, Selection,
+    GatedNormOp, KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp, QueryGrowth, Selection,
 };
 pub use shape::{HeadType, KvShape, MatrixSource, RopeSource, StateKind, StateShape};
 

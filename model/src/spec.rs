@@ -14,7 +14,7 @@ pub use assistant::AssistantSpec;
 pub use feed_forward::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, MoeSpec};
 pub use mixer::{
     AttentionSpec, ConvSpec, DeltaNetSpec, HeadGrouping, KvSpec, Mamba2Spec, MixerSpec, OwnKvSpec,
-    RopeFactors, RopeSpec, RopeStyle,
+    QueryGrowth, RopeFactors, RopeSpec, RopeStyle,
 };
 pub use mtp_head::MtpHeadSpec;
 

@@ -58,14 +58,31 @@ pub struct MatmulJob {
 pub struct QkvOp {
     /// `[rows][heads * head_dim]`, changed in place.
     pub q: BufferId,
-    /// Norm of each query head.
+    /// Norm of each query head, or of other runs of the row.
     pub q_norm: Option<Norm>,
     /// Keys and values to write. `None`: the layer reads the cache of another layer.
     pub kv: Option<KvWrite>,
     /// Rotary embedding of q and k.
     pub rope: Option<RopeId>,
+    /// Factor of q by position, after the rotation.
+    pub q_growth: Option<QueryGrowth>,
     /// The layer whose heads `q` has and whose cache receives k and v.
     pub layer: KvLayerId,
+}
+
+/// `1 + beta ln(1 + floor(position / every))`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryGrowth {
+    pub beta: f32,
+    /// At least 1.
+    pub every: usize,
+}
+
+impl QueryGrowth {
+    pub fn at(&self, position: usize) -> f32 {
+        let steps = (position / self.every.max(1)) as f64;
+        (1.0 + f64::from(self.beta) * steps.ln_1p()) as f32
+    }
 }
 
 /// Keys and values to write to the cache.

@@ -3,6 +3,7 @@
 use super::norm::{Rms, RmsNorm};
 use super::rope::{RopeTable, rope};
 use crate::attention::{ArenaView, PlanWriter, StepPlan, check_len};
+use crate::backend::QueryGrowth;
 use crate::disjoint::Disjoint;
 use crate::error::Error;
 use crate::isa::Isa;
@@ -22,6 +23,8 @@ pub struct QkvStep<'a> {
     pub v_norm: Option<RmsNorm<'a>>,
     /// Rotation of q and k. The table must hold the positions of the step.
     pub rope: Option<&'a RopeTable>,
+    /// Factor of q by position.
+    pub q_growth: Option<QueryGrowth>,
 }
 
 /// Projections of a step, with one row per row of its plan.
@@ -88,7 +91,12 @@ pub fn norm_rope_write(
         for index in range {
             let row = &plan.rows[index];
             // SAFETY: every planned row has its own row of q and is visited once.
-            norm_rope(row.position, step.q_norm, unsafe { q.slice(row.query * q_width, q_width) });
+            let q = unsafe { q.slice(row.query * q_width, q_width) };
+            norm_rope(row.position, step.q_norm, q);
+            if let Some(growth) = step.q_growth {
+                let factor = growth.at(row.position);
+                q.iter_mut().for_each(|q| *q *= factor);
+            }
             if let Some(writer) = &writer {
                 // SAFETY: every planned row is visited once.
                 let (k, v) = unsafe { writer.row(row.query, &mut raw) };

@@ -125,6 +125,7 @@ impl Encoder<'_> {
             }),
             rope: None,
             scale: (dims.k as f32).sqrt().recip(),
+            q_growth: None,
             softcap: None,
             sinks: None,
             gate: None,

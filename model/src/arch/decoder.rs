@@ -105,6 +105,7 @@ impl<'a> Decoder<'a> {
             kv,
             rope,
             scale: scale.unwrap_or_else(|| (dims.k as f32).sqrt().recip()),
+            q_growth: None,
             softcap: None,
             sinks: None,
             gate: None,

@@ -348,7 +348,10 @@ impl<'a> Keys<'a> {
     pub(super) fn rope(&mut self) -> Result<Option<Vec<f32>>, Error> {
         let rope = self.rope_config(None)?;
         if let Some(beta) = rope.number("llama_4_scaling_beta").filter(|&beta| beta != 0.0) {
-            return Err(self.config.refuse("rope_parameters.llama_4_scaling_beta", beta, 0));
+            if self.arch != "mistral3" {
+                return Err(self.config.refuse("rope_parameters.llama_4_scaling_beta", beta, 0));
+            }
+            self.set("attention.temperature_scale", beta);
         }
         self.set("rope.freq_base", rope.theta);
         let rotating = self.rotating(&rope)?;
@@ -367,10 +370,14 @@ impl<'a> Keys<'a> {
                         self.set(&format!("rope.scaling.{to}"), beta);
                     }
                 }
-                if let Some(given) = rope.number("attention_factor") {
-                    // The key's value multiplies the usual one.
-                    let usual = 1.0 + 0.1 * self.scaling(&rope, "factor")?.ln();
-                    self.set("rope.scaling.attn_factor", given / usual);
+                // The key's value multiplies the usual one.
+                let log = self.scaling(&rope, "factor")?.max(1.0).ln();
+                let of = |mscale: f64| 1.0 + 0.1 * mscale * log;
+                let ratio = |both: (f64, f64)| of(both.0) / of(both.1);
+                let both = rope.number("mscale").zip(rope.number("mscale_all_dim"));
+                let given = rope.number("attention_factor").or_else(|| both.map(ratio));
+                if let Some(given) = given {
+                    self.set("rope.scaling.attn_factor", given / of(1.0));
                 }
                 if rope.map.and_then(|map| map.get("truncate")).and_then(Json::as_bool) == Some(false) {
                     self.set("rope.scaling.yarn_truncate", false);

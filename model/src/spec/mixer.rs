@@ -33,6 +33,7 @@ pub struct AttentionSpec {
     pub kv: KvSpec,
     /// Rotary embedding of q and k.
     pub rope: Option<RopeSpec>,
+    pub q_growth: Option<QueryGrowth>,
     pub scale: f32,
     /// `c`: scores become `c tanh(score / c)`.
     pub softcap: Option<f32>,
@@ -42,6 +43,14 @@ pub struct AttentionSpec {
     /// Sigmoid gate, applied to attention's output element by element before `o`.
     pub gate: Option<LinearSpec>,
     pub o: LinearSpec,
+}
+
+/// Factor of a query: `1 + beta ln(1 + floor(position / every))`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryGrowth {
+    pub beta: f32,
+    /// At least 1.
+    pub every: usize,
 }
 
 #[derive(Debug, Clone, PartialEq)]

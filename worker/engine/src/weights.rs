@@ -1,7 +1,9 @@
 //! Weights of a layer range, read through a tensor source and uploaded to a backend.
 
 use crate::Error;
-use kernels::backend::{ExpertGateUp, GateActivation, MatrixId, Norm, RopeId, SharedBytes, VectorId};
+use kernels::backend::{
+    ExpertGateUp, GateActivation, MatrixId, Norm, QueryGrowth, RopeId, SharedBytes, VectorId,
+};
 use model::spec::MoeSpec;
 use std::borrow::Cow;
 
@@ -97,10 +99,8 @@ impl MixerWeights {
 #[derive(Debug)]
 pub(crate) struct AttentionWeights {
     pub(crate) q: Linear,
-    /// Norm of each query head.
     pub(crate) q_norm: Option<Norm>,
-    /// Norm over all query heads.
-    pub(crate) q_whole_norm: Option<Norm>,
+    pub(crate) q_growth: Option<QueryGrowth>,
     pub(crate) kv: Option<KvWeights>,
     pub(crate) rope: Option<RopeId>,
     pub(crate) scale: f32,
@@ -117,8 +117,6 @@ pub(crate) struct KvWeights {
     /// `None`: the values are the keys before norm and rotary embedding.
     pub(crate) v: Option<Linear>,
     pub(crate) k_norm: Option<Norm>,
-    /// Norm over all key heads.
-    pub(crate) k_whole_norm: Option<Norm>,
     pub(crate) v_norm: Option<Norm>,
 }
 

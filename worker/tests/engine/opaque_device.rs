@@ -255,6 +255,7 @@ impl Backend for OpaqueDevice {
             q_norm: op.q_norm.as_ref().map(norm),
             kv: op.kv.map(write),
             rope: op.rope.map(Secret::turned),
+            q_growth: op.q_growth,
             layer: op.layer.turned(),
         };
         self.push(move |device| device.qkv(&op));

@@ -25,6 +25,7 @@ fn layer(index: usize, source: Option<usize>) -> LayerSpec {
             kv: source.map_or_else(|| KvSpec::Own(own()), |layer| KvSpec::Shared { layer }),
             rope: None,
             scale: 1.0,
+            q_growth: None,
             softcap: None,
             sinks: None,
             gate: None,

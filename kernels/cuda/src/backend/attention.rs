@@ -171,6 +171,9 @@ pub(super) fn create_layer(
 
 /// See [`QkvOp`]. The buffers of keys and values are not changed.
 pub(super) fn qkv(backend: &mut CudaBackend, op: &QkvOp) -> Result<(), Error> {
+    if op.q_growth.is_some() {
+        return Err(Error::Unsupported { what: "queries that grow with their position, on a GPU" });
+    }
     let CudaBackend { device, caches, buffers, vectors, step, scratch, .. } = backend;
     let device = device.as_mut();
     let (rows, pointers) = (step.step().rows(), step.pointers()?);

@@ -84,7 +84,14 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         let q = inputs.rows(all, heads * head_dim)?;
         let (k, v) = (inputs.rows(all, kv_heads * head_dim)?, inputs.rows(all, kv_heads * v_head_dim)?);
         let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
-        inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: Some(rope), layer: id })?;
+        inputs.backend.qkv(&QkvOp {
+            q,
+            q_norm: Some(norm),
+            kv,
+            rope: Some(rope),
+            q_growth: None,
+            layer: id,
+        })?;
         let what = format!("{layer:?}, {rows} and {other_rows} rows");
         inputs.keep("qkv", what.clone(), 1e-5, (q, all, heads * head_dim))?;
         let out = inputs.backend.create_buffer(all, heads * v_head_dim)?;
@@ -147,7 +154,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
         let q = inputs.rows(rows, heads * head_dim)?;
         let (k, v) = (inputs.rows(rows, kv_heads * head_dim)?, inputs.rows(rows, kv_heads * v_head_dim)?);
         let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
-        inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: None, layer: id })?;
+        inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: None, q_growth: None, layer: id })?;
         // The first step only fills the cache; its keys are what the later steps see.
         if context > 0 {
             let out = inputs.backend.create_buffer(rows, heads * v_head_dim)?;
@@ -241,7 +248,7 @@ pub(super) fn shared_beginning(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     let q = inputs.rows(rows, heads * head_dim)?;
     let (k, v) = (inputs.rows(rows, kv_heads * head_dim)?, inputs.rows(rows, kv_heads * v_head_dim)?);
     let kv = Some(KvWrite { k, v, k_norm: None, v_norm: None });
-    inputs.backend.qkv(&QkvOp { q, q_norm: None, kv, rope: None, layer: id })?;
+    inputs.backend.qkv(&QkvOp { q, q_norm: None, kv, rope: None, q_growth: None, layer: id })?;
     let copy = |sequence, at| KvCopy { group: 0, from: of(0, at), to: of(sequence, at) };
     let copies: Vec<_> =
         (1..CONTEXTS.len()).flat_map(|sequence| (0..blocks).map(move |at| copy(sequence, at))).collect();

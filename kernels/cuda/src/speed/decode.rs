@@ -279,7 +279,14 @@ impl DecodeModel<'_> {
             backend.norm(b.x, &norm, b.normed)?;
             backend.matmul(b.normed, &[plain(layer.q, b.q), plain(layer.k, b.k), plain(layer.v, b.v)])?;
             let kv = Some(KvWrite { k: b.k, v: b.v, k_norm: None, v_norm: None });
-            backend.qkv(&QkvOp { q: b.q, q_norm: None, kv, rope: Some(self.rope), layer: layer.cache })?;
+            backend.qkv(&QkvOp {
+                q: b.q,
+                q_norm: None,
+                kv,
+                rope: Some(self.rope),
+                q_growth: None,
+                layer: layer.cache,
+            })?;
             backend.attention(&AttentionOp {
                 q: b.q,
                 out: b.mixed,

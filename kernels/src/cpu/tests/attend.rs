@@ -159,7 +159,7 @@ impl Placed {
             KvWrite { k, v, k_norm: Some(self.k_norm), v_norm: Some(v_norm) }
         });
         let (q_norm, rope) = (Some(self.q_norm), Some(self.rope));
-        backend.qkv(&QkvOp { q, q_norm, kv, rope, layer: self.id }).unwrap();
+        backend.qkv(&QkvOp { q, q_norm, kv, rope, q_growth: None, layer: self.id }).unwrap();
         let out = backend.create_buffer(rows.len(), heads * dim).unwrap();
         let (sinks, layer) = (self.sinks, self.id);
         backend.attention(&AttentionOp { q, out, scale: 0.5, softcap: None, sinks, layer }).unwrap();
@@ -286,7 +286,7 @@ fn head_norms_and_sinks_of_wrong_shapes_are_refused() {
     let placed = Placed::new(&mut backend, &input, 0);
     begin(&mut backend, &tables, 0..POSITIONS).unwrap();
     let q = buffer(&mut backend, 64, &input.q);
-    let norm = |norm| QkvOp { q, q_norm: Some(norm), kv: None, rope: None, layer: placed.id };
+    let norm = |norm| QkvOp { q, q_norm: Some(norm), kv: None, rope: None, q_growth: None, layer: placed.id };
     let wrong = Norm { width: 15, ..placed.q_norm };
     assert!(matches!(backend.qkv(&norm(wrong)), Err(Error::Length { .. })));
     let wrong = Norm { rms: false, ..placed.q_norm };

@@ -5,6 +5,7 @@ use crate::aligned::AlignedBuf;
 use crate::attention::{
     ArenaView, AttentionShape, BlockTable, KvLayout, KvType, QueryRow, StepPlan, Visible, kv_write,
 };
+use crate::backend::QueryGrowth;
 
 const LAYER_OFFSET: usize = 64;
 const ROWS: [QueryRow; 4] = [
@@ -121,7 +122,7 @@ fn the_fused_op_equals_its_parts() {
         (None, None, None, false),
     ] {
         let rope = rotate.then_some(&table);
-        let step = QkvStep { layer_offset: LAYER_OFFSET, q_norm, k_norm, v_norm, rope };
+        let step = QkvStep { layer_offset: LAYER_OFFSET, q_norm, k_norm, v_norm, rope, q_growth: None };
         for isa in Isa::available() {
             let expected_q = norm_and_rope(isa, &case.q, 24, q_norm, rope);
             let expected_k = norm_and_rope(isa, &case.k, 24, k_norm, rope);
@@ -143,13 +144,41 @@ fn the_fused_op_equals_its_parts() {
 }
 
 #[test]
+fn queries_grow_with_their_position() {
+    let case = Case::new(4, 2, 24, 24);
+    let growth = QueryGrowth { beta: 0.3, every: 2 };
+    let (q_growth, plan) = (Some(growth), case.plan(&ROWS, 1));
+    let step = QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None, q_growth };
+    let factor = |row: &QueryRow| 1.0 + 0.3 * (1.0 + f64::from(row.position / 2)).ln();
+    let width = case.q.len() / ROWS.len();
+    for isa in Isa::available() {
+        let (mut arena, mut q) = (case.arena(), case.q.clone());
+        let mut view = ArenaView::new(&mut arena).unwrap();
+        norm_rope_write(&pool(1), isa, &plan, &step, &mut view, Qkv { q: &mut q, kv: None }).unwrap();
+        for (row, (q, before)) in ROWS.iter().zip(q.chunks(width).zip(case.q.chunks(width))) {
+            for (q, before) in q.iter().zip(before) {
+                let expected = factor(row) * f64::from(*before);
+                assert!((f64::from(*q) - expected).abs() <= 1e-6 * expected.abs(), "{q} is not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
 fn values_may_be_the_keys_before_norm_and_rope() {
     let case = Case::new(4, 2, 24, 24);
     let weight = numbers(24, 3);
     let table = table(24);
     let k_norm = Some(RmsNorm { width: 24, weight: Some(&weight), eps: 1e-6 });
     for v_norm in [None, Some(RmsNorm { width: 24, weight: None, eps: 1e-6 })] {
-        let step = QkvStep { layer_offset: LAYER_OFFSET, q_norm: None, k_norm, v_norm, rope: Some(&table) };
+        let step = QkvStep {
+            layer_offset: LAYER_OFFSET,
+            q_norm: None,
+            k_norm,
+            v_norm,
+            rope: Some(&table),
+            q_growth: None,
+        };
         for isa in Isa::available() {
             let expected_k = norm_and_rope(isa, &case.k, 24, k_norm, Some(&table));
             let expected_v = norm_and_rope(isa, &case.k, 24, v_norm, None);
@@ -164,7 +193,8 @@ fn values_may_be_the_keys_before_norm_and_rope() {
     }
     // If key and value heads differ in width, the keys cannot be the values.
     let case = Case::new(4, 2, 24, 40);
-    let step = QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None };
+    let step =
+        QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None, q_growth: None };
     let mut arena = case.arena();
     let (mut q, mut k) = (case.q.clone(), case.k.clone());
     let mut view = ArenaView::new(&mut arena).unwrap();
@@ -178,7 +208,14 @@ fn a_layer_that_reads_another_s_cache_writes_nothing() {
     let case = Case::new(4, 2, 24, 24);
     let table = table(24);
     let q_norm = Some(RmsNorm { width: 24, weight: None, eps: 1e-6 });
-    let step = QkvStep { layer_offset: LAYER_OFFSET, q_norm, k_norm: None, v_norm: None, rope: Some(&table) };
+    let step = QkvStep {
+        layer_offset: LAYER_OFFSET,
+        q_norm,
+        k_norm: None,
+        v_norm: None,
+        rope: Some(&table),
+        q_growth: None,
+    };
     for isa in Isa::available() {
         let mut arena = case.arena();
         arena.fill(7);
@@ -197,7 +234,8 @@ fn two_rows_cannot_write_one_slot() {
     let plan = case.plan(&[ROWS[0], ROWS[0]], 1);
     let mut arena = case.arena();
     let mut view = ArenaView::new(&mut arena).unwrap();
-    let step = QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None };
+    let step =
+        QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None, q_growth: None };
     let (mut q, mut k) = (numbers(2 * 48, 0), numbers(2 * 24, 0));
     let mut v = k.clone();
     let qkv = Qkv { q: &mut q, kv: Some(KeysValues { k: &mut k, v: Some(&mut v) }) };

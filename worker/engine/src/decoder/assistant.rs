@@ -237,7 +237,7 @@ impl Assistant {
             let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
             backend.matmul(input, &[job(&weights.q, b.q, false)])?;
             let (q, q_norm, rope) = (b.q, weights.q_norm, weights.rope);
-            backend.qkv(&QkvOp { q, q_norm, kv: None, rope, layer: cache })?;
+            backend.qkv(&QkvOp { q, q_norm, kv: None, rope, q_growth: None, layer: cache })?;
             // The query has the token's position in its rotary embedding, and attends to earlier positions.
             seen.begin(backend, tokens)?;
             let (scale, sinks) = (weights.scale, weights.sinks);

@@ -81,13 +81,8 @@ fn qkv(
     }
     jobs.extend(gate.map(|gate| job(gate, b.mixer_gate, false)));
     backend.matmul(input, &jobs)?;
-    if let Some(norm) = &weights.q_whole_norm {
-        backend.norm(b.q, norm, b.q)?;
-    }
-    if let Some(norm) = weights.kv.as_ref().and_then(|kv| kv.k_whole_norm.as_ref()) {
-        backend.norm(b.k, norm, b.k)?;
-    }
-    Ok(backend.qkv(&QkvOp { q: b.q, q_norm: weights.q_norm, kv: write, rope: weights.rope, layer })?)
+    let AttentionWeights { q_norm, q_growth, rope, .. } = *weights;
+    Ok(backend.qkv(&QkvOp { q: b.q, q_norm, kv: write, rope, q_growth, layer })?)
 }
 
 fn attention<'a>(

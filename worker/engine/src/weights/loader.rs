@@ -7,7 +7,8 @@ use super::{
 };
 use crate::Error;
 use kernels::backend::{
-    Backend, ExpertGateUp, GateActivation, MatrixId, MatrixSource, Norm, RopeId, RopeSource, VectorId,
+    Backend, ExpertGateUp, GateActivation, MatrixId, MatrixSource, Norm, QueryGrowth, RopeId, RopeSource,
+    VectorId,
 };
 use model::spec::{
     self, Activation, AttentionSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, FfnSpec, HeadGrouping, LayerSpec,
@@ -176,29 +177,19 @@ impl<'a> Loader<'a> {
     }
 
     fn attention(&mut self, attention: &AttentionSpec) -> Result<AttentionWeights, Error> {
-        // A norm is of each head, or of all heads together.
-        let split = |norm: Option<Norm>| match norm {
-            Some(norm) if norm.width != attention.head_dim => (None, Some(norm)),
-            norm => (norm, None),
-        };
         let kv = match attention.own_kv() {
-            Some(own) => {
-                let (k_norm, k_whole_norm) = split(self.optional_norm(own.k_norm.as_ref())?);
-                Some(KvWeights {
-                    k: self.linear(&own.k)?,
-                    v: own.v.as_ref().map(|v| self.linear(v)).transpose()?,
-                    k_norm,
-                    k_whole_norm,
-                    v_norm: self.optional_norm(own.v_norm.as_ref())?,
-                })
-            }
+            Some(own) => Some(KvWeights {
+                k: self.linear(&own.k)?,
+                v: own.v.as_ref().map(|v| self.linear(v)).transpose()?,
+                k_norm: self.optional_norm(own.k_norm.as_ref())?,
+                v_norm: self.optional_norm(own.v_norm.as_ref())?,
+            }),
             None => None,
         };
-        let (q_norm, q_whole_norm) = split(self.optional_norm(attention.q_norm.as_ref())?);
         Ok(AttentionWeights {
             q: self.linear(&attention.q)?,
-            q_norm,
-            q_whole_norm,
+            q_norm: self.optional_norm(attention.q_norm.as_ref())?,
+            q_growth: attention.q_growth.map(|growth| QueryGrowth { beta: growth.beta, every: growth.every }),
             kv,
             rope: attention.rope.as_ref().map(|rope| self.rope(rope)).transpose()?,
             scale: attention.scale,

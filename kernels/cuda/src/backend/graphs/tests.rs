@@ -207,7 +207,7 @@ impl Model {
             let jobs = [job(square, q, false), job(narrow, k, false), job(narrow, v, false)];
             backend.matmul(normed, &jobs)?;
             let kv = Some(KvWrite { k, v, k_norm: None, v_norm: None });
-            backend.qkv(&QkvOp { q, q_norm: None, kv, rope: Some(self.rope), layer })?;
+            backend.qkv(&QkvOp { q, q_norm: None, kv, rope: Some(self.rope), q_growth: None, layer })?;
             backend.attention(&AttentionOp {
                 q,
                 out: mixed,
