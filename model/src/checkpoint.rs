@@ -63,14 +63,6 @@ pub enum CheckpointError {
     /// Scales of a quantised tensor that do not match its codes.
     #[error("the scales of tensor {tensor} have shape {found:?}, expected {expected:?}")]
     ScaleShape { tensor: String, found: Vec<u64>, expected: Vec<u64> },
-    /// A zero point of a matrix whose configuration says that it is symmetric.
-    #[error(
-        "tensor {tensor} has the zero point {found}, but its configuration says that it is symmetric (8)"
-    )]
-    Zero { tensor: String, found: u8 },
-    /// A code that is no number.
-    #[error("tensor {tensor} has a value that is not a number")]
-    NotANumber { tensor: String },
     /// A matrix whose columns were quantised in another order.
     #[error("tensor {tensor} has its columns in another order (desc_act), which is not supported")]
     Order { tensor: String },

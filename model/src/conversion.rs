@@ -7,7 +7,6 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::checkpoint::CheckpointError;
 use crate::mmap::MappedFile;
 use crate::{Error, GgmlType};
 
@@ -286,10 +285,10 @@ impl Scaled {
                 });
                 if self.ty == GgmlType::INT4 && zeros.is_some() && zero != 8 {
                     let (tensor, found) = (self.tensor.clone(), zero);
-                    return Err(CheckpointError::Zero { tensor, found }.into());
+                    return Err(Error::ZeroPoint { tensor, found });
                 }
                 if self.ty == GgmlType::FP8 && codes.iter().any(|code| code & 0x7f == 0x7f) {
-                    return Err(CheckpointError::NotANumber { tensor: self.tensor.clone() }.into());
+                    return Err(Error::NotANumber { tensor: self.tensor.clone() });
                 }
                 put_codes(self.ty, codes, zero, &mut result);
             }

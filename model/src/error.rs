@@ -107,6 +107,14 @@ pub enum Error {
     /// The model's chunks cannot be read from the store.
     #[error(transparent)]
     Store(#[from] crate::shard::StoreError),
+    /// A zero point of a matrix whose configuration says that it is symmetric.
+    #[error(
+        "tensor {tensor} has the zero point {found}, but its configuration says that it is symmetric (8)"
+    )]
+    ZeroPoint { tensor: String, found: u8 },
+    /// A code that is no number.
+    #[error("tensor {tensor} has a value that is not a number")]
+    NotANumber { tensor: String },
     /// A safetensors checkpoint cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),

@@ -121,7 +121,7 @@ fn unpack_levels(
     levels: &mut [[[i8; 4]; PANEL_ROWS]; 2 * QUARTER],
 ) {
     let table = match scheme.levels {
-        Levels::Plain => None,
+        Levels::Plain | Levels::E4m3 => None,
         // SAFETY: 16 bytes.
         Levels::Table(codes) => Some(unsafe { vld1q_u8(codes.as_ptr()) }),
     };
