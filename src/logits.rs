@@ -297,7 +297,7 @@ mod tests {
     use crate::{Cli, Command};
     use clap::Parser;
     use safetensors::SafeTensors;
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
 
     fn numbers(file: &SafeTensors<'_>, name: &str) -> Vec<u64> {
         let tensor = file.tensor(name).unwrap();
@@ -306,18 +306,33 @@ mod tests {
         tensor.data().chunks_exact(width).map(number).collect()
     }
 
-    /// Compares the continuation of a model's first prompt with its reference.
+    fn fixtures() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+    }
+
+    /// Compares the continuation of a tiny model's first prompt with its reference.
     fn continued_as_the_reference(arch: &str) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny").join(arch);
+        let folder = fixtures().join("tiny").join(arch);
+        compare(&folder, &folder.join(format!("{arch}-f32.gguf")), usize::MAX);
+    }
+
+    /// The same for a Hugging Face folder, for a few tokens.
+    fn folder_continued_as_the_reference(name: &str) {
+        let folder = fixtures().join("hf").join(name);
+        compare(&folder, &folder, 8);
+    }
+
+    fn compare(folder: &Path, model: &Path, tokens: usize) {
         let bytes = std::fs::read(folder.join("ref.safetensors")).unwrap();
         let reference = SafeTensors::deserialize(&bytes).unwrap();
-        let (ids, greedy) = (numbers(&reference, "p0.ids"), numbers(&reference, "p0.greedy"));
+        let (ids, mut greedy) = (numbers(&reference, "p0.ids"), numbers(&reference, "p0.greedy"));
+        greedy.truncate(tokens);
         let scratch = tempfile::tempdir().unwrap();
         let (tokens, out) = (scratch.path().join("ids.json"), scratch.path().join("out.safetensors"));
         std::fs::write(&tokens, serde_json::to_string(&[&ids]).unwrap()).unwrap();
-        let (model, count) = (folder.join(format!("{arch}-f32.gguf")), greedy.len().to_string());
+        let (name, count) = (folder.display(), greedy.len().to_string());
         let text = |path: &Path| path.to_str().unwrap().to_owned();
-        let (model, tokens, file) = (text(&model), text(&tokens), text(&out));
+        let (model, tokens, file) = (text(model), text(&tokens), text(&out));
         let mut command = vec!["kvasir", "logits", &model, "--tokens", &tokens, "--out", &file];
         command.extend(["--greedy", &count, "--device", "ptx-sim", "--threads", "1"]);
         command.extend(["--chunk", "64", "--kv-bytes", "2097152"]);
@@ -327,19 +342,28 @@ mod tests {
         };
         logits.run().unwrap();
         let bytes = std::fs::read(&out).unwrap();
-        assert_eq!(numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.greedy"), greedy, "{arch}");
+        assert_eq!(numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.greedy"), greedy, "{name}");
     }
 
     macro_rules! each {
-        ($($name:ident: $arch:literal,)*) => {
+        ($compare:ident: $($name:ident: $arch:literal,)*) => {
             $(#[test]
             fn $name() {
-                continued_as_the_reference($arch);
+                $compare($arch);
             })*
         };
     }
 
     each! {
+        folder_continued_as_the_reference:
+        fp8: "fmt-fp8-block-ct",
+        awq: "fmt-awq-gemm",
+        nvfp4: "fmt-nvfp4-ct",
+        mxfp4_experts: "fmt-mxfp4-gptoss",
+    }
+
+    each! {
+        continued_as_the_reference:
         full_attention: "llama",
         experts: "qwen3moe",
         windows: "gemma3",

@@ -79,12 +79,7 @@ impl Checked {
 /// Compares a device with `multiprocessors` multiprocessors with an oracle in all cases. Together the cases
 /// use every kernel.
 pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>, multiprocessors: usize) -> Checked {
-    compare_types(&served(), device, oracle, multiprocessors)
-}
-
-/// The types of weights that GPUs serve.
-fn served() -> Vec<GgmlType> {
-    GgmlType::ALL.into_iter().filter(|ty| ty.is_of_gguf()).collect()
+    compare_types(&GgmlType::ALL, device, oracle, multiprocessors)
 }
 
 /// Like [`compare`], with products of these types of weights alone.

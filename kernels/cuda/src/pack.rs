@@ -83,11 +83,9 @@ impl UnitLayout {
             return float.then_some(Self { record: 0, side: 0, minor: 0, main: BLOCK * ty.block_bytes() });
         };
         let (record, side) = match scheme.scaling {
-            // Not on GPUs yet.
-            Scaling::F32 => return None,
             Scaling::E8m0 | Scaling::Super => (8, 0),
             Scaling::F16 | Scaling::Ue4m3 | Scaling::SuperMin => (16, 0),
-            Scaling::F16Min => (32, 0),
+            Scaling::F32 | Scaling::F16Min => (32, 0),
             Scaling::Sixteenths if ty == GgmlType::Q3_K => (16, 0),
             Scaling::Sixteenths => (16, 2),
             Scaling::SixteenthsMin => (16, 4),
@@ -283,9 +281,11 @@ impl TiledShape {
         let mut put = |at: usize, bytes: &[u8]| record[at..][..bytes.len()].copy_from_slice(bytes);
         let own = lane * PIECE;
         match scaling {
-            // Has no layout.
-            Scaling::F32 => {}
             Scaling::F16 => put(own + 2 * index, &codes.d.to_le_bytes()),
+            Scaling::F32 => {
+                let at = index / 4 * TILE_ROWS * PIECE + own + 4 * (index % 4);
+                put(at, &codes.scale.to_le_bytes());
+            }
             Scaling::F16Min => {
                 let at = index / 4 * TILE_ROWS * PIECE + own + 4 * (index % 4);
                 put(at, &codes.d.to_le_bytes());
@@ -324,7 +324,10 @@ fn pack_codes(scheme: &Scheme, codes: &[u8], block: usize, lane: usize, minor: &
     let table = matches!(scheme.levels, Levels::Table(_));
     match scheme.bits {
         Bits::Two | Bits::Three => put_words(main, block, lane, &crumbs(&groups, 0)),
-        Bits::Eight => put_words(main, block, lane, &groups.map(|group| group ^ 0x8080_8080)),
+        Bits::Eight if scheme.is_integer() => {
+            put_words(main, block, lane, &groups.map(|group| group ^ 0x8080_8080));
+        }
+        Bits::Eight => put_words(main, block, lane, &groups),
         Bits::Four if table => put_words(main, block, lane, &words(|v| indices(groups[v], groups[v + 4]))),
         Bits::Four | Bits::Five | Bits::Six => {
             let nibbles = |v: usize| groups[v] & 0x0f0f_0f0f | (groups[v + 4] & 0x0f0f_0f0f) << 4;

@@ -144,6 +144,10 @@ const PLAIN: &[Source] = &[
     matmul::IQ4_XS,
     matmul::MXFP4,
     matmul::NVFP4,
+    matmul::FP8,
+    matmul::INT8,
+    matmul::INT5,
+    matmul::INT4,
 ];
 
 /// Returns every source that a worker may compile.

@@ -4,19 +4,19 @@
 // The text before this one defines the format:
 //   NAME(kernel)  the kernel's name with the format's name before it
 //   BITS          bits of a stored code: 2, 3, 4, 5, 6 or 8
-//   LEVELS        PLAIN: level = code - OFFSET; IQ4, E2M1: a codebook of signed levels
-//   OFFSET        0 for codebooks and for 8-bit codes, which are stored as signed levels
+//   LEVELS        PLAIN: level = code - OFFSET; IQ4, E2M1: a codebook of signed levels; E4M3: 8-bit floats
+//   OFFSET        0 for codebooks, floats and 8-bit codes, which are stored as signed levels
 //   SCALING       layout of the scales
 #include "prelude.cuh"
 
-enum Levels { PLAIN, IQ4, E2M1 };
-enum Scaling { F16, F16_MIN, E8M0, SUPER, SUPER_MIN, SIXTEENTHS, SIXTEENTHS_PACKED, SIXTEENTHS_MIN, UE4M3 };
+enum Levels { PLAIN, IQ4, E2M1, E4M3 };
+enum Scaling { F32, F16, F16_MIN, E8M0, SUPER, SUPER_MIN, SIXTEENTHS, SIXTEENTHS_PACKED, SIXTEENTHS_MIN, UE4M3 };
 
 constexpr u32 UNIT_BLOCKS = 8;
 
 // Bytes of each part of a unit per row; for the main plane, per block of a row. The _AT constants are byte
 // offsets in a unit.
-constexpr int RECORD = SCALING == F16_MIN ? 32 : SCALING == E8M0 || SCALING == SUPER ? 8 : 16;
+constexpr int RECORD = SCALING == F32 || SCALING == F16_MIN ? 32 : SCALING == E8M0 || SCALING == SUPER ? 8 : 16;
 constexpr int SIDE = SCALING == SIXTEENTHS ? 2 : SCALING == SIXTEENTHS_MIN ? 4 : 0;
 constexpr int MINOR = BITS == 6 ? 64 : BITS == 3 || BITS == 5 ? 32 : 0;
 constexpr int MAIN = BITS == 8 ? 32 : BITS >= 4 ? 16 : 8;
@@ -29,6 +29,8 @@ constexpr bool HALVES =
     SCALING == SIXTEENTHS || SCALING == SIXTEENTHS_PACKED || SCALING == SIXTEENTHS_MIN || SCALING == UE4M3;
 // Whether the scales of halves are small integers, multiplied by one f16 scale per row of a unit.
 constexpr bool FACTORS = HALVES && SCALING != UE4M3;
+// Whether codes are indices of a table of levels.
+constexpr bool CODEBOOK = LEVELS == IQ4 || LEVELS == E2M1;
 constexpr bool HAS_MIN = SCALING == F16_MIN || SCALING == SUPER_MIN || SCALING == SIXTEENTHS_MIN;
 
 __device__ __forceinline__ void load16(const u8 *from, u32 *to) {
@@ -174,7 +176,7 @@ template <class Words> struct Unit : Words {
             if constexpr (BITS == 2 || BITS == 3) words[g] = main[g / 4] >> 2 * (g % 4) & 0x03030303;
             if constexpr (BITS >= 4 && BITS <= 6 && LEVELS == PLAIN)
                 words[g] = main[g % 4] >> 4 * (g / 4) & 0x0f0f0f0f;
-            if constexpr (LEVELS != PLAIN)
+            if constexpr (CODEBOOK)
                 if (g < 4) look_up(main[g], words[g], words[g + 4]);
             if constexpr (BITS == 3) words[g] = add_bits(shifted(this->minor(j), 2 - g), 0x04040404, words[g]);
             if constexpr (BITS == 5) words[g] = add_bits(shifted(this->minor(j), 4 - g), 0x10101010, words[g]);
@@ -208,6 +210,8 @@ template <class Words> struct Unit : Words {
 
     __device__ __forceinline__ Scales scales(int j) const {
         Scales s = {};
+        if constexpr (SCALING == F32) s.scale[0] = __uint_as_float(this->record(j));
+        if constexpr (LEVELS == E4M3) s.scale[0] = __fmul_rn(s.scale[0], 256.0f);
         if constexpr (SCALING == F16) s.scale[0] = f16_value(this->record(j / 2) >> 16 * (j % 2));
         if constexpr (SCALING == F16_MIN) {
             s.scale[0] = f16_value(this->record(j));
@@ -267,8 +271,30 @@ template <class Words> struct Unit : Words {
     __device__ __forceinline__ static u32 shifted(u32 word, int by) { return by < 0 ? word >> -by : word << by; }
 };
 
-// Weight of a level, rounded as the format's definition rounds it.
+// Four E4M3 values as binary16, each times 2^-8: exponents keep their bits, and subnormals need no case of their own.
+// `even` has the codes 0 and 2 of the word, `odd` 1 and 3.
+__device__ __forceinline__ void e4m3_halves(u32 word, u32 &even, u32 &odd) {
+    even = add_bits(word << 7, 0x3f803f80, word << 8 & 0x80008000);
+    odd = add_bits(word >> 1, 0x3f803f80, word & 0x80008000);
+}
+
+// Weight of a code, rounded as the format's definition rounds it. The scale of E4M3 has the factor 2^8.
 __device__ __forceinline__ float weight(const Scales &s, int half, u32 word, int byte) {
-    float scaled = __fmul_rn(s.scale[half], (float)((int)(i8)(word >> 8 * byte) - OFFSET));
+    u32 code = word >> 8 * byte;
+    float level = LEVELS == E4M3 ? f16_value((u16)((code & 0x80) << 8 | (code & 0x7f) << 7)) : (float)((int)(i8)code - OFFSET);
+    float scaled = __fmul_rn(s.scale[half], level);
     return HAS_MIN ? __fadd_rn(scaled, s.added[half]) : scaled;
+}
+
+// Weights of a word of four codes.
+__device__ __forceinline__ void weights(const Scales &s, int half, u32 word, float (&w)[4]) {
+    if constexpr (LEVELS == E4M3) {
+        u32 even, odd;
+        e4m3_halves(word, even, odd);
+        w[0] = __fmul_rn(s.scale[half], f16_value((u16)even)), w[2] = __fmul_rn(s.scale[half], f16_value((u16)(even >> 16)));
+        w[1] = __fmul_rn(s.scale[half], f16_value((u16)odd)), w[3] = __fmul_rn(s.scale[half], f16_value((u16)(odd >> 16)));
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = weight(s, half, word, i);
 }

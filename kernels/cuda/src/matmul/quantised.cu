@@ -1,5 +1,4 @@
-// Products with matrices of one quantised format, and embedding lookups in them. format.cuh and product.cuh
-// precede this text.
+// Products with matrices of one quantised format. format.cuh, product.cuh and exact.cuh precede this text.
 
 // Scale and sums of a block of 32 activations.
 struct Common {
@@ -291,41 +290,6 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
                         total[m][n][k]);
 }
 
-// Product with f32 activations [rows][cols], with weights rounded as the format defines them.
-template <int NT> __device__ __forceinline__ void multiply_exactly(const Product &p) {
-    u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
-    u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
-    const u8 *tile = p.tile();
-    // Offsets of the tokens' rows, in pieces of 16 bytes.
-    u32 rows[NT];
-#pragma unroll
-    for (int t = 0; t < NT; t++) rows[t] = p.source(t, NT) * (p.cols / 4);
-    float sums[NT] = {};
-    for (u32 u = first; u < end; u++) {
-        Unit<Direct> unit(tile + (u64)u * UNIT_BYTES, p.lane(), blocks - u * UNIT_BLOCKS);
-#pragma unroll 1
-        for (int j = 0; j < UNIT_BLOCKS; j++) {
-            if (u * UNIT_BLOCKS + j >= blocks) break;
-            u32 words[8];
-            unit.words(j, words);
-            Scales s = unit.scales(j);
-            const float4 *x = (const float4 *)p.x + (u * UNIT_BLOCKS + j) * 8;
-#pragma unroll
-            for (int g = 0; g < 8; g++) {
-#pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    float4 a = x[rows[t] + g];
-                    sums[t] = __fmaf_rn(weight(s, g / 4, words[g], 0), a.x, sums[t]);
-                    sums[t] = __fmaf_rn(weight(s, g / 4, words[g], 1), a.y, sums[t]);
-                    sums[t] = __fmaf_rn(weight(s, g / 4, words[g], 2), a.z, sums[t]);
-                    sums[t] = __fmaf_rn(weight(s, g / 4, words[g], 3), a.w, sums[t]);
-                }
-            }
-        }
-    }
-    finish<NT>(p, sums);
-}
-
 PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
 PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
 // Blocks per multiprocessor. Two blocks keep twice as many weight loads in flight as one. With 16 scales per
@@ -336,26 +300,3 @@ PRODUCT_KERNEL(mul_8, 8, 2, (multiply<8, Direct>))
 PRODUCT_KERNEL(mul_32, 32, FRAGMENT_BLOCKS_PER_SM, multiply_fragments<32>)
 PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1, multiply_staged)
 PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)
-
-// out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]. Each index is below the number of the
-// table's rows. blockIdx.x: row; one thread per unit of 256 columns.
-extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
-                                       u32 accumulate, float *out) {
-    u32 u = blockIdx.y * blockDim.x + threadIdx.x, blocks = cols / 32;
-    if (u * UNIT_BLOCKS >= blocks) return;
-    u32 row = index[blockIdx.x];
-    Unit<Direct> unit(table + (u64)(row / 32) * tile_bytes + (u64)u * UNIT_BYTES, row % 32, blocks - u * UNIT_BLOCKS);
-    float *to = out + (u64)blockIdx.x * cols + u * 256;
-#pragma unroll 1
-    for (int j = 0; j < UNIT_BLOCKS; j++) {
-        if (u * UNIT_BLOCKS + j >= blocks) break;
-        u32 words[8];
-        unit.words(j, words);
-        Scales s = unit.scales(j);
-#pragma unroll
-        for (int k = 0; k < 32; k++) {
-            float value = __fmul_rn(scale, weight(s, k / 16, words[k / 4], k % 4));
-            to[32 * j + k] = accumulate ? __fadd_rn(to[32 * j + k], value) : value;
-        }
-    }
-}

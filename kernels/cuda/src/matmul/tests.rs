@@ -329,7 +329,7 @@ fn the_kernel_for_prompts_reads_less() {
 }
 
 /// At batch size 1, a GPU with the memory bandwidth of an H200 has at most 7.8 lane instructions for each
-/// byte of weights.
+/// byte of weights. FP8 takes most of them: each value becomes a float of its own.
 #[test]
 fn products_with_one_token_are_within_the_instruction_budget() {
     let (mut counted, mut within) = (String::new(), true);
@@ -343,7 +343,7 @@ fn products_with_one_token_are_within_the_instruction_budget() {
         let count = case.sim.device.machine().counts().lane_instructions - before.lane_instructions;
         let per_byte = count as f64 / case.matrix.shape.packed_bytes() as f64;
         counted.push_str(&format!("{ty} {per_byte:.2}, "));
-        within &= per_byte <= 5.0;
+        within &= per_byte <= if ty == GgmlType::FP8 { 7.5 } else { 5.0 };
     }
     assert!(within, "lane-instructions for each byte: {counted}");
 }

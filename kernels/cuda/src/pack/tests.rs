@@ -34,9 +34,10 @@ fn unpack_unit(shape: &TiledShape, unit: &[u8], lane: usize, cols: usize) -> Vec
     let (record, side, minor, bits) = match ty {
         GgmlType::Q4_0 | GgmlType::IQ4_NL | GgmlType::NVFP4 | GgmlType::Q4_K => (16, 0, 0, 4),
         GgmlType::MXFP4 | GgmlType::IQ4_XS => (8, 0, 0, 4),
-        GgmlType::Q4_1 => (32, 0, 0, 4),
+        GgmlType::Q4_1 | GgmlType::INT4 => (32, 0, 0, 4),
         GgmlType::Q5_0 | GgmlType::Q5_K => (16, 0, 32, 4),
-        GgmlType::Q5_1 => (32, 0, 32, 4),
+        GgmlType::Q5_1 | GgmlType::INT5 => (32, 0, 32, 4),
+        GgmlType::INT8 | GgmlType::FP8 => (32, 0, 0, 8),
         GgmlType::Q8_0 => (16, 0, 0, 8),
         GgmlType::Q2_K => (16, 4, 0, 2),
         GgmlType::Q3_K => (16, 0, 32, 2),
@@ -90,6 +91,9 @@ fn unpack_block(
         GgmlType::Q4_1 | GgmlType::Q5_1 => {
             (codes.d, codes.dmin) = (u16_of(record, 4 * index), u16_of(record, 4 * index + 2));
         }
+        GgmlType::FP8 | GgmlType::INT8 | GgmlType::INT5 | GgmlType::INT4 => {
+            codes.scale = f32::from_le_bytes(record[4 * index..][..4].try_into().unwrap());
+        }
         GgmlType::MXFP4 => codes.scales[0] = record[index],
         GgmlType::NVFP4 => codes.scales[..4].copy_from_slice(&record[4 * index..][..4]),
         GgmlType::Q6_K => {
@@ -120,6 +124,7 @@ fn unpack_block(
 fn code(ty: GgmlType, bits: usize, k: usize, minor: &[u8], main: &[u8]) -> u8 {
     let (block, group, i) = (k / 32, k % 32 / 4, k % 4);
     let lower = match bits {
+        8 if ty == GgmlType::FP8 => main[32 * block + 4 * group + i],
         8 => main[32 * block + 4 * group + i] ^ 0x80,
         4 if matches!(ty, GgmlType::IQ4_NL | GgmlType::IQ4_XS | GgmlType::MXFP4 | GgmlType::NVFP4) => {
             let word = &main[16 * block + 4 * (group % 4)..][..4];
@@ -131,7 +136,9 @@ fn code(ty: GgmlType, bits: usize, k: usize, minor: &[u8], main: &[u8]) -> u8 {
     };
     let upper = match ty {
         GgmlType::Q3_K => (minor[4 * block + i] >> group & 1) << 2,
-        GgmlType::Q5_0 | GgmlType::Q5_1 | GgmlType::Q5_K => (minor[4 * block + i] >> group & 1) << 4,
+        GgmlType::Q5_0 | GgmlType::Q5_1 | GgmlType::Q5_K | GgmlType::INT5 => {
+            (minor[4 * block + i] >> group & 1) << 4
+        }
         GgmlType::Q6_K => (minor[8 * block + 4 * (group / 4) + i] >> (2 * (group % 4)) & 3) << 4,
         _ => 0,
     };
@@ -139,7 +146,7 @@ fn code(ty: GgmlType, bits: usize, k: usize, minor: &[u8], main: &[u8]) -> u8 {
 }
 
 pub(crate) fn served() -> impl Iterator<Item = GgmlType> {
-    GgmlType::ALL.into_iter().filter(|&ty| ty.is_of_gguf() && kernels::matmul::MatrixView::supports(ty))
+    GgmlType::ALL.into_iter().filter(|&ty| kernels::matmul::MatrixView::supports(ty))
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

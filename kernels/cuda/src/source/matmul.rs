@@ -20,6 +20,8 @@ macro_rules! quantised {
                     include_str!("../matmul/format.cuh"),
                     "#line 1 \"product.cuh\"\n",
                     include_str!("../matmul/product.cuh"),
+                    "#line 1 \"exact.cuh\"\n",
+                    include_str!("../matmul/exact.cuh"),
                     "#line 1 \"quantised.cu\"\n",
                     include_str!("../matmul/quantised.cu"),
                 ),
@@ -38,6 +40,7 @@ macro_rules! quantised {
         fn of_quantised(ty: GgmlType) -> Option<&'static Source> {
             match ty {
                 $(GgmlType::$source => Some(&$source),)*
+                GgmlType::FP8 => Some(&FP8),
                 _ => None,
             }
         }
@@ -82,6 +85,27 @@ macro_rules! quantised {
         }
     };
 }
+
+/// Products with FP8. The levels are no integers, so there are no products with 8-bit activations.
+pub const FP8: Source = Source {
+    name: "fp8.cu",
+    text: concat!(
+        "#define NAME(kernel) fp8_##kernel\n",
+        "#define BITS 8\n",
+        "#define LEVELS E4M3\n",
+        "#define OFFSET 0\n",
+        "#define SCALING F32\n",
+        "#line 1 \"format.cuh\"\n",
+        include_str!("../matmul/format.cuh"),
+        "#line 1 \"product.cuh\"\n",
+        include_str!("../matmul/product.cuh"),
+        "#line 1 \"exact.cuh\"\n",
+        include_str!("../matmul/exact.cuh"),
+        "#line 1 \"floats.cu\"\n",
+        include_str!("../matmul/floats.cu"),
+    ),
+    kernels: &["fp8_embed", "fp8_mul_1", "fp8_mul_4"],
+};
 
 macro_rules! plain {
     ($($source:ident $name:literal $element:ident,)*) => {
@@ -131,6 +155,9 @@ quantised! {
     IQ4_XS "iq4_xs" 4 IQ4 0 SUPER,
     MXFP4 "mxfp4" 4 E2M1 0 E8M0,
     NVFP4 "nvfp4" 4 E2M1 0 UE4M3,
+    INT8 "int8" 8 PLAIN 0 F32,
+    INT5 "int5" 5 PLAIN 16 F32,
+    INT4 "int4" 4 PLAIN 8 F32,
 }
 
 plain! {

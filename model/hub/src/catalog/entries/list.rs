@@ -351,7 +351,7 @@ pub static CATALOG: &[Entry] = &[
             speed: Speed::Published { tokens: 13.1, source: "vLLM, NVFP4, without speculation; 28 with MTP" },
         },
         origin: Origin::Elsewhere {
-            why: "published as a safetensors checkpoint; Kvasir reads GGUF and has no converter: give the path of a GGUF file that keeps NVFP4, or take qwen3.6-27b",
+            why: "published as a folder of safetensors, which pull does not fetch: download the repository and give the path of its folder, or take qwen3.6-27b",
         },
     },
     Entry {
@@ -388,7 +388,7 @@ pub static CATALOG: &[Entry] = &[
             },
         },
         origin: Origin::Elsewhere {
-            why: "published as a safetensors checkpoint; Kvasir reads GGUF and has no converter: give the path of a GGUF file that keeps NVFP4, or take qwen3.6-35b-a3b",
+            why: "published as a folder of safetensors, which pull does not fetch: download the repository and give the path of its folder, or take qwen3.6-35b-a3b",
         },
     },
     Entry {
