@@ -11,10 +11,9 @@ use super::unroll;
 use crate::aligned::CACHE_LINE;
 use crate::quant::GgmlType;
 use std::arch::x86_64::{
-    __m512, __m512i, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm512_add_ps, _mm512_and_si512,
-    _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
-    _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
-    _mm512_srli_epi32, _mm512_storeu_ps,
+    __m512, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm512_add_ps, _mm512_castsi512_ps,
+    _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
 };
 
 /// Calls `$kernel::<.., N>` for the tokens of the call, at most eight at a time.
@@ -90,18 +89,11 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
             let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };
             for (group, codes) in codes.into_iter().enumerate() {
                 let (scale, added) = affine[group / 4];
-                let weight = |shifted: __m512i| {
-                    let code = _mm512_and_si512(shifted, _mm512_set1_epi32(255));
-                    // SAFETY: the function's target features.
-                    let product = _mm512_mul_ps(unsafe { S::level(code) }, scale);
+                // SAFETY: the function's target features.
+                let w = unsafe { S::levels(codes) }.map(|level| {
+                    let product = _mm512_mul_ps(level, scale);
                     if S::ADDED { _mm512_add_ps(product, added) } else { product }
-                };
-                let w = [
-                    weight(codes),
-                    weight(_mm512_srli_epi32::<8>(codes)),
-                    weight(_mm512_srli_epi32::<16>(codes)),
-                    weight(_mm512_srli_epi32::<24>(codes)),
-                ];
+                });
                 unroll!(N, |t| {
                     // SAFETY: the row of an existing token has the four columns of the group here.
                     unsafe {

@@ -3,14 +3,15 @@
 
 use super::super::activations::QuantizedBlock;
 use std::arch::x86_64::{
-    __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_and_si512,
-    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmplt_epu32_mask, _mm512_cvtepi8_epi16,
-    _mm512_cvtepi8_epi32, _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16,
-    _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps,
-    _mm512_loadu_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32, _mm512_mul_ps, _mm512_mullo_epi32,
-    _mm512_or_si512, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
-    _mm512_setzero_si512, _mm512_slli_epi32, _mm512_sllv_epi32, _mm512_srai_epi32, _mm512_srli_epi16,
-    _mm512_srli_epi32, _mm512_sub_epi32, _mm512_xor_si512,
+    __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_add_epi16,
+    _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_castps_si512, _mm512_castsi512_ps,
+    _mm512_cmplt_epu16_mask, _mm512_cmplt_epu32_mask, _mm512_cvtepi8_epi16, _mm512_cvtepi8_epi32,
+    _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16, _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_dpwssd_epi32,
+    _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_loadu_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32,
+    _mm512_mask_permutexvar_epi16, _mm512_mul_ps, _mm512_mullo_epi32, _mm512_set1_epi16, _mm512_set1_epi32,
+    _mm512_set1_ps, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi16, _mm512_slli_epi32,
+    _mm512_sllv_epi32, _mm512_srai_epi32, _mm512_srli_epi16, _mm512_srli_epi32, _mm512_sub_epi32,
+    _mm512_ternarylogic_epi32, _mm512_xor_si512,
 };
 
 /// A kind of scales. All functions need AVX-512 F, BW, DQ, VL and VNNI.
@@ -53,14 +54,25 @@ pub(super) trait Scales {
         a: *const QuantizedBlock,
     ) -> __m512;
 
-    /// Levels of codes, one in each lane.
+    /// Levels of the four codes in each lane, from the lowest byte on.
     ///
     /// # Safety
     /// None beyond the instruction set.
     #[inline(always)]
-    unsafe fn level(code: __m512i) -> __m512 {
+    unsafe fn levels(codes: __m512i) -> [__m512; 4] {
         // SAFETY: the caller's contract.
-        unsafe { _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(Self::OFFSET))) }
+        unsafe {
+            let level = |shifted| {
+                let code = _mm512_and_si512(shifted, _mm512_set1_epi32(255));
+                _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(Self::OFFSET)))
+            };
+            [
+                level(codes),
+                level(_mm512_srli_epi32::<8>(codes)),
+                level(_mm512_srli_epi32::<16>(codes)),
+                level(_mm512_srli_epi32::<24>(codes)),
+            ]
+        }
     }
 
     /// Scale and added min of the weights of both halves.
@@ -248,15 +260,34 @@ impl Scales for E4m3 {
         unsafe { _mm512_loadu_ps(at.cast()) }
     }
 
-    /// As an f16 with another bias: see `quant::e4m3`.
+    /// Upper halves of f32 values, two in a lane. The exponent's bias differs by 120; the eight subnormal values come
+    /// from a table.
     #[inline(always)]
-    unsafe fn level(code: __m512i) -> __m512 {
-        // SAFETY: the caller's contract.
+    unsafe fn levels(codes: __m512i) -> [__m512; 4] {
+        // The upper halves of 0 to 7 times 2^-9.
+        const SUBNORMAL: [u16; 8] = [0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60];
+        // SAFETY: the caller's contract; the table has 16 bytes.
         unsafe {
-            let sign = _mm512_slli_epi32::<8>(_mm512_and_si512(code, _mm512_set1_epi32(0x80)));
-            let size = _mm512_slli_epi32::<7>(_mm512_and_si512(code, _mm512_set1_epi32(0x7f)));
-            let half = _mm512_cvtepi32_epi16(_mm512_or_si512(sign, size));
-            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(SUBNORMAL.as_ptr().cast()));
+            // `size`: the code without its sign, times 16. `index`: the code of a subnormal value.
+            let half = |size: __m512i, index: __m512i, sign: __m512i| {
+                let size = _mm512_and_si512(size, _mm512_set1_epi16(0x07f0));
+                let normal = _mm512_add_epi16(size, _mm512_set1_epi16(0x3c00));
+                let is_subnormal = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x80));
+                let size = _mm512_mask_permutexvar_epi16(normal, is_subnormal, index, table);
+                // size | sign & 0x8000
+                _mm512_ternarylogic_epi32::<0xf8>(size, sign, _mm512_set1_epi16(i16::MIN))
+            };
+            let even = half(_mm512_slli_epi16::<4>(codes), codes, _mm512_slli_epi16::<8>(codes));
+            let odd = half(_mm512_srli_epi16::<4>(codes), _mm512_srli_epi16::<8>(codes), codes);
+            let upper = _mm512_set1_epi32(-0x1_0000);
+            [
+                _mm512_slli_epi32::<16>(even),
+                _mm512_slli_epi32::<16>(odd),
+                _mm512_and_si512(even, upper),
+                _mm512_and_si512(odd, upper),
+            ]
+            .map(|bits| _mm512_castsi512_ps(bits))
         }
     }
 }
