@@ -76,7 +76,7 @@ struct Pull {
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models inspect smollm2-135m --json")]
 struct Inspect {
-    /// Catalog name or path of a .gguf file.
+    /// Catalog name, or path of a .gguf file or a Hugging Face folder.
     model: String,
     /// Print one line of JSON.
     #[arg(long)]
