@@ -8,6 +8,34 @@ use tempfile::TempDir;
 
 const ROOM: u64 = 1 << 30;
 
+/// Chunks as other workers receive them: read one by one, of tensors that are converted on access.
+#[test]
+fn folders_of_checkpoints_are_kept_like_files() {
+    for name in ["fmt-awq-gemm", "fmt-fp8-block-ct", "fmt-mxfp4-gptoss", "qwen3_5_moe"] {
+        let dir = tempfile::tempdir().unwrap();
+        let store = open(&dir, ROOM);
+        let file = ModelFile::open(crate::test_files::fixture(&format!("hf/{name}"))).unwrap();
+        let manifest = Manifest::of_file(&file).unwrap();
+        for info in file.tensors() {
+            for chunk in manifest.chunks(info.name()).unwrap() {
+                let mut bytes = vec![0; chunk.bytes];
+                file.read_tensor(info.name(), chunk.offset, &mut bytes).unwrap();
+                store.put(chunk.id, &bytes).unwrap();
+            }
+        }
+        let stored = ModelFile::open(store.keep(&manifest).unwrap().path()).unwrap();
+        assert_eq!(stored.digest().unwrap(), file.digest().unwrap(), "{name}");
+        assert_eq!(
+            crate::ModelSpec::from_file(&stored).unwrap(),
+            crate::ModelSpec::from_file(&file).unwrap()
+        );
+        for info in file.tensors() {
+            let (ours, theirs) = (stored.tensor_data(info.name()), file.tensor_data(info.name()));
+            assert!(ours.unwrap() == theirs.unwrap(), "{name}: {}", info.name());
+        }
+    }
+}
+
 /// A file with a small tensor and one of more than two chunks, filled from `seed`.
 fn file(dir: &TempDir, seed: u8) -> ModelFile {
     let path = dir.path().join(format!("{seed}.gguf"));
