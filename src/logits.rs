@@ -360,6 +360,7 @@ mod tests {
         awq: "fmt-awq-gemm",
         nvfp4: "fmt-nvfp4-ct",
         mxfp4_experts: "fmt-mxfp4-gptoss",
+        latent_attention: "deepseek_v3",
     }
 
     each! {

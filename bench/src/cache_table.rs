@@ -43,7 +43,7 @@ struct Bytes {
 }
 
 fn kv(attention: &AttentionSpec) -> usize {
-    attention.own_kv().map_or(0, |_| (attention.k_width() + attention.v_width()) * KV_BYTES)
+    attention.cache_width() * KV_BYTES
 }
 
 /// Distances of checkpoints for a new prompt: 16, 32, 48, 64, 96, 128, ...

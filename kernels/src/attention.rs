@@ -162,7 +162,7 @@ fn item_at(plan: &StepPlan, index: usize) -> Option<(&Item, usize)> {
 /// Writes keys and values of one token into slot `slot` of a block.
 ///
 /// `block` has the bytes of one layer of the block and starts on a cache line. `k` is
-/// `[kv_heads * head_dim]`, `v` is `[kv_heads * v_head_dim]`.
+/// `[kv_heads * head_dim]`, `v` is `[kv_heads * v_head_dim]`, empty in a latent layout.
 ///
 /// # Errors
 /// [`Error::Length`], [`Error::OutOfRange`] for the slot, [`Error::UnalignedArena`].
@@ -176,7 +176,7 @@ pub fn kv_write(
 ) -> Result<(), Error> {
     check_len("KV block", layout.bytes(), block.len())?;
     check_len("keys", layout.kv_heads() * layout.head_dim(), k.len())?;
-    check_len("values", layout.kv_heads() * layout.v_head_dim(), v.len())?;
+    check_len("values", layout.kv_heads() * layout.stored_v_dim(), v.len())?;
     if slot >= layout.block_tokens() {
         return Err(Error::OutOfRange { what: "slot", index: slot, len: layout.block_tokens() });
     }

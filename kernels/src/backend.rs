@@ -20,7 +20,8 @@ pub use crate::matmul::{ActivationMode, SharedBytes};
 pub use handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 pub use op::{
     AttentionOp, ConvOp, DeltaNetOp, EmbedIndex, EmbedOp, ExpertGateUp, ExpertGroups, GateActivation, GateOp,
-    GatedNormOp, KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp, QueryGrowth, Selection,
+    GatedNormOp, HeadMatmulOp, HeadPart, KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp, QueryGrowth,
+    Selection,
 };
 pub use shape::{HeadType, KvShape, MatrixSource, RopeSource, StateKind, StateShape};
 
@@ -304,6 +305,16 @@ pub trait Backend: Send {
     /// matrix. All other values of `out` are unspecified.
     fn matmul_part(&mut self, _x: BufferId, _job: &MatmulJob, _rows: Range<usize>) -> Result<(), Error> {
         Err(Error::Unsupported { what: "a part of a product" })
+    }
+
+    /// See [`HeadMatmulOp`].
+    fn head_matmul(&mut self, _op: &HeadMatmulOp) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "products of heads" })
+    }
+
+    /// Copies the heads of the rows of `x`, `[rows][heads * columns]`, to columns of the heads of `out`.
+    fn place_heads(&mut self, _x: BufferId, _heads: usize, _out: &HeadPart) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "parts of heads" })
     }
 
     /// See [`QkvOp`].

@@ -8,9 +8,9 @@ use crate::aligned::AlignedBuf;
 use crate::attention::AttentionScratch;
 use crate::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
-    GatedNormOp, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId,
-    MatrixSource, MemoryUse, MoeOp, NO_INDEX, Norm, Packer, QkvOp, RopeId, RopeSource, StateLayerId,
-    StateShape, StepInput, TakePiece, VectorId,
+    GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape, Mamba2Op,
+    MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, NO_INDEX, Norm, Packer, QkvOp, RopeId, RopeSource,
+    StateLayerId, StateShape, StepInput, TakePiece, VectorId,
 };
 use crate::matmul::{
     MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, SharedBytes,
@@ -312,6 +312,14 @@ impl Backend for CpuBackend {
 
     fn matmul_part(&mut self, x: BufferId, job: &MatmulJob, rows: Range<usize>) -> Result<(), Error> {
         product::matmul(self, x, std::slice::from_ref(job), Some(rows))
+    }
+
+    fn head_matmul(&mut self, op: &HeadMatmulOp) -> Result<(), Error> {
+        product::head_matmul(self, op)
+    }
+
+    fn place_heads(&mut self, x: BufferId, heads: usize, out: &HeadPart) -> Result<(), Error> {
+        rowwise::place_heads(self, x, heads, out)
     }
 
     fn qkv(&mut self, op: &QkvOp) -> Result<(), Error> {

@@ -15,6 +15,7 @@ use source::Source;
 mod bert;
 mod cohere2;
 mod decoder;
+mod deepseek2;
 mod ernie4_5_moe;
 mod ffn;
 mod gemma2;
@@ -59,6 +60,7 @@ const fn arch(name: &'static str, translate: fn(&Source<'_>) -> Result<ModelSpec
 const ARCHES: &[Arch] = &[
     arch("bert", bert::translate),
     arch("cohere2", cohere2::translate),
+    Arch { ignores: glm4_moe::is_mtp_head, ..arch("deepseek2", deepseek2::translate) },
     arch("ernie4_5-moe", ernie4_5_moe::translate),
     arch("gemma2", gemma2::translate),
     arch("gemma3", gemma3::translate),

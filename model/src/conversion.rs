@@ -30,7 +30,7 @@ pub(crate) enum Conversion {
     Concat(Vec<Self>),
     /// Runs of rows of `row_bytes` bytes, each from a first row up to one that is not of it, in this order.
     Rows { of: Box<Self>, row_bytes: u64, runs: Vec<(u64, u64)> },
-    /// `[rows, cols]` to `[cols, rows]`, elements of `size` bytes.
+    /// `[rows, cols]` to `[cols, rows]`, elements of `size` bytes. Of several matrices each by itself.
     Transposed { of: Box<Self>, rows: u64, cols: u64, size: u64 },
     /// Floats as F32.
     Floats { of: Box<Self>, from: FloatType, map: FloatMap },
@@ -40,6 +40,8 @@ pub(crate) enum Conversion {
     Mxfp4 { codes: Box<Self>, scales: Box<Self> },
     /// Codes of a byte each to a type with f32 scales: FP8, INT8, INT5 or INT4.
     Scaled(Box<Scaled>),
+    /// The values of such a matrix as F32.
+    Dequantised(Box<Scaled>),
     /// Codes of 4 or 8 bits in words of 32 to a byte each, row by row of the matrix.
     Unpacked { of: Box<Self>, packing: Packing, rows: u64, cols: u64 },
 }
@@ -63,6 +65,16 @@ pub(crate) struct Scaled {
     pub(crate) zeros: Option<Conversion>,
     /// Added to stored zeros.
     pub(crate) more: u8,
+    /// Codes are parts of another matrix, transposed; scales are that matrix's. Without zeros.
+    pub(crate) turned: Option<Turned>,
+}
+
+/// Equal runs of rows of a matrix, each transposed: `[runs, cols, rows of a run]` of `[runs * stride, cols]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Turned {
+    /// Rows between the beginnings of runs.
+    pub(crate) stride: u64,
+    pub(crate) cols: u64,
 }
 
 /// Places of codes in words of 32 bits, the lowest bits first.
@@ -144,7 +156,7 @@ impl Conversion {
                 codes.for_each_region(visit);
                 scales.for_each_region(visit);
             }
-            Self::Scaled(scaled) => {
+            Self::Scaled(scaled) | Self::Dequantised(scaled) => {
                 for part in
                     [Some(&scaled.codes), Some(&scaled.scales), scaled.zeros.as_ref()].into_iter().flatten()
                 {
@@ -186,6 +198,7 @@ impl Conversion {
             Self::Floats { of, from, .. } => of.len() / from.size() * 4,
             Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => codes.len() + scales.len(),
             Self::Scaled(scaled) => scaled.rows * (scaled.cols / GROUP) * scaled.ty.block_bytes() as u64,
+            Self::Dequantised(scaled) => scaled.rows * scaled.cols * 4,
             Self::Unpacked { rows, cols, .. } => rows * cols,
         }
     }
@@ -238,6 +251,7 @@ impl Conversion {
             Self::Nvfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, NVFP4),
             Self::Mxfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, MXFP4),
             Self::Scaled(scaled) => scaled.blocks(files)?,
+            Self::Dequantised(scaled) => scaled.values(files)?,
             Self::Unpacked { of, packing, rows, cols } => {
                 packing.unpack(&of.whole(files)?, *rows as usize, *cols as usize)
             }
@@ -268,16 +282,50 @@ impl Region {
 const GROUP: u64 = 32;
 
 impl Scaled {
+    /// The place of the scale of a row's block of 32 columns.
+    fn scale_at(&self, row: usize, block: usize) -> usize {
+        let [row_block, col_block] = self.block.map(|len| len as usize);
+        match self.turned {
+            None => row / row_block * (self.cols as usize).div_ceil(col_block) + block * 32 / col_block,
+            Some(Turned { stride, cols }) => {
+                let (stride, cols) = (stride as usize, cols as usize);
+                let (row, col) = (row / cols * stride + block * 32, row % cols);
+                row / row_block * cols.div_ceil(col_block) + col / col_block
+            }
+        }
+    }
+
+    /// Each value is its code times its scale, rounded once.
+    fn values(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
+        let blocks = self.blocks(files)?;
+        let mut result = Vec::with_capacity(blocks.len() * 4);
+        for block in blocks.chunks_exact(self.ty.block_bytes()) {
+            let (scale, codes) = block.split_at(4);
+            let scale = FloatType::F32.value(scale);
+            let code = |place: usize| {
+                let nibble = |codes: &[u8]| i16::from(codes[place % 16] >> (place / 16 * 4) & 15);
+                match self.ty {
+                    GgmlType::INT4 => f32::from(nibble(codes) - 8),
+                    GgmlType::INT5 => f32::from(
+                        nibble(&codes[4..]) + 16 * i16::from(codes[place / 8] >> (place % 8) & 1) - 16,
+                    ),
+                    GgmlType::INT8 => f32::from(codes[place] as i8),
+                    _ => e4m3(codes[place]),
+                }
+            };
+            result.extend((0..32).flat_map(|place| (code(place) * scale).to_le_bytes()));
+        }
+        Ok(result)
+    }
+
     fn blocks(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
         let (codes, scales) = (self.codes.whole(files)?, self.scales.whole(files)?);
         let zeros = self.zeros.as_ref().map(|zeros| zeros.whole(files)).transpose()?;
         let (rows, cols) = (self.rows as usize, self.cols as usize);
-        let [row_block, col_block] = self.block.map(|len| len as usize);
-        let per_row = cols.div_ceil(col_block);
         let mut result = Vec::with_capacity(rows * cols / 32 * self.ty.block_bytes());
         for (row, codes) in codes.chunks_exact(cols).take(rows).enumerate() {
             for (block, codes) in codes.as_chunks::<32>().0.iter().enumerate() {
-                let at = row / row_block * per_row + block * 32 / col_block;
+                let at = self.scale_at(row, block);
                 result.extend_from_slice(scales.get(4 * at..4 * at + 4).unwrap_or(&[0; 4]));
                 let zero = zeros.as_ref().map_or(0, |zeros| match zeros.as_slice() {
                     [one] => *one,
@@ -295,6 +343,16 @@ impl Scaled {
         }
         Ok(result)
     }
+}
+
+/// An E4M3 value that is a number.
+fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let size = match exponent {
+        0 => mantissa / 512.0,
+        _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+    };
+    if code & 0x80 == 0 { size } else { -size }
 }
 
 /// Appends the codes of a block in the layout of `ty`.
@@ -352,10 +410,13 @@ impl Packing {
 
 fn transposed(of: &[u8], rows: usize, cols: usize, size: usize) -> Vec<u8> {
     let mut result = vec![0; of.len()];
-    for (row, line) in of.chunks_exact((cols * size).max(1)).enumerate() {
-        for (col, element) in line.chunks_exact(size).enumerate() {
-            let at = (col * rows + row) * size;
-            result[at..at + size].copy_from_slice(element);
+    let matrix = (rows * cols * size).max(1);
+    for (of, result) in of.chunks_exact(matrix).zip(result.chunks_exact_mut(matrix)) {
+        for (row, line) in of.chunks_exact(cols * size).enumerate() {
+            for (col, element) in line.chunks_exact(size).enumerate() {
+                let at = (col * rows + row) * size;
+                result[at..at + size].copy_from_slice(element);
+            }
         }
     }
     result
@@ -435,6 +496,7 @@ mod tests {
             block: [1, 32],
             zeros: zeros.map(Conversion::Literal),
             more: 0,
+            turned: None,
         }
     }
 
@@ -452,6 +514,25 @@ mod tests {
         for block in blocks(whole).chunks_exact(36) {
             assert_eq!(block[..4], 1f32.to_le_bytes());
         }
+        let values = |scaled: Scaled| -> Vec<f32> {
+            let bytes = made(&Conversion::Dequantised(Box::new(scaled)));
+            bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+        };
+        let codes: Vec<u8> = (0..128).map(|code| code % 16).collect();
+        for (ty, zeros, first) in [
+            (GgmlType::INT4, vec![8; 4], [-8.0, -6.0, -4.0]),
+            (GgmlType::INT5, vec![3, 3, 3, 3], [-3.0, -1.0, 1.0]),
+            (GgmlType::INT8, vec![0, 1, 2, 3], [0.0, 2.0, 4.0]),
+        ] {
+            // The scales of the blocks are 1, 2, 3 and 4.
+            let values = values(scaled(ty, codes.clone(), Some(zeros)));
+            for (place, found) in [values[0], values[2], values[4]].into_iter().enumerate() {
+                assert_eq!(found, first[place], "{ty:?}");
+            }
+        }
+        for (code, value) in [(0x38, 1.0), (0xc0, -2.0), (0x01, 1.0 / 512.0), (0x7e, 448.0), (0x3c, 1.5)] {
+            assert_eq!(values(scaled(GgmlType::FP8, vec![code; 128], None))[32], 2.0 * value);
+        }
         // Differences from the zeros, plus 16, the fifth bits first.
         let codes = vec![3; 128];
         let bytes = blocks(scaled(GgmlType::INT5, codes.clone(), Some(vec![0, 3, 4, 15])));
@@ -465,6 +546,25 @@ mod tests {
         assert!(error.contains("zero point 7"), "{error}");
         let not_a_number = Conversion::Scaled(Box::new(scaled(GgmlType::FP8, vec![0xff; 128], None)));
         assert!(not_a_number.whole(&[]).unwrap_err().to_string().contains("not a number"));
+    }
+
+    #[test]
+    fn transposed_runs_of_rows_keep_the_scales_of_their_matrix() {
+        // Two runs of 32 rows of a matrix of 80 rows and 2 columns, 40 rows from run to run; one scale for 40 rows
+        // and a column.
+        let scales = [1f32, 2.0, 3.0, 4.0].iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        let turned = Scaled {
+            codes: Conversion::Literal(vec![0x38; 128]),
+            rows: 4,
+            cols: 32,
+            scales: Conversion::Literal(scales),
+            block: [40, 1],
+            turned: Some(Turned { stride: 40, cols: 2 }),
+            ..scaled(GgmlType::FP8, Vec::new(), None)
+        };
+        let bytes = made(&Conversion::Scaled(Box::new(turned)));
+        let scales = bytes.chunks_exact(36).map(|block| FloatType::F32.value(&block[..4]));
+        assert_eq!(scales.collect::<Vec<f32>>(), [1.0, 2.0, 3.0, 4.0]);
     }
 
     #[test]

@@ -276,8 +276,11 @@ fn attention(layer: &LayerSpec) -> Option<AttentionCosts> {
     let MixerSpec::Attention(attention) = &layer.mixer else { return None };
     Some(AttentionCosts {
         window: attention.window,
-        kv_elements: (attention.k_width() + attention.v_width()) as u64,
-        own: attention.own_kv().is_some(),
+        kv_elements: match attention.latent() {
+            Some(_) => attention.k_width(),
+            None => attention.k_width() + attention.v_width(),
+        } as u64,
+        own: attention.cache_width() > 0,
         products: (attention.heads * (attention.head_dim + attention.v_head_dim)) as u64,
     })
 }

@@ -164,8 +164,8 @@ impl ModelSummary {
             output: words::output(spec),
             kv_elements_per_token: (0..spec.layers.len())
                 .filter_map(|layer| spec.attention(layer))
-                .filter(|attention| attention.causal && attention.own_kv().is_some())
-                .map(|attention| attention.k_width() + attention.v_width())
+                .filter(|attention| attention.causal)
+                .map(|attention| attention.cache_width())
                 .sum(),
             state_elements: spec.layers.iter().map(|layer| layer.mixer.state_elements()).sum(),
             layer_list,

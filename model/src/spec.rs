@@ -13,8 +13,8 @@ mod tensors;
 pub use assistant::AssistantSpec;
 pub use feed_forward::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, MoeSpec};
 pub use mixer::{
-    AttentionSpec, ConvSpec, DeltaNetSpec, HeadGrouping, KvSpec, Mamba2Spec, MixerSpec, OwnKvSpec,
-    QueryGrowth, RopeFactors, RopeSpec, RopeStyle,
+    AttentionSpec, ConvSpec, DeltaNetSpec, HeadGrouping, KvSpec, LatentSpec, Mamba2Spec, MixerSpec,
+    OwnKvSpec, QueryGrowth, RopeFactors, RopeSpec, RopeStyle,
 };
 pub use mtp_head::MtpHeadSpec;
 

@@ -22,7 +22,7 @@ use model::ModelFile;
 use model::costs::{DrafterCosts, ModelCosts};
 use model::file::DigestCache;
 use model::shard::{ShardStore, TensorMemory};
-use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
+use model::spec::{FfnPart, FfnSpec, MixerSpec, ModelSpec};
 use pipeline::weight_distribution::Arrivals;
 use pipeline::{DownstreamRanks, PipelineExecutor, Replica};
 use proto::block::{ClusterKey, HASH_UNIT_TOKENS};
@@ -631,7 +631,6 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         KvType::F16 => 2.0,
         KvType::Q8_0 => 34.0 / 32.0,
     };
-    let own_kv = |a: &AttentionSpec| a.own_kv().map_or(0, |_| a.k_width() + a.v_width());
     let mtp_head = match &options.speculative_method {
         SpeculativeMethod::MtpHead if spec.logits().is_some() => Some(drafter::mtp_head(gguf, &spec.arch)?),
         // Encoders have no drafter.
@@ -640,7 +639,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     let layers = spec.layers.iter().chain(mtp_head.iter().map(|mtp_head| &mtp_head.layer));
     let kv_elements: usize = layers
         .map(|layer| match &layer.mixer {
-            MixerSpec::Attention(attention) => own_kv(attention),
+            MixerSpec::Attention(attention) => attention.cache_width(),
             MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) => 0,
         })
         .sum();

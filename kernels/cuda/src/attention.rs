@@ -85,7 +85,11 @@ impl AttentionKernels {
     /// As [`KvBlock::new`]; [`Error::EmptyWindow`], [`Error::Unsupported`] for a window that is not causal.
     pub fn source(shape: &KvShape) -> Result<&'static Source, Error> {
         check(shape)?;
-        Ok(&source::ATTENTION[type_number(shape.kv_type)][width_class(shape)])
+        let kv_type = type_number(shape.kv_type);
+        match shape.latent {
+            true => Ok(&source::LATENT_ATTENTION[kv_type]),
+            false => Ok(&source::ATTENTION[kv_type][width_class(shape)]),
+        }
     }
 
     /// Loads the compiled [`Self::source`].
@@ -296,6 +300,9 @@ fn width_class(shape: &KvShape) -> usize {
 /// Returns the query vectors per block of each of the shape's kernels: always 16 on tensor cores; by lanes
 /// as many as the registers allow.
 fn vectors(shape: &KvShape) -> &'static [usize] {
+    if shape.latent {
+        return &[1, 2];
+    }
     match (shape.kv_type, WIDTHS[width_class(shape)]) {
         (KvType::F16, 64 | 128 | 256) => &[16],
         (_, 512) => &[1, 2, 4],

@@ -13,9 +13,9 @@ use graphs::Graphs;
 use kernels::Error;
 use kernels::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
-    GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId, MatrixSource,
-    MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepCounts, StepInput,
-    StepOps, VectorId,
+    GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId,
+    MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepCounts,
+    StepInput, StepOps, VectorId,
 };
 use memory::{Buffers, GrowingBuffer, Vectors, same};
 use modules::Modules;
@@ -25,6 +25,7 @@ use step::StepMemory;
 
 mod attention;
 mod graphs;
+mod heads;
 mod memory;
 mod modules;
 mod moe;
@@ -210,6 +211,14 @@ impl Backend for CudaBackend {
 
     fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
         product::matmul(self, x, jobs)
+    }
+
+    fn head_matmul(&mut self, op: &HeadMatmulOp) -> Result<(), Error> {
+        heads::head_matmul(self, op)
+    }
+
+    fn place_heads(&mut self, x: BufferId, heads: usize, out: &HeadPart) -> Result<(), Error> {
+        heads::place_heads(self, x, heads, out)
     }
 
     fn qkv(&mut self, op: &QkvOp) -> Result<(), Error> {

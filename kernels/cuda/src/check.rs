@@ -12,7 +12,7 @@ mod cases;
 mod tests;
 
 /// Operations that the GPU backend has kernels for, by the names of [`Backend`].
-pub const OPS: [&str; 20] = [
+pub const OPS: [&str; 22] = [
     "embed",
     "norm",
     "matmul",
@@ -28,6 +28,8 @@ pub const OPS: [&str; 20] = [
     "scale",
     "add",
     "moe",
+    "head_matmul",
+    "place_heads",
     "gather_rows",
     "finish_logits",
     "argmax",
@@ -103,11 +105,12 @@ fn compare_types(
             group(&format!("products of {ty} with f32"), ActivationMode::F32, &run);
         }
     }
-    let groups: [(&str, Group); 4] = [
+    let groups: [(&str, Group); 5] = [
         ("rows", cases::rows),
         ("gates", cases::gates),
         ("embeddings", cases::embeddings),
         ("experts", cases::experts),
+        ("heads", cases::heads),
     ];
     for (name, run) in groups {
         group(name, int8, &run);

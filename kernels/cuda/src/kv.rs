@@ -10,6 +10,9 @@ mod oracle;
 /// Largest head dimension that the kernels support.
 pub const MAX_HEAD_DIM: usize = 512;
 
+/// Largest width of keys in a latent block.
+const MAX_LATENT_DIM: usize = 576;
+
 /// Rows are padded to a multiple of this number of elements, which one lane loads at a time.
 const ROW_STEP: usize = 8;
 
@@ -21,7 +24,7 @@ const Q8_RUN: usize = 32;
 /// A head's *stripe* is `[block_tokens][width]`. Rows are padded with zeroes to a multiple of eight
 /// elements, so that a warp reads neighbouring tokens from contiguous memory and every load is aligned. In
 /// [`KvType::Q8_0`] the scales follow the bytes, `[block_tokens][width / 32]`. Stripes start at multiples
-/// of 16 bytes.
+/// of 16 bytes. A latent block has keys only; a value is the last `v_head_dim` elements of its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvBlock {
     kv_type: KvType,
@@ -29,15 +32,17 @@ pub struct KvBlock {
     kv_heads: usize,
     head_dim: usize,
     v_head_dim: usize,
+    latent: bool,
 }
 
 impl KvBlock {
     /// # Errors
     /// [`Error::KvLayout`] unless blocks have 16, 32 or 64 tokens, there are 1 to 4,096 heads, and both
-    /// head dimensions are 1 to [`MAX_HEAD_DIM`]; [`Error::HeadGroups`].
+    /// head dimensions are 1 to [`MAX_HEAD_DIM`], or 576 in a latent block; [`Error::HeadGroups`]; [`Error::Unsupported`] for a latent block
+    /// whose values do not begin at a multiple of 8.
     pub fn new(shape: &KvShape) -> Result<Self, Error> {
-        let KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, .. } = *shape;
-        let widths = 1..=MAX_HEAD_DIM;
+        let KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens, kv_type, .. } = *shape;
+        let widths = 1..=if latent { MAX_LATENT_DIM } else { MAX_HEAD_DIM };
         let served = matches!(block_tokens, 16 | 32 | 64)
             && (1..=4096).contains(&kv_heads)
             && widths.contains(&head_dim)
@@ -48,7 +53,12 @@ impl KvBlock {
         if heads == 0 || !heads.is_multiple_of(kv_heads) {
             return Err(Error::HeadGroups { heads, kv_heads });
         }
-        Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim })
+        if latent && !head_dim.checked_sub(v_head_dim).is_some_and(|skipped| skipped.is_multiple_of(ROW_STEP))
+        {
+            let what = "latent values that do not begin at a multiple of 8, on a GPU";
+            return Err(Error::Unsupported { what });
+        }
+        Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim, latent })
     }
 
     /// Returns the bytes of one layer's part of a block; a multiple of 64.
@@ -65,9 +75,9 @@ impl KvBlock {
         self.stripe(self.head_dim)
     }
 
-    /// Returns the bytes of one head's values.
+    /// Returns the bytes of one head's values; 0 in a latent block.
     pub(super) fn v_stripe(&self) -> usize {
-        self.stripe(self.v_head_dim)
+        if self.latent { 0 } else { self.stripe(self.v_head_dim) }
     }
 
     /// Returns the base-2 logarithm of the tokens per block.
@@ -103,7 +113,8 @@ mod tests {
 
     fn shape(kv_type: KvType, head_dim: usize, v_head_dim: usize) -> KvShape {
         let (heads, kv_heads, block_tokens) = (6, 3, 16);
-        KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window: None, causal: true }
+        let (window, latent) = (None, false);
+        KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens, kv_type, window, causal: true }
     }
 
     #[test]
@@ -131,6 +142,14 @@ mod tests {
             KvShape { kv_heads: 0, ..good },
         ] {
             assert!(matches!(KvBlock::new(&bad), Err(Error::KvLayout { .. })));
+        }
+        let latent = KvShape { latent: true, v_head_dim: 56, ..good };
+        let sizes =
+            [latent, KvShape { latent: false, ..latent }].map(|shape| KvBlock::new(&shape).unwrap().bytes());
+        assert_eq!(sizes, [3 * 16 * 64 * 2, 3 * 16 * (64 + 56) * 2]);
+        for v_head_dim in [60, 72] {
+            let refused = KvBlock::new(&KvShape { v_head_dim, ..latent });
+            assert!(matches!(refused, Err(Error::Unsupported { .. })));
         }
         let uneven = KvBlock::new(&KvShape { heads: 4, ..good });
         assert_eq!(uneven, Err(Error::HeadGroups { heads: 4, kv_heads: 3 }));

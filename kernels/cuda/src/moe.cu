@@ -163,3 +163,13 @@ extern "C" __global__ void __launch_bounds__(128)
     const u64 at = (u64)row * hidden + c;
     out[at] = fmaf(sum, factor, accumulate ? out[at] : 0.0f);
 }
+
+// Pairs whose experts are the heads of a row: pair `row * heads + head` is at expert `head`. One thread per pair, at
+// least heads + 1 threads.
+extern "C" __global__ void head_lists(u32 *chosen, u32 *starts, u32 *list, u32 rows, u32 heads) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i <= heads) starts[i] = i * rows;
+    if (i >= rows * heads) return;
+    chosen[i] = i % heads;
+    list[i] = i % rows * heads + i / rows;
+}

@@ -26,6 +26,7 @@ pub struct MoeKernels {
     expert_lists: KernelId,
     expert_gate: KernelId,
     expert_sum: KernelId,
+    head_lists: KernelId,
 }
 
 /// Rows and experts of a layer.
@@ -137,13 +138,13 @@ impl MoeKernels {
     /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
         let kernels = device.load(compiled, source::MOE.kernels)?;
-        let [route, expert_lists, expert_gate, expert_sum] = kernels[..] else {
+        let [route, expert_lists, expert_gate, expert_sum, head_lists] = kernels[..] else {
             return Err(CudaError::NoKernel {
                 name: "route".into(),
                 source_name: compiled.source_name.clone(),
             });
         };
-        Ok(Self { route, expert_lists, expert_gate, expert_sum })
+        Ok(Self { route, expert_lists, expert_gate, expert_sum, head_lists })
     }
 
     /// Fills [`Routes::chosen`] and [`Routes::weights`] from the router's logits `[rows][experts]`; ties go to the
@@ -198,6 +199,28 @@ impl MoeKernels {
             block: [MAX_EXPERTS as u32, 1, 1],
             shared_bytes: 0,
             arguments: &[starts, list, chosen, number(shape.pairs()), number(shape.experts)],
+        })
+    }
+
+    /// Fills the routes of heads, each of which is an expert of every row: [`Routes::chosen`], [`Routes::starts`] and
+    /// [`Routes::list`].
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn heads(
+        &self,
+        device: &mut dyn Device,
+        rows: usize,
+        heads: usize,
+        [chosen, starts, list]: [DevicePtr; 3],
+    ) -> Result<(), CudaError> {
+        let number = |n: usize| Argument::from(n as u32);
+        device.launch(&Launch {
+            kernel: self.head_lists,
+            grid: [(rows * heads).max(heads + 1).div_ceil(128) as u32, 1, 1],
+            block: [128, 1, 1],
+            shared_bytes: 0,
+            arguments: &[chosen.into(), starts.into(), list.into(), number(rows), number(heads)],
         })
     }
 

@@ -1,11 +1,11 @@
 // Work between the projections and attention: norms of heads, rotary embedding, storing keys and values in
 // the cache.
 //
-// The includer defines KV_TYPE: 0 f32, 1 binary16, 2 bytes with a binary16 scale per 32 elements.
+// The includer defines KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32 elements), LATENT (1: values are
+// part of the keys, and there are no heads of v) and MAX_DIM (the widest head).
 #include "prelude.cuh"
 
 #define WARPS 4
-#define MAX_DIM 512
 
 // Cosine and sine of each pair of each row, times `magnitude`. out: [rows][pairs]. One thread per pair.
 //
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(128)
         head -= heads;
         part = head < kv_heads ? 1 : 2;
         if (part == 2) head -= kv_heads;
-        if (!k || head >= kv_heads) return;
+        if (!k || head >= kv_heads || (LATENT && part == 2)) return;
     }
     const u32 of = part == 0 ? heads : kv_heads, width = part == 2 ? v_head_dim : head_dim;
     const Norm norm = part == 0   ? Norm{q_weight, q_factors, q_run, q_len, q_eps}

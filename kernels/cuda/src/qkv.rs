@@ -59,7 +59,7 @@ pub struct HeadNorm {
 pub struct KeysValues {
     /// `[rows][kv_heads * head_dim]`
     pub k: DevicePtr,
-    /// `[rows][kv_heads * v_head_dim]`; may be `k`.
+    /// `[rows][kv_heads * v_head_dim]`; may be `k`. Not read if the cache is latent.
     pub v: DevicePtr,
     pub k_norm: Option<HeadNorm>,
     pub v_norm: Option<HeadNorm>,
@@ -125,7 +125,8 @@ impl QkvKernels {
     /// As [`KvBlock::new`].
     pub fn source(shape: &KvShape) -> Result<&'static Source, Error> {
         KvBlock::new(shape)?;
-        Ok(&source::QKV[type_number(shape.kv_type)])
+        let kv_type = type_number(shape.kv_type);
+        Ok(if shape.latent { &source::LATENT_QKV[kv_type] } else { &source::QKV[kv_type] })
     }
 
     /// Loads the compiled [`Self::source`].
@@ -135,7 +136,7 @@ impl QkvKernels {
     /// shape; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
         let block = KvBlock::new(&shape).map_err(|error| CudaError::Invalid { what: error.to_string() })?;
-        let kernels = device.load(compiled, source::QKV[type_number(shape.kv_type)].kernels)?;
+        let kernels = device.load(compiled, source::QKV[0].kernels)?;
         let [rope_angles, run_factors, qkv] = kernels[..] else {
             return Err(CudaError::NoKernel {
                 name: "qkv".into(),
@@ -243,7 +244,7 @@ impl QkvKernels {
             numbers.extend([number(norm.width), number(len), norm.eps.into()]);
         }
         let rope = call.rope.unwrap_or(RopeAngles { angles: none, pairs: 0, interleaved: false });
-        let KvShape { heads, kv_heads, head_dim, v_head_dim, .. } = self.shape;
+        let KvShape { heads, kv_heads, head_dim, v_head_dim, latent, .. } = self.shape;
         pointers.extend([rope.angles, call.arena, call.step.tables, call.step.table_starts(call.group)]);
         pointers.extend([call.step.positions, call.step.row_sequences]);
         let mut arguments: Vec<Argument> = pointers.into_iter().map(Argument::from).collect();
@@ -253,7 +254,8 @@ impl QkvKernels {
         arguments.extend([heads, kv_heads, head_dim, v_head_dim].map(number));
         arguments.push(self.block.block_shift().into());
         arguments.extend([self.block.k_stripe(), self.block.v_stripe()].map(number));
-        let all = if call.kv.is_some() { heads + 2 * kv_heads } else { heads };
+        let of_each = if latent { 1 } else { 2 };
+        let all = if call.kv.is_some() { heads + of_each * kv_heads } else { heads };
         device.launch(&Launch {
             kernel: self.qkv,
             grid: [call.rows as u32, all.div_ceil(WARPS) as u32, 1],

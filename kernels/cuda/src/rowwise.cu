@@ -209,6 +209,12 @@ extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *inde
     if (i < cols) out[(u64)blockIdx.x * cols + i] = x[(u64)index[blockIdx.x] * cols + i];
 }
 
+// out[head][at + i] = x[head][i], i < cols; heads of `out` have `width` values. One thread per value of x.
+extern "C" __global__ void place_heads(float *out, const float *x, u32 cols, u32 width, u32 at, u64 count) {
+    const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) out[i / cols * width + at + i % cols] = x[i];
+}
+
 // Index of the largest value of each row. Ties go to the lowest index. The result is 0xffffffff if a value is
 // NaN or +infinity, or if no value is above -infinity. One block of threads per row.
 extern "C" __global__ void __launch_bounds__(1024) argmax(const float *x, u32 cols, u32 *out) {

@@ -44,6 +44,7 @@ pub struct RowwiseKernels {
     scale_rows: KernelId,
     scale: KernelId,
     gather_rows: KernelId,
+    place_heads: KernelId,
     argmax: KernelId,
 }
 
@@ -94,13 +95,36 @@ impl RowwiseKernels {
     /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
         let kernels = device.load(compiled, source::ROWWISE.kernels)?;
-        let [quantise, norm, add_norm, gated_norm, gate, add, scale_rows, scale, gather_rows, argmax] =
-            *kernels
+        let [
+            quantise,
+            norm,
+            add_norm,
+            gated_norm,
+            gate,
+            add,
+            scale_rows,
+            scale,
+            gather_rows,
+            place_heads,
+            argmax,
+        ] = *kernels
         else {
             let (name, source_name) = (source::ROWWISE.name.into(), compiled.source_name.clone());
             return Err(CudaError::NoKernel { name, source_name });
         };
-        Ok(Self { quantise, norm, add_norm, gated_norm, gate, add, scale_rows, scale, gather_rows, argmax })
+        Ok(Self {
+            quantise,
+            norm,
+            add_norm,
+            gated_norm,
+            gate,
+            add,
+            scale_rows,
+            scale,
+            gather_rows,
+            place_heads,
+            argmax,
+        })
     }
 
     /// Quantises rows to 8 bits.
@@ -280,6 +304,26 @@ impl RowwiseKernels {
         let cap = softcap.unwrap_or(0.0);
         let arguments = [x.into(), factor.into(), cap.into(), (count as u64).into()];
         launch(device, self.scale, [count.div_ceil(THREADS), 1], THREADS, &arguments)
+    }
+
+    /// `out[row][at + i] = x[row][i]`; rows of `out` have `width` values.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
+    pub fn place_heads(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        out: DevicePtr,
+        width: usize,
+        at: usize,
+    ) -> Result<(), CudaError> {
+        let count = of.rows * of.cols;
+        let sizes = [small(of.cols)?, small(width)?, small(at)?];
+        let [cols, width, at] = sizes.map(super::Argument::from);
+        let arguments = [out.into(), x.into(), cols, width, at, (count as u64).into()];
+        launch(device, self.place_heads, [count.div_ceil(THREADS), 1], THREADS, &arguments)
     }
 
     /// `out[row] = x[index[row]]` for the `of.rows` rows of `out`. `index` is u32; the values must be rows

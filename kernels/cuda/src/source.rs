@@ -29,6 +29,7 @@ pub const ROWWISE: Source = Source {
         "scale_rows",
         "scale",
         "gather_rows",
+        "place_heads",
         "argmax",
     ],
 };
@@ -37,11 +38,20 @@ pub const ROWWISE: Source = Source {
 /// cores.
 macro_rules! attention {
     ($kv_type:literal, $width:literal, $how:literal, $($attend:literal),*) => {
+        attention_source!($kv_type, $width, 0, "", $how, $($attend),*)
+    };
+}
+
+/// The same, with LATENT and the beginning of the name.
+macro_rules! attention_source {
+    ($kv_type:literal, $width:literal, $latent:literal, $what:literal, $how:literal, $($attend:literal),*) => {
         Source {
-            name: concat!("attention, type ", $kv_type, ", width ", $width),
+            name: concat!($what, "attention, type ", $kv_type, ", width ", $width),
             text: concat!(
                 "#define KV_TYPE ",
                 $kv_type,
+                "\n#define LATENT ",
+                $latent,
                 "\n#define WIDTH ",
                 $width,
                 "\n#line 1 \"common.cuh\"\n",
@@ -80,12 +90,33 @@ pub static ATTENTION: [[Source; 4]; 3] = [
     attention_by_lanes!(2),
 ];
 
+macro_rules! latent_attention {
+    ($kv_type:literal) => {
+        attention_source!($kv_type, 768, 1, "latent ", "lanes.cu", "attend_1", "attend_2")
+    };
+}
+
+/// Attention over latent caches, by element type.
+pub static LATENT_ATTENTION: [Source; 3] = [latent_attention!(0), latent_attention!(1), latent_attention!(2)];
+
 /// Norm and rotation of heads, and writes to the cache, for one element type.
 macro_rules! qkv {
     ($kv_type:literal) => {
+        qkv!($kv_type, 0, 512, "")
+    };
+    ($kv_type:literal, $latent:literal, $max_dim:literal, $what:literal) => {
         Source {
-            name: concat!("qkv.cu, type ", $kv_type),
-            text: concat!("#define KV_TYPE ", $kv_type, "\n#line 1\n", include_str!("qkv.cu")),
+            name: concat!($what, "qkv.cu, type ", $kv_type),
+            text: concat!(
+                "#define KV_TYPE ",
+                $kv_type,
+                "\n#define LATENT ",
+                $latent,
+                "\n#define MAX_DIM ",
+                $max_dim,
+                "\n#line 1\n",
+                include_str!("qkv.cu")
+            ),
             kernels: &["rope_angles", "run_factors", "qkv"],
         }
     };
@@ -93,6 +124,10 @@ macro_rules! qkv {
 
 /// Operations between projections and attention, by element type of the cache.
 pub static QKV: [Source; 3] = [qkv!(0), qkv!(1), qkv!(2)];
+
+/// The same for latent caches.
+pub static LATENT_QKV: [Source; 3] =
+    [qkv!(0, 1, 576, "latent "), qkv!(1, 1, 576, "latent "), qkv!(2, 1, 576, "latent ")];
 
 /// Convolution, delta net, Mamba-2.
 pub const RECURRENT: Source = Source {
@@ -114,7 +149,7 @@ pub const RECURRENT: Source = Source {
 pub const MOE: Source = Source {
     name: "moe.cu",
     text: include_str!("moe.cu"),
-    kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
+    kernels: &["route", "expert_lists", "expert_gate", "expert_sum", "head_lists"],
 };
 
 /// Best tokens of rows of logits.
@@ -152,5 +187,6 @@ const PLAIN: &[Source] = &[
 
 /// Returns every source that a worker may compile.
 pub fn all() -> impl Iterator<Item = &'static Source> {
-    PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten())
+    let latent = LATENT_QKV.iter().chain(&LATENT_ATTENTION);
+    PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten()).chain(latent)
 }

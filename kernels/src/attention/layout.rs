@@ -46,7 +46,8 @@ impl KvType {
 /// The parts of the heads follow each other. Each is contiguous: first the head's keys, then its values, both
 /// in groups of 16 tokens. In a group keys are transposed, `[head_dim][16 tokens]`, so that a vector holds
 /// one element of 16 keys; values are `[16 tokens][v_head_dim]`. In Q8_0 each group starts with its scales,
-/// `[runs][16 tokens]` for keys and `[16 tokens][runs]` for values. There is no padding.
+/// `[runs][16 tokens]` for keys and `[16 tokens][runs]` for values. There is no padding. A latent layout has keys
+/// only; a value is the last `v_head_dim` elements of its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvLayout {
     kv_type: KvType,
@@ -54,6 +55,7 @@ pub struct KvLayout {
     kv_heads: usize,
     head_dim: usize,
     v_head_dim: usize,
+    latent: bool,
 }
 
 impl KvLayout {
@@ -76,7 +78,29 @@ impl KvLayout {
         if !served {
             return Err(Error::KvLayout { block_tokens, kv_heads, head_dim, v_head_dim });
         }
-        Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim })
+        Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim, latent: false })
+    }
+
+    /// The layout without values: they are the last elements of the keys.
+    ///
+    /// # Errors
+    /// [`Error::KvLayout`] if values are wider than keys.
+    pub fn latent(self) -> Result<Self, Error> {
+        let Self { block_tokens, kv_heads, head_dim, v_head_dim, .. } = self;
+        match v_head_dim <= head_dim {
+            true => Ok(Self { latent: true, ..self }),
+            false => Err(Error::KvLayout { block_tokens, kv_heads, head_dim, v_head_dim }),
+        }
+    }
+
+    /// Whether values are the last elements of the keys.
+    pub fn is_latent(&self) -> bool {
+        self.latent
+    }
+
+    /// Width of the stored value of a head: 0 in a latent layout.
+    pub(crate) fn stored_v_dim(&self) -> usize {
+        if self.latent { 0 } else { self.v_head_dim }
     }
 
     /// Bytes of one layer's part of a block.
@@ -120,7 +144,7 @@ impl KvLayout {
 
     /// Size of one head's part of a block.
     pub(crate) fn head_bytes(&self) -> usize {
-        self.groups() * (self.group_bytes(self.head_dim) + self.group_bytes(self.v_head_dim))
+        self.groups() * (self.group_bytes(self.head_dim) + self.group_bytes(self.stored_v_dim()))
     }
 
     /// Byte offset of the keys of a group in the block.
@@ -128,7 +152,7 @@ impl KvLayout {
         kv_head * self.head_bytes() + group * self.group_bytes(self.head_dim)
     }
 
-    /// Byte offset of the values of a group in the block.
+    /// Byte offset of the values of a group in the block. Not for latent layouts.
     pub(crate) fn v_group(&self, kv_head: usize, group: usize) -> usize {
         let keys = self.groups() * self.group_bytes(self.head_dim);
         kv_head * self.head_bytes() + keys + group * self.group_bytes(self.v_head_dim)

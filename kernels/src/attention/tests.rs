@@ -95,7 +95,13 @@ impl World {
             Visible::Whole => 0..s.k.len(),
         };
         let k: Vec<_> = s.k[seen.clone()].iter().map(|k| self.stored(k, width)).collect();
-        let v: Vec<_> = s.v[seen].iter().map(|v| self.stored(v, v_width)).collect();
+        let v: Vec<_> = match layout.is_latent() {
+            true => k
+                .iter()
+                .map(|k| k.chunks(width).flat_map(|k| &k[width - v_width..]).copied().collect())
+                .collect(),
+            false => s.v[seen].iter().map(|v| self.stored(v, v_width)).collect(),
+        };
         let group = self.shape.heads / layout.kv_heads();
         (0..self.shape.heads)
             .flat_map(|head| {
@@ -168,7 +174,8 @@ impl Memory {
             let start = self.tables[sequence][p / tokens] as usize * 64 + LAYER_OFFSET;
             let block = &mut self.bytes[start..start + layout.bytes()];
             let s = &world.sequences[sequence];
-            kv_write(isa, layout, block, p % tokens, &s.k[p], &s.v[p]).unwrap();
+            let v = if layout.is_latent() { &[][..] } else { &s.v[p] };
+            kv_write(isa, layout, block, p % tokens, &s.k[p], v).unwrap();
         }
     }
 
@@ -267,6 +274,40 @@ fn agrees_with_the_reference_for_every_head_width_type_and_isa() {
             }
         }
     }
+}
+
+#[test]
+fn values_of_a_latent_cache_are_the_ends_of_its_keys() {
+    let one = pool(1);
+    for (i, (heads, kv, dims)) in
+        [(4, 1, (48, 32)), (16, 1, (80, 64)), (6, 2, (40, 24)), (1, 1, (33, 9)), (3, 1, (576, 512))]
+            .into_iter()
+            .enumerate()
+    {
+        for ty in TYPES {
+            let paged = shape(ty, [16, 32, 64][i % 3], heads, kv, dims, 0);
+            let latent = AttentionShape { layout: paged.layout.latent().unwrap(), ..paged };
+            let v_bytes = latent.layout.bytes() * (dims.0 + dims.1) / dims.0;
+            assert!(ty == KvType::Q8_0 || paged.layout.bytes() == v_bytes);
+            let world = World::new(latent, &[150, 37], i as u64);
+            let mut rows = rows_of(0, 126..150);
+            rows.extend(rows_of(1, 36..37));
+            let mut first = None;
+            for isa in Isa::available() {
+                let mut memory = Memory::new(&world, &[150, 37], BlockOrder::Permuted(7), isa);
+                let out = step(&world, &mut memory, &rows, &one, isa);
+                let alone = step(&world, &mut memory, &rows[..1], &pool(2), isa);
+                assert_eq!(alone[0], out[0], "a row alone");
+                match &first {
+                    None => assert_close(&world, &rows, &out),
+                    Some(first) => assert_eq!(first, &out, "{isa} differs"),
+                }
+                first.get_or_insert(out);
+            }
+        }
+    }
+    let wide = shape(KvType::F16, 16, 1, 1, (16, 24), 0).layout.latent();
+    assert!(matches!(wide, Err(Error::KvLayout { .. })));
 }
 
 #[test]

@@ -323,6 +323,8 @@ pub(super) struct Convert<'a, F> {
     pub(super) groups: &'a TileGroups,
     pub(super) width: usize,
     pub(super) v_width: usize,
+    /// Whether a value is the last elements of its key.
+    pub(super) latent: bool,
     /// Visible keys of the tile, not empty.
     pub(super) keys: (usize, usize),
     /// `[TILE_GROUPS][width][16]`
@@ -353,7 +355,28 @@ impl<F: Format> Kernel for Convert<'_, F> {
                 };
             }
             let first = from.saturating_sub(group * GROUP);
-            for token in first..GROUP.min(to - group * GROUP) {
+            let tokens = first..GROUP.min(to - group * GROUP);
+            if self.latent {
+                let skipped = self.width - self.v_width;
+                for d in 0..self.v_width {
+                    for token in tokens.clone() {
+                        // SAFETY: the keys have been converted above; the copy has `v_padded` elements a token.
+                        unsafe {
+                            *v_out.add(token * v_padded + d) = *k_out.add((skipped + d) * GROUP + token)
+                        };
+                    }
+                }
+                for token in tokens {
+                    for d in self.v_width..v_padded {
+                        // SAFETY: as above.
+                        unsafe { *v_out.add(token * v_padded + d) = 0.0 };
+                    }
+                }
+                out.k[group] = k_out.cast_const().cast();
+                out.v[group] = v_out.cast_const().cast();
+                continue;
+            }
+            for token in tokens {
                 for d in (0..whole).step_by(LANES) {
                     // SAFETY: as above, d + 16 <= v_width.
                     unsafe { s.store(F::v(s, v, self.v_width, token, d), v_out.add(token * v_padded + d)) };

@@ -229,7 +229,10 @@ impl<'a> RunItem<'a> {
             unsafe {
                 let start = self.step.layer.add(offset as usize);
                 groups.k[group] = start.add(layout.k_group(self.kv_head, inner));
-                groups.v[group] = start.add(layout.v_group(self.kv_head, inner));
+                groups.v[group] = match layout.is_latent() {
+                    true => groups.k[group],
+                    false => start.add(layout.v_group(self.kv_head, inner)),
+                };
             }
         }
         groups
@@ -256,7 +259,7 @@ impl<'a> RunItem<'a> {
     fn attend_format<S: Simd, F: Format>(&mut self, s: S, tile: usize, run: &Run, groups: TileGroups) {
         let layout = &self.step.plan.shape().layout;
         let rows = run.members.len() * self.step.plan.group_size();
-        let whole = layout.v_head_dim().is_multiple_of(LANES);
+        let whole = layout.v_head_dim().is_multiple_of(LANES) && !layout.is_latent();
         let direct = whole && (rows < CONVERT_ROWS || layout.kv_type() == KvType::F32);
         if direct {
             self.attend_rows::<S, F>(s, tile, run, &groups, layout.v_head_dim(), self.ahead(tile, run));
@@ -265,6 +268,7 @@ impl<'a> RunItem<'a> {
                 groups: &groups,
                 width: layout.head_dim(),
                 v_width: layout.v_head_dim(),
+                latent: layout.is_latent(),
                 keys: run.keys,
                 k: self.scratch.k.as_mut_ptr(),
                 v: self.scratch.v.as_mut_ptr(),

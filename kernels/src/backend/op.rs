@@ -99,6 +99,29 @@ pub struct KvWrite {
     pub v_norm: Option<Norm>,
 }
 
+/// Product of each head of a row with that head's matrix: `out[row][head][at + i] = scale (W[head] x[row][head])[i]`.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadMatmulOp {
+    /// `[rows][heads * columns of a matrix]`.
+    pub x: BufferId,
+    /// A matrix for each head.
+    pub matrix: MatrixId,
+    pub heads: usize,
+    pub scale: f32,
+    pub out: HeadPart,
+}
+
+/// Consecutive columns of each head of a row. The other columns keep their values.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadPart {
+    /// `[rows][heads * width]`.
+    pub buffer: BufferId,
+    /// Columns of a head.
+    pub width: usize,
+    /// First column in the head.
+    pub at: usize,
+}
+
 /// Paged attention of the step's rows over their own sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionOp {

@@ -13,6 +13,8 @@ pub struct KvShape {
     pub head_dim: usize,
     /// Width of a value head.
     pub v_head_dim: usize,
+    /// Latent attention: the cache has keys only, and a value is the last `v_head_dim` elements of its key.
+    pub latent: bool,
     /// Positions per block: 16, 32 or 64.
     pub block_tokens: usize,
     pub kv_type: KvType,

@@ -108,5 +108,7 @@ fn layer(backend: &CpuBackend, id: KvLayerId) -> Result<KvLayer, Error> {
 }
 
 fn layout(shape: KvShape) -> Result<KvLayout, Error> {
-    KvLayout::new(shape.kv_type, shape.block_tokens, shape.kv_heads, shape.head_dim, shape.v_head_dim)
+    let KvShape { kv_type, block_tokens, kv_heads, head_dim, v_head_dim, latent, .. } = shape;
+    let layout = KvLayout::new(kv_type, block_tokens, kv_heads, head_dim, v_head_dim)?;
+    if latent { layout.latent() } else { Ok(layout) }
 }

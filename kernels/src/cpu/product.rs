@@ -1,8 +1,10 @@
 //! Products of a buffer's rows with several matrices in one parallel region.
 
+use super::rows::pair_mut;
+use super::rowwise::{check_heads, check_part};
 use super::{CpuBackend, try_each};
 use crate::Error;
-use crate::backend::{BufferId, MatmulJob};
+use crate::backend::{BufferId, HeadMatmulOp, HeadPart, MatmulJob};
 use crate::matmul::{
     ActivationMode, Activations, Epilogue, MatmulKernels, MatrixView, PANEL_ROWS, SharedOut,
 };
@@ -110,4 +112,40 @@ pub(super) fn matmul(
     // Whole panels: these may contain more rows than `row_range`.
     let only = row_range.map(|row_range| row_range.start / PANEL_ROWS..row_range.end.div_ceil(PANEL_ROWS));
     run_panels(&backend.pool, backend.kernels, mode, &products, only)
+}
+
+/// See [`HeadMatmulOp`].
+pub(super) fn head_matmul(backend: &mut CpuBackend, op: &HeadMatmulOp) -> Result<(), Error> {
+    let &HeadMatmulOp { x, matrix, heads, scale, out: HeadPart { buffer, width, at } } = op;
+    let (mode, matrix) = (backend.config.activations, &backend.matrices[matrix.0 as usize]);
+    let (outputs, cols) = (matrix.rows(), matrix.cols());
+    let (x, out) = pair_mut(&mut backend.buffers, x, buffer)?;
+    let rows = x.rows();
+    check_heads(x.cols(), heads, cols)?;
+    check_part(outputs, width, at)?;
+    if matrix.experts() != heads {
+        return Err(Error::Length { what: "matrices of heads", expected: heads, found: matrix.experts() });
+    }
+    // A row is `heads` rows of the products.
+    x.set_shape(rows * heads, cols)?;
+    let int8 = MatmulKernels::reads_int8(matrix.ty(), mode);
+    if int8 {
+        x.quantize(&backend.pool, backend.kernels)?;
+    }
+    out.set_shape(rows, heads * width)?;
+    let shared = out.share();
+    let all = Activations::new(rows * heads, cols, x.values(), int8.then_some(&x.quantized))?;
+    let lists: Vec<Vec<u32>> =
+        (0..heads).map(|head| (0..rows).map(|row| (row * heads + head) as u32).collect()).collect();
+    let mut products = Vec::with_capacity(heads);
+    for (head, list) in lists.iter().enumerate() {
+        let first = head * width + at;
+        // SAFETY: products of different heads have different columns.
+        #[allow(unsafe_code, reason = "disjoint columns of one buffer")]
+        let out = unsafe { shared.output(0..rows, first..first + outputs) };
+        let epilogue = Epilogue { scale, bias: None, accumulate: false };
+        products.push(Product { view: matrix.view(head)?, activations: all.listed(list)?, out, epilogue });
+    }
+    run(&backend.pool, backend.kernels, mode, &products)?;
+    x.set_shape(rows, heads * cols)
 }

@@ -167,8 +167,17 @@ pub(super) fn pair(
     read: BufferId,
     write: BufferId,
 ) -> Result<(&Buffer, &mut Buffer), Error> {
-    match buffers.get_disjoint_mut([read.0 as usize, write.0 as usize]) {
-        Ok([read, write]) => Ok((read, write)),
+    pair_mut(buffers, read, write).map(|(read, write)| (&*read, write))
+}
+
+/// Two different buffers to change.
+pub(super) fn pair_mut(
+    buffers: &mut [Buffer],
+    first: BufferId,
+    second: BufferId,
+) -> Result<(&mut Buffer, &mut Buffer), Error> {
+    match buffers.get_disjoint_mut([first.0 as usize, second.0 as usize]) {
+        Ok([first, second]) => Ok((first, second)),
         Err(_) => Err(Error::SameBuffer),
     }
 }

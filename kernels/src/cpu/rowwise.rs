@@ -3,7 +3,7 @@
 use super::rows::pair;
 use super::{CpuBackend, try_each};
 use crate::Error;
-use crate::backend::{BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, Norm, VectorId};
+use crate::backend::{BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, HeadPart, Norm, VectorId};
 use crate::ops::{self, Activation, Columns, Gating};
 
 /// See [`EmbedOp`].
@@ -106,6 +106,44 @@ pub(super) fn scale_rows(backend: &mut CpuBackend, x: BufferId, gate: BufferId) 
     let (gate, x) = pair(&mut backend.buffers, gate, x)?;
     let gates = Columns { values: gate.values(), width: gate.cols(), from: 0, len: 1 };
     ops::scale_rows(&backend.pool, backend.config.rows, x.cols(), x.values_mut(), gates)
+}
+
+/// See [`crate::backend::Backend::place_heads`].
+pub(super) fn place_heads(
+    backend: &mut CpuBackend,
+    x: BufferId,
+    heads: usize,
+    out: &HeadPart,
+) -> Result<(), Error> {
+    let &HeadPart { buffer, width, at } = out;
+    let (x, out) = pair(&mut backend.buffers, x, buffer)?;
+    let cols = x.cols() / heads.max(1);
+    check_heads(x.cols(), heads, cols)?;
+    check_part(cols, width, at)?;
+    out.set_shape(x.rows(), heads * width)?;
+    out.change(&backend.pool, |row, out| {
+        let parts = x.row(row)?.chunks_exact(cols).zip(out.chunks_exact_mut(width));
+        parts.for_each(|(from, to)| to[at..at + cols].copy_from_slice(from));
+        Ok(())
+    })
+}
+
+/// Checks that rows of `found` values are `heads` heads of `cols` values.
+pub(super) fn check_heads(found: usize, heads: usize, cols: usize) -> Result<(), Error> {
+    let expected = heads.saturating_mul(cols);
+    match expected == found && expected > 0 {
+        true => Ok(()),
+        false => Err(Error::Length { what: "columns of all heads", expected, found }),
+    }
+}
+
+/// Checks that `cols` columns from `at` on are inside a head of `width`.
+pub(super) fn check_part(cols: usize, width: usize, at: usize) -> Result<(), Error> {
+    let end = at.saturating_add(cols);
+    match end <= width {
+        true => Ok(()),
+        false => Err(Error::OutOfRange { what: "column of a head", index: end, len: width }),
+    }
 }
 
 /// Maps a gate activation to its kernel.

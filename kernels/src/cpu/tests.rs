@@ -8,6 +8,7 @@ use std::num::NonZeroUsize;
 
 mod attend;
 mod deferred;
+mod heads;
 mod moe;
 mod recurrent;
 mod rowwise;

@@ -41,7 +41,8 @@ pub struct Qkv<'a> {
 pub struct KeysValues<'a> {
     /// `[rows][kv_heads * head_dim]`
     pub k: &'a mut [f32],
-    /// `[rows][kv_heads * v_head_dim]`. `None`: the values are the keys before norm and rope.
+    /// `[rows][kv_heads * v_head_dim]`. `None`: the values are the keys before norm and rope, or a latent cache has
+    /// none.
     pub v: Option<&'a mut [f32]>,
 }
 
@@ -137,9 +138,10 @@ impl<'a> KvRows<'a> {
     ) -> Result<Self, Error> {
         let layout = &plan.shape().layout;
         let k_width = layout.kv_heads() * layout.head_dim();
-        let v_width = layout.kv_heads() * layout.v_head_dim();
+        let v_width = layout.kv_heads() * layout.stored_v_dim();
         check_len("k", plan.rows() * k_width, kv.k.len())?;
         match &kv.v {
+            None if layout.is_latent() => {}
             Some(v) => check_len("v", plan.rows() * v_width, v.len())?,
             None => check_len("values that are keys", v_width, k_width)?,
         }
@@ -161,7 +163,7 @@ impl<'a> KvRows<'a> {
             Some(v) => unsafe { v.slice(row * self.v_width, self.v_width) },
             None => {
                 raw.clear();
-                raw.extend_from_slice(k);
+                raw.extend_from_slice(&k[..self.v_width]);
                 raw
             }
         };

@@ -8,7 +8,7 @@ use crate::Error;
 use crate::spec::{MixerSpec, ModelSpec, RopeStyle};
 
 /// Key for the number of MTP blocks after the last layer.
-const MTP_KEY: &str = "nextn_predict_layers";
+pub(super) const MTP_KEY: &str = "nextn_predict_layers";
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let mtp_blocks = source.count(MTP_KEY, 0..=limits::LAYERS - 1)?.unwrap_or(0);

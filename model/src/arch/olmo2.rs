@@ -46,7 +46,7 @@ pub(super) fn with_whole_norms(
             let k_norm = norm("attn_k_norm", attention.kv_heads * attention.head_dim)?;
             KvSpec::Own(OwnKvSpec { k_norm, ..own })
         }
-        shared @ KvSpec::Shared { .. } => shared,
+        other @ (KvSpec::Shared { .. } | KvSpec::Latent(_)) => other,
     };
     Ok(AttentionSpec { q_norm, kv, ..attention })
 }

@@ -9,11 +9,12 @@ use std::collections::BTreeMap;
 use super::CheckpointError;
 use super::config::{Config, Keys};
 use super::weights::{StoredTensor, StoredTensors};
-use crate::conversion::{Conversion, FloatMap, FloatType};
+use crate::conversion::{Conversion, FloatMap, FloatType, Scaled, Turned};
 use crate::header::TensorInfo;
 use crate::{Error, GgmlType};
 
 mod decoders;
+mod deepseek;
 mod gemma;
 mod gpt_oss;
 mod granite;
@@ -49,6 +50,7 @@ const FAMILIES: &[&Family] = &[
     &decoders::QWEN3_MOE,
     &decoders::SEED_OSS,
     &decoders::SMOLLM3,
+    &deepseek::DEEPSEEK,
     &gemma::GEMMA2,
     &gemma::GEMMA3,
     &gemma::GEMMA4,
@@ -373,6 +375,45 @@ impl StoredTensor {
         Self { ty: self.ty, shape, bytes }
     }
 
+    /// `heads` runs of `len` rows of a matrix `[heads * stride, cols]`, each transposed: `[heads, cols, len]`.
+    /// Quantised values whose groups would be torn become F32.
+    fn turned(&self, heads: u64, stride: u64, len: u64) -> Result<Self, Error> {
+        let runs: Vec<(u64, u64)> = (0..heads).map(|head| (head * stride, head * stride + len)).collect();
+        let cols = self.shape.last().copied().unwrap_or(1);
+        let turned = |of: Self, size| Conversion::Transposed {
+            of: Box::new(of.rows(&runs).bytes),
+            rows: len,
+            cols,
+            size,
+        };
+        let shape = vec![heads, cols, len];
+        let (ty, bytes) = match (&self.bytes, self.ty) {
+            (Conversion::Scaled(scaled), GgmlType::FP8) if is_whole(&runs, scaled.block[0]) => {
+                let codes = Self { bytes: scaled.codes.clone(), ..self.clone() };
+                let scaled = Scaled {
+                    codes: turned(codes, 1),
+                    rows: heads * cols,
+                    cols: len,
+                    turned: Some(Turned { stride, cols }),
+                    ..(**scaled).clone()
+                };
+                (self.ty, Conversion::Scaled(Box::new(scaled)))
+            }
+            (Conversion::Scaled(scaled), _) => {
+                let bytes = Conversion::Dequantised(scaled.clone());
+                let floats = Self { ty: GgmlType::F32, bytes, ..self.clone() };
+                (GgmlType::F32, turned(floats, 4))
+            }
+            (_, GgmlType::F32) => (self.ty, turned(self.clone(), 4)),
+            (_, GgmlType::F16 | GgmlType::BF16) => (self.ty, turned(self.clone(), 2)),
+            (_, found) => {
+                let (tensor, expected) = ("of a transposed projection".to_owned(), GgmlType::BF16);
+                return Err(Error::TensorType { tensor, found, expected });
+            }
+        };
+        Ok(Self { ty, shape, bytes })
+    }
+
     pub(super) fn info(self, name: String, from: String) -> Result<TensorInfo, Error> {
         let Self { ty, shape, bytes } = self;
         if shape.len() > 4 || shape.contains(&0) {
@@ -382,6 +423,14 @@ impl StoredTensor {
         let dims = if shape.is_empty() { vec![1] } else { shape.into_iter().rev().collect() };
         Ok(TensorInfo { name, ty, dims, bytes: bytes.len(), source: bytes })
     }
+}
+
+/// Whether 32 consecutive rows of each run, from its beginning on, have the same scales.
+fn is_whole(runs: &[(u64, u64)], row_block: u64) -> bool {
+    runs.iter().all(|&(start, end)| {
+        (end - start).is_multiple_of(32)
+            && (start..end).step_by(32).all(|row| row / row_block == (row + 31) / row_block)
+    })
 }
 
 /// Number of elements. Saturates, since a shape with a 0 is only refused later.

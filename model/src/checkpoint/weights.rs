@@ -231,6 +231,7 @@ impl Join<'_> {
                 block,
                 zeros: None,
                 more: 0,
+                turned: None,
             },
         )
     }
@@ -287,6 +288,7 @@ impl Join<'_> {
                 block: [1, group],
                 zeros,
                 more: 0,
+                turned: None,
             },
         )
     }
@@ -344,6 +346,7 @@ impl Join<'_> {
                 block: [1, group],
                 zeros: Some(zeros),
                 more: u8::from(zeros_less_one),
+                turned: None,
             },
         )
     }

@@ -55,6 +55,7 @@ fn attention(attention: &AttentionSpec) -> String {
         KvSpec::Own(OwnKvSpec { v: None, .. }) => ", values from keys".to_owned(),
         KvSpec::Own(_) => String::new(),
         KvSpec::Shared { layer } => format!(", keys and values of layer {layer}"),
+        KvSpec::Latent(_) => format!(", latent of {}", attention.v_head_dim),
     };
     let norm = if attention.q_norm.is_some() { ", q/k norm" } else { "" };
     let bias = if attention.q.bias.is_some() { ", biases" } else { "" };

@@ -61,6 +61,28 @@ pub enum KvSpec {
     Shared {
         layer: usize,
     },
+    /// One compressed vector a position for all heads.
+    Latent(Box<LatentSpec>),
+}
+
+/// Multi-head latent attention (arXiv 2405.04434), absorbed: the cache has one key head, `[rotated part | latent]`, and
+/// the value is the key's latent part. The query of a head is `[rope(q_rope x) | k_up (q x)]`, its result `v_up` times
+/// the weighted latents; [`AttentionSpec::q`] has the rows of `q` alone.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LatentSpec {
+    /// Compresses the input of the query projections.
+    pub q_down: Option<(LinearSpec, NormSpec)>,
+    /// The part of each query head that rotates.
+    pub q_rope: LinearSpec,
+    /// The part of the key that rotates, common to all heads.
+    pub k_rope: LinearSpec,
+    /// The latent vector before its norm.
+    pub latent: LinearSpec,
+    pub latent_norm: NormSpec,
+    /// A matrix for each head, from the query without rope to the latent's width.
+    pub k_up: LinearSpec,
+    /// A matrix for each head, from the latent's width to the value's.
+    pub v_up: LinearSpec,
 }
 
 /// Key and value projections of a layer.
@@ -205,11 +227,28 @@ impl MixerSpec {
 }
 
 impl AttentionSpec {
-    /// The layer's own key and value projections; `None` if it shares another layer's KV.
+    /// The layer's own key and value projections; `None` if it shares another layer's KV or has a latent one.
     pub fn own_kv(&self) -> Option<&OwnKvSpec> {
         match &self.kv {
             KvSpec::Own(own) => Some(own),
-            KvSpec::Shared { .. } => None,
+            KvSpec::Shared { .. } | KvSpec::Latent(_) => None,
+        }
+    }
+
+    /// The projections of latent attention.
+    pub fn latent(&self) -> Option<&LatentSpec> {
+        match &self.kv {
+            KvSpec::Latent(latent) => Some(latent),
+            KvSpec::Own(_) | KvSpec::Shared { .. } => None,
+        }
+    }
+
+    /// Elements that the layer adds to the cache for each position.
+    pub fn cache_width(&self) -> usize {
+        match &self.kv {
+            KvSpec::Own(_) => self.k_width() + self.v_width(),
+            KvSpec::Latent(_) => self.k_width(),
+            KvSpec::Shared { .. } => 0,
         }
     }
 

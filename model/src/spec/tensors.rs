@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use super::{
     AttentionSpec, ClassifierSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, ExpertGateUp, FfnPart, FfnSpec,
-    KvSpec, LayerSpec, LinearSpec, LogitsSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec, NormSpec,
-    OutputSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, PooledSpec, RopeFactors, TableSpec,
+    KvSpec, LatentSpec, LayerSpec, LinearSpec, LogitsSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec,
+    NormSpec, OutputSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, PooledSpec, RopeFactors, TableSpec,
 };
 
 impl ModelSpec {
@@ -138,6 +138,17 @@ impl AttentionSpec {
                 push_norm(v_norm, names);
             }
             KvSpec::Shared { layer: _ } => {}
+            KvSpec::Latent(latent) => {
+                let LatentSpec { q_down, q_rope, k_rope, latent, latent_norm, k_up, v_up } = &**latent;
+                if let Some((down, norm)) = q_down {
+                    down.push_tensors(names);
+                    norm.push_tensors(names);
+                }
+                for linear in [q_rope, k_rope, latent, k_up, v_up] {
+                    linear.push_tensors(names);
+                }
+                latent_norm.push_tensors(names);
+            }
         }
         if let Some(RopeFactors::Tensor(name)) = self.rope.as_ref().and_then(|rope| rope.factors.as_ref()) {
             names.push(name);

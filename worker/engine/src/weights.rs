@@ -101,7 +101,7 @@ pub(crate) struct AttentionWeights {
     pub(crate) q: Linear,
     pub(crate) q_norm: Option<Norm>,
     pub(crate) q_growth: Option<QueryGrowth>,
-    pub(crate) kv: Option<KvWeights>,
+    pub(crate) kv: KvWeights,
     pub(crate) rope: Option<RopeId>,
     pub(crate) scale: f32,
     pub(crate) softcap: Option<f32>,
@@ -110,9 +110,39 @@ pub(crate) struct AttentionWeights {
     pub(crate) o: Linear,
 }
 
+/// Where a layer's keys and values come from.
+#[derive(Debug)]
+pub(crate) enum KvWeights {
+    Own(OwnKvWeights),
+    /// Another layer.
+    Shared,
+    Latent(Box<LatentWeights>),
+}
+
+/// Weights of latent attention: see [`model::spec::LatentSpec`].
+#[derive(Debug)]
+pub(crate) struct LatentWeights {
+    pub(crate) q_down: Option<(Linear, Norm)>,
+    pub(crate) q_rope: Linear,
+    pub(crate) k_rope: Linear,
+    pub(crate) latent: Linear,
+    pub(crate) latent_norm: Norm,
+    /// A matrix for each head.
+    pub(crate) k_up: Linear,
+    /// A matrix for each head.
+    pub(crate) v_up: Linear,
+    pub(crate) heads: usize,
+    /// Elements of a key that rotate.
+    pub(crate) rotating: usize,
+    /// Elements of a key.
+    pub(crate) width: usize,
+    /// Elements of a head's value.
+    pub(crate) value: usize,
+}
+
 /// Projections of a layer's own keys and values.
 #[derive(Debug)]
-pub(crate) struct KvWeights {
+pub(crate) struct OwnKvWeights {
     pub(crate) k: Linear,
     /// `None`: the values are the keys before norm and rotary embedding.
     pub(crate) v: Option<Linear>,

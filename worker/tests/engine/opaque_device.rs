@@ -6,9 +6,9 @@
 use kernels::Error;
 use kernels::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BlockTable, BufferId, ConvOp, DeltaNetOp, EmbedOp,
-    ExpertGateUp, GateOp, GatedNormOp, HeadType, KvCopy, KvLayerId, KvShape, KvWrite, Mamba2Op, MatmulJob,
-    MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape,
-    StepInput, StepSequence, StepState, VectorId,
+    ExpertGateUp, GateOp, GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KvCopy, KvLayerId, KvShape, KvWrite,
+    Mamba2Op, MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource,
+    StateLayerId, StateShape, StepInput, StepSequence, StepState, VectorId,
 };
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -114,6 +114,10 @@ impl Table {
             Self::Contiguous { first, stride } => BlockTable::Contiguous { first: *first, stride: *stride },
         }
     }
+}
+
+fn part(part: &HeadPart) -> HeadPart {
+    HeadPart { buffer: part.buffer.turned(), ..*part }
 }
 
 impl Backend for OpaqueDevice {
@@ -240,6 +244,18 @@ impl Backend for OpaqueDevice {
         };
         let jobs: Vec<MatmulJob> = jobs.iter().map(job).collect();
         self.push(move |device| device.matmul(x.turned(), &jobs));
+        Ok(())
+    }
+
+    fn head_matmul(&mut self, op: &HeadMatmulOp) -> Result<(), Error> {
+        let op = HeadMatmulOp { x: op.x.turned(), matrix: op.matrix.turned(), out: part(&op.out), ..*op };
+        self.push(move |device| device.head_matmul(&op));
+        Ok(())
+    }
+
+    fn place_heads(&mut self, x: BufferId, heads: usize, out: &HeadPart) -> Result<(), Error> {
+        let out = part(out);
+        self.push(move |device| device.place_heads(x.turned(), heads, &out));
         Ok(())
     }
 

@@ -1,9 +1,10 @@
 // Paged attention without tensor cores: for caches of f32 and of bytes, and for the widest heads. common.cuh
 // precedes this text.
 //
-// The includer defines KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32) and WIDTH (the
-// widest head supported: 64, 128, 256, 512). The place of a key in its tile decides which group of lanes
-// processes it. A group of lanes processes its keys in order. Both hold for every kernel below.
+// The includer defines KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32), WIDTH (the widest head
+// supported: 64, 128, 256, 512, 768) and LATENT (1: the cache has keys only, and a value is the last elements of its
+// key). The place of a key in its tile decides which group of lanes processes it. A group of lanes processes its keys
+// in order. Both hold for every kernel below.
 
 // Lanes that share a key. Each lane has eight elements of every chunk.
 #define LANES (WIDTH >= 256 ? 32 : WIDTH / 8)
@@ -11,7 +12,7 @@
 // Keys that a warp processes at the same time.
 #define SUBS (32 / LANES)
 // Keys that each group of lanes loads at once.
-#define KEYS (KV_TYPE == 0 ? 2 / CHUNKS : 4 / CHUNKS)
+#define KEYS (CHUNKS > 2 ? 1 : KV_TYPE == 0 ? 2 / CHUNKS : 4 / CHUNKS)
 #define TILE (KEYS * WARPS * SUBS)
 
 // Eight elements of a key or value, in the cache's type.
@@ -36,18 +37,19 @@ struct Lane {
 #endif
 };
 
-// `stripe`: the head's tokens, [tokens][width rounded up to 8 elements]. For bytes, their scales follow.
-// Lanes beyond the row's end load its last elements. Their results are not used.
-__device__ __forceinline__ Lane lane_of(const u8 *stripe, u32 tokens, u32 width) {
-    const u32 place = threadIdx.x % LANES, stride = (width + 7) / 8 * 8;
+// `stripe`: the head's tokens, [tokens][row rounded up to 8 elements]. For bytes, their scales follow. The lanes load
+// `width` elements from `skip` on, a multiple of 8. Lanes beyond the row's end load its last elements. Their results
+// are not used.
+__device__ __forceinline__ Lane lane_of(const u8 *stripe, u32 tokens, u32 row, u32 skip, u32 width) {
+    const u32 place = threadIdx.x % LANES, stride = (row + 7) / 8 * 8;
     Lane lane;
     lane.row = stride * ELEMENT;
 #if KV_TYPE == 2
-    lane.scale_row = (width + 31) / 32 * 2;
+    lane.scale_row = (row + 31) / 32 * 2;
 #endif
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++) {
-        const u32 d = min((c * LANES + place) * 8, stride - 8);
+        const u32 d = skip + min((c * LANES + place) * 8, (width + 7) / 8 * 8 - 8);
         lane.start[c] = stripe + d * ELEMENT;
 #if KV_TYPE == 2
         lane.scales[c] = stripe + (tokens * stride + 15) / 16 * 16 + d / 32 * 2;
@@ -150,9 +152,16 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
 
     const u8 *layer = call.arena + call.layer_offset;
     const u32 tokens = 1u << shift;
-    const Lane keys = lane_of(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim);
+    const Lane keys =
+        lane_of(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim, 0, call.head_dim);
+#if LATENT
+    const u32 skip = call.head_dim - call.v_head_dim;
+    const Lane vals = lane_of(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim, skip, call.v_head_dim);
+#else
     layer += (u64)call.kv_heads * call.k_stripe;
-    const Lane vals = lane_of(layer + (u64)part.kv_head * call.v_stripe, tokens, call.v_head_dim);
+    const Lane vals =
+        lane_of(layer + (u64)part.kv_head * call.v_stripe, tokens, call.v_head_dim, 0, call.v_head_dim);
+#endif
     for (u32 base = split * SPLIT + (from - split * SPLIT) / TILE * TILE; base < to; base += TILE) {
         // Values are asked for together with the keys where there are registers for both.
         constexpr bool TIGHT = GROUP >= 8 || CHUNKS > 1;
@@ -254,9 +263,11 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
 }
 
 #define ATTEND(group) attend(call, [&](const Part &part) { go_through<group>(call, part); })
-extern "C" __global__ void __launch_bounds__(128, 4) attend_1(PARAMETERS) { const Call call = CALL; ATTEND(1); }
+extern "C" __global__ void __launch_bounds__(128, LATENT ? 3 : 4) attend_1(PARAMETERS) { const Call call = CALL; ATTEND(1); }
 extern "C" __global__ void __launch_bounds__(128) attend_2(PARAMETERS) { const Call call = CALL; ATTEND(2); }
+#if WIDTH < 768
 extern "C" __global__ void __launch_bounds__(128) attend_4(PARAMETERS) { const Call call = CALL; ATTEND(4); }
+#endif
 #if WIDTH < 512
 extern "C" __global__ void __launch_bounds__(128) attend_8(PARAMETERS) { const Call call = CALL; ATTEND(8); }
 #endif

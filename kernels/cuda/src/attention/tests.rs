@@ -14,6 +14,7 @@ const SHAPE: KvShape = KvShape {
     kv_heads: 2,
     head_dim: 64,
     v_head_dim: 64,
+    latent: false,
     block_tokens: 16,
     kv_type: KvType::F16,
     window: None,

@@ -182,7 +182,7 @@ pub(super) fn qkv(backend: &mut CudaBackend, op: &QkvOp) -> Result<(), Error> {
         Some(id) => Some(angles(caches, device, id, op.layer, pointers, rows)?),
     };
     let (layer, ShapeKernels { shape, qkv, .. }) = caches.layer(op.layer)?;
-    let KvShape { heads, kv_heads, head_dim, v_head_dim, .. } = *shape;
+    let KvShape { heads, kv_heads, head_dim, v_head_dim, latent, .. } = *shape;
     let input = |what, id, width| -> Result<DevicePtr, Error> {
         let buffer = buffers.get(id)?;
         same(what, width, buffer.cols)?;
@@ -193,7 +193,10 @@ pub(super) fn qkv(backend: &mut CudaBackend, op: &QkvOp) -> Result<(), Error> {
         None => None,
         Some(KvWrite { k, v, k_norm, v_norm }) => Some(KeysValues {
             k: input("keys", k, kv_heads * head_dim)?,
-            v: input("values", v, kv_heads * v_head_dim)?,
+            v: match latent {
+                true => DevicePtr::default(),
+                false => input("values", v, kv_heads * v_head_dim)?,
+            },
             k_norm: k_norm.map(|norm| head_norm(vectors, &norm)).transpose()?,
             v_norm: v_norm.map(|norm| head_norm(vectors, &norm)).transpose()?,
         }),

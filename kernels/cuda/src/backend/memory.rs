@@ -44,6 +44,25 @@ impl GrowingBuffer {
     }
 }
 
+/// Assigns aligned ranges of the scratch memory.
+#[derive(Debug, Default)]
+pub(super) struct ScratchLayout {
+    at: usize,
+}
+
+impl ScratchLayout {
+    /// The offset of the next `bytes` bytes.
+    pub(super) fn next(&mut self, bytes: usize) -> usize {
+        let start = self.at;
+        self.at += bytes.next_multiple_of(256);
+        start
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.at
+    }
+}
+
 /// Contents of an activation buffer: `[rows][cols]` f32.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View {

@@ -7,27 +7,14 @@ use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, 
 use super::super::rowwise::Rows;
 use super::super::{CudaError, Device, DevicePtr, source};
 use super::CudaBackend;
-use super::memory::{Vectors, same};
+use super::memory::{ScratchLayout, Vectors, same};
 use super::product::activations;
 use kernels::Error;
 use kernels::backend::{ActivationMode, ExpertGateUp, MatrixId, MoeOp, Selection, VectorId};
 
 /// Up to this number of rows, each (row, expert) pair is a product of its own. With more rows, the products
 /// of one expert share the weights that they read.
-const MAX_PAIRWISE_ROWS: usize = 4;
-
-/// Assigns aligned ranges of the scratch memory.
-struct ScratchLayout {
-    at: usize,
-}
-
-impl ScratchLayout {
-    fn next(&mut self, bytes: usize) -> usize {
-        let start = self.at;
-        self.at += bytes.next_multiple_of(256);
-        start
-    }
-}
+pub(super) const MAX_PAIRWISE_ROWS: usize = 4;
 
 /// See [`MoeOp`].
 pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
@@ -68,7 +55,7 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let down = expert(op.down, hidden, Some(ff))?;
     let out = buffers.target(op.out, (x.rows, hidden), op.accumulate)?;
 
-    let mut layout = ScratchLayout { at: 0 };
+    let mut layout = ScratchLayout::default();
     let [chosen, weights, list] = [4 * pairs; 3].map(|bytes| layout.next(bytes));
     let starts = layout.next(4 * (shape.experts + 1));
     // Gate and up: side by side in one product, or one after the other.
@@ -76,7 +63,7 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let inner_at = layout.next(4 * pairs * ff);
     let quantised_at = layout.next(pairs * quantised_row_bytes(ff));
     let down_at = layout.next(4 * pairs * hidden);
-    let base = scratch.of(device, layout.at)?;
+    let base = scratch.of(device, layout.bytes())?;
     let at = |offset: usize| base.offset(offset);
     let routes = Routes { chosen: at(chosen), weights: at(weights), starts: at(starts), list: at(list) };
 

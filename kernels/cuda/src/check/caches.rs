@@ -23,6 +23,7 @@ pub(super) struct KvLayer {
     kv_heads: usize,
     head_dim: usize,
     v_head_dim: usize,
+    latent: bool,
     window: Option<usize>,
     causal: bool,
 }
@@ -33,11 +34,12 @@ const PLAIN: KvLayer = KvLayer {
     kv_heads: 2,
     head_dim: 64,
     v_head_dim: 64,
+    latent: false,
     window: None,
     causal: true,
 };
 
-pub(super) const KV_LAYERS: [KvLayer; 7] = [
+pub(super) const KV_LAYERS: [KvLayer; 10] = [
     PLAIN,
     KvLayer { kv_type: KvType::F32, heads: 3, kv_heads: 1, ..PLAIN },
     KvLayer { kv_type: KvType::Q8_0, heads: 2, head_dim: 128, v_head_dim: 128, ..PLAIN },
@@ -45,14 +47,26 @@ pub(super) const KV_LAYERS: [KvLayer; 7] = [
     KvLayer { head_dim: 96, v_head_dim: 80, ..PLAIN },
     KvLayer { kv_type: KvType::F32, head_dim: 256, v_head_dim: 256, heads: 2, kv_heads: 1, ..PLAIN },
     KvLayer { kv_type: KvType::F32, heads: 2, head_dim: 32, v_head_dim: 32, causal: false, ..PLAIN },
+    KvLayer { kv_heads: 1, head_dim: 72, v_head_dim: 64, latent: true, ..PLAIN },
+    KvLayer { kv_type: KvType::F32, kv_heads: 1, head_dim: 48, v_head_dim: 40, latent: true, ..PLAIN },
+    KvLayer { kv_type: KvType::Q8_0, kv_heads: 1, head_dim: 80, v_head_dim: 56, latent: true, ..PLAIN },
 ];
 
 /// Two sequences with a prompt each and then, for causal layers, one row each: norms, rotation, writing and
 /// reading, over blocks in no particular order.
 pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
-    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
-    let shape =
-        KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens: BLOCK, kv_type, window, causal };
+    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, latent, window, causal } = layer;
+    let shape = KvShape {
+        heads,
+        kv_heads,
+        head_dim,
+        v_head_dim,
+        latent,
+        block_tokens: BLOCK,
+        kv_type,
+        window,
+        causal,
+    };
     let block = inputs.backend.kv_block_bytes(shape)?;
     let id = inputs.backend.create_kv_layer(0, shape, 0)?;
     let rope = inputs.backend.create_rope(RopeSource {
@@ -82,7 +96,8 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
         inputs.backend.begin_step(&step)?;
         let q = inputs.rows(all, heads * head_dim)?;
-        let (k, v) = (inputs.rows(all, kv_heads * head_dim)?, inputs.rows(all, kv_heads * v_head_dim)?);
+        let k = inputs.rows(all, kv_heads * head_dim)?;
+        let v = if latent { k } else { inputs.rows(all, kv_heads * v_head_dim)? };
         let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
         inputs.backend.qkv(&QkvOp {
             q,
@@ -118,12 +133,13 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
 pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
     let types = [KvType::F32, KvType::F16, KvType::Q8_0];
     types.into_iter().flat_map(|kv_type| {
-        [64, 128, 256, 512].map(|width| KvLayer {
+        [(64, 64), (128, 128), (256, 256), (512, 512), (576, 512)].map(|(head_dim, v_head_dim)| KvLayer {
             kv_type,
             heads: 1,
             kv_heads: 1,
-            head_dim: width,
-            v_head_dim: width,
+            head_dim,
+            v_head_dim,
+            latent: head_dim > v_head_dim,
             ..PLAIN
         })
     })
@@ -132,9 +148,10 @@ pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
 /// Single and multiple rows that see more keys than one split has.
 pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
     const ROWS: [usize; 5] = [515, 1, 2, 4, 8];
-    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
+    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, latent, window, causal } = layer;
     let block_tokens = 64;
-    let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window, causal };
+    let shape =
+        KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens, kv_type, window, causal };
     let block = inputs.backend.kv_block_bytes(shape)?;
     let id = inputs.backend.create_kv_layer(0, shape, 0)?;
     let end: usize = ROWS.iter().sum();
@@ -152,7 +169,8 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
         let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
         inputs.backend.begin_step(&step)?;
         let q = inputs.rows(rows, heads * head_dim)?;
-        let (k, v) = (inputs.rows(rows, kv_heads * head_dim)?, inputs.rows(rows, kv_heads * v_head_dim)?);
+        let k = inputs.rows(rows, kv_heads * head_dim)?;
+        let v = if latent { k } else { inputs.rows(rows, kv_heads * v_head_dim)? };
         let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
         inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: None, q_growth: None, layer: id })?;
         // The first step only fills the cache; its keys are what the later steps see.
@@ -222,9 +240,10 @@ fn alone(
 pub(super) fn shared_beginning(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     const CONTEXTS: [usize; 6] = [1099, 1040, 600, 1030, 1099, 1060];
     let layer = KvLayer { heads: 4, kv_heads: 1, ..PLAIN };
-    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
+    let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, latent, window, causal } = layer;
     let block_tokens = 64;
-    let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window, causal };
+    let shape =
+        KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens, kv_type, window, causal };
     let block = inputs.backend.kv_block_bytes(shape)?;
     let id = inputs.backend.create_kv_layer(0, shape, 0)?;
     let blocks = (CONTEXTS[0] + 1).div_ceil(block_tokens);

@@ -3,8 +3,8 @@
 use super::Inputs;
 use kernels::Error;
 use kernels::backend::{
-    Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp, MatmulJob,
-    MatrixId, MatrixSource, MoeOp, Norm, Selection, StepInput, StepSequence,
+    Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp, HeadMatmulOp,
+    HeadPart, MatmulJob, MatrixId, MatrixSource, MoeOp, Norm, Selection, StepInput, StepSequence,
 };
 use kernels::quant::GgmlType;
 
@@ -215,6 +215,27 @@ pub(super) fn experts(inputs: &mut Inputs<'_>) -> Result<(), Error> {
                 activation,
             })?;
             inputs.keep("moe", format!("{name}, {rows} rows"), SUMS, (out, rows, hidden))?;
+        }
+    }
+    Ok(())
+}
+
+/// Products of heads, and parts of heads that are put together.
+pub(super) fn heads(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    let (heads, cols, outputs) = (3, 96, 40);
+    for ty in [GgmlType::F32, GgmlType::BF16, GgmlType::Q8_0, GgmlType::FP8] {
+        let matrix = inputs.matrix(ty, outputs, cols, heads)?;
+        for rows in [1, 4, 7] {
+            let (x, front) = (inputs.rows(rows, heads * cols)?, inputs.rows(rows, heads * 8)?);
+            let width = 8 + outputs;
+            let buffer = inputs.rows(rows, heads * width)?;
+            let out = HeadPart { buffer, width, at: 8 };
+            inputs.backend.head_matmul(&HeadMatmulOp { x, matrix, heads, scale: 0.5, out })?;
+            inputs.backend.place_heads(front, heads, &HeadPart { at: 0, ..out })?;
+            inputs.keep("head_matmul", format!("{ty}, {rows} rows"), SUMS, (buffer, rows, heads * width))?;
+            let placed = inputs.rows(rows, heads * 12)?;
+            inputs.backend.place_heads(front, heads, &HeadPart { buffer: placed, width: 12, at: 3 })?;
+            inputs.keep("place_heads", format!("{rows} rows"), 0.0, (placed, rows, heads * 12))?;
         }
     }
     Ok(())

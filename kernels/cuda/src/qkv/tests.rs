@@ -27,8 +27,8 @@ struct Case {
 }
 
 fn shape(kv_type: KvType, heads: usize, kv_heads: usize, head_dim: usize, v_head_dim: usize) -> KvShape {
-    let window = Some(16);
-    KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens: 16, kv_type, window, causal: true }
+    let (window, latent) = (Some(16), false);
+    KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens: 16, kv_type, window, causal: true }
 }
 
 impl Case {

@@ -47,7 +47,17 @@ impl Speed {
     pub fn attention(&self, case: &AttentionCase) -> Result<AttentionSpeed, Error> {
         let AttentionCase { kv_type, heads, kv_heads, width, block_tokens, context, batch } = *case;
         let (head_dim, v_head_dim, window, causal) = (width, width, None, true);
-        let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window, causal };
+        let shape = KvShape {
+            heads,
+            kv_heads,
+            head_dim,
+            v_head_dim,
+            latent: false,
+            block_tokens,
+            kv_type,
+            window,
+            causal,
+        };
         let (mut held, mut device) = (self.held(), self.device.clone());
         let compiled = self.compiled(AttentionKernels::source(&shape)?)?;
         let kernels = AttentionKernels::load(&mut device, &compiled, shape)?;

@@ -145,6 +145,7 @@ impl Speed {
             kv_heads,
             head_dim,
             v_head_dim: head_dim,
+            latent: false,
             block_tokens: BLOCK_TOKENS,
             kv_type: KvType::F16,
             window: None,

@@ -74,6 +74,7 @@ impl Input {
             kv_heads,
             head_dim: dim,
             v_head_dim: dim,
+            latent: false,
             heads,
             kv_type: KvType::F32,
             window,

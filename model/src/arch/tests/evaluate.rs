@@ -42,7 +42,7 @@ impl<'a> Model<'a> {
                 MixerSpec::Attention(attention) => {
                     caches.push(self.cache(attention, &n));
                     let cache = match &attention.kv {
-                        KvSpec::Own(_) => caches[index].as_ref(),
+                        KvSpec::Own(_) | KvSpec::Latent(_) => caches[index].as_ref(),
                         KvSpec::Shared { layer } => caches[*layer].as_ref(),
                     };
                     self.attention(attention, &n, cache.unwrap())

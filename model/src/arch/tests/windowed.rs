@@ -38,6 +38,7 @@ fn gemma4() {
                     let k_is_v = config["attention_k_eq_v"] == true && !slides;
                     assert_eq!(kv.v.is_none(), k_is_v, "{arch} {index}");
                 }
+                KvSpec::Latent(_) => panic!("{arch} {index} has latent attention"),
                 KvSpec::Shared { layer } => {
                     let last = (0..own).rev().find(|&at| layer_type(&config, at) == kind);
                     assert!(index >= own && Some(*layer) == last, "{arch} {index}: {layer}");

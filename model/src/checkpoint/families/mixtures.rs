@@ -3,8 +3,9 @@
 use super::{ATTENTION, EXPERTS, Family, Form, MLP, MODEL, PRE_NORMS, Rule, formed, rope, rule};
 use crate::Error;
 use crate::checkpoint::config::Keys;
+use crate::checkpoint::weights::StoredTensors;
 
-const SHARED_EXPERTS: &[Rule] = &[
+pub(super) const SHARED_EXPERTS: &[Rule] = &[
     rule("layers.{l}.mlp.shared_experts.gate_proj.*", "blk.{l}.ffn_gate_shexp.*"),
     rule("layers.{l}.mlp.shared_experts.up_proj.*", "blk.{l}.ffn_up_shexp.*"),
     rule("layers.{l}.mlp.shared_experts.down_proj.*", "blk.{l}.ffn_down_shexp.*"),
@@ -12,7 +13,7 @@ const SHARED_EXPERTS: &[Rule] = &[
 ];
 
 /// Keys of the routers of DeepSeek and GLM.
-fn mixture(keys: &mut Keys<'_>) -> Result<(), Error> {
+pub(super) fn mixture(keys: &mut Keys<'_>) -> Result<(), Error> {
     let config = keys.config;
     config.one_of(&["hidden_act"], &["silu"])?;
     keys.set("expert_count", config.need_count("n_routed_experts")?);
@@ -32,24 +33,39 @@ fn mixture(keys: &mut Keys<'_>) -> Result<(), Error> {
     Ok(())
 }
 
+/// Sets the number of blocks, with an MTP head behind the last layer if it is stored.
+pub(super) fn count_mtp_heads(keys: &mut Keys<'_>, stored: &StoredTensors, layers: u64) {
+    let after = format!("model.layers.{layers}.");
+    let heads = u64::from(stored.keys().any(|name| name.starts_with(&after)));
+    keys.set("nextn_predict_layers", heads);
+    keys.set("block_count", layers.saturating_add(heads));
+}
+
 pub(super) const GLM4_MOE: Family = Family {
     types: &["glm4_moe"],
     arch: "glm4moe",
     keys: |keys, stored| {
         mixture(keys)?;
         let layers = keys.decoder()?;
-        let after = format!("model.layers.{layers}.");
-        let heads = u64::from(stored.keys().any(|name| name.starts_with(&after)));
-        keys.set("nextn_predict_layers", heads);
-        keys.set("block_count", layers.saturating_add(heads));
+        count_mtp_heads(keys, stored, layers);
         rope(keys)
     },
-    rules: &[MODEL, ATTENTION, MLP, SHARED_EXPERTS, EXPERTS, GLM4_MOE_RULES],
+    rules: &[
+        &[
+            rule("layers.{l}.input_layernorm.*", "blk.{l}.attn_norm.*"),
+            rule("layers.{l}.post_attention_layernorm.*", "blk.{l}.post_attention_norm.*"),
+        ],
+        MODEL,
+        ATTENTION,
+        MLP,
+        SHARED_EXPERTS,
+        EXPERTS,
+        NEXT_TOKENS,
+    ],
 };
 
-const GLM4_MOE_RULES: &[Rule] = &[
-    rule("layers.{l}.input_layernorm.*", "blk.{l}.attn_norm.*"),
-    rule("layers.{l}.post_attention_layernorm.*", "blk.{l}.post_attention_norm.*"),
+/// The head that predicts tokens after the next one; it is behind the last layer.
+pub(super) const NEXT_TOKENS: &[Rule] = &[
     rule("layers.{l}.eh_proj.*", "blk.{l}.nextn.eh_proj.*"),
     rule("layers.{l}.enorm.*", "blk.{l}.nextn.enorm.*"),
     rule("layers.{l}.hnorm.*", "blk.{l}.nextn.hnorm.*"),

@@ -198,3 +198,43 @@ fn experts_become_one_tensor() {
     let error = plan.without(name).error();
     assert!(error.contains("blk.0.ffn_up_exps.weight"), "{error}");
 }
+
+/// Latent attention: a latent of 24 values, 8 that rotate, 2 heads of 16 + 8 with values of 12.
+fn deepseek() -> Plan {
+    let settings = json!({"model_type": "deepseek_v3", "kv_lora_rank": 24, "q_lora_rank": null,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 2,
+        "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "n_shared_experts": 0,
+        "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1,
+        "topk_group": 1});
+    let layer: [(&str, &[usize]); 7] = [
+        ("self_attn.q_proj.weight", &[48, 32]),
+        ("self_attn.o_proj.weight", &[32, 24]),
+        ("self_attn.kv_a_proj_with_mqa.weight", &[32, 32]),
+        ("self_attn.kv_a_layernorm.weight", &[24]),
+        ("self_attn.kv_b_proj.weight", &[56, 24]),
+        ("mlp.gate_proj.weight", &[64, 32]),
+        ("mlp.up_proj.weight", &[64, 32]),
+    ];
+    let plan = Plan::new(settings, &layer).with("model.layers.0.mlp.down_proj.weight", &[32, 64]);
+    plan.without("model.layers.0.self_attn.k_proj.weight").without("model.layers.0.self_attn.v_proj.weight")
+}
+
+#[test]
+fn a_latent_cache_has_one_key_for_all_heads() {
+    let spec = deepseek().spec().unwrap();
+    let attention = spec.attention(0).unwrap();
+    assert_eq!((attention.kv_heads, attention.head_dim, attention.v_head_dim), (1, 32, 24));
+    assert_eq!((attention.cache_width(), attention.o.cols), (32, 24));
+    let file = ModelFile::open(deepseek().write(1).path()).unwrap();
+    let dims = |name: &str| file.tensor(name).unwrap().dims().to_vec();
+    assert_eq!(
+        (dims("blk.0.attn_k_b.weight"), dims("blk.0.attn_v_b.weight")),
+        (vec![16, 24, 2], vec![24, 12, 2])
+    );
+    let error = deepseek().with("model.layers.0.self_attn.kv_b_proj.weight", &[54, 24]).error();
+    assert!(error.contains("kv_b_proj.weight") && error.contains("56"), "{error}");
+    let error = deepseek().set("topk_method", json!("greedy")).error();
+    assert!(error.contains("topk_method is \"greedy\", expected noaux_tc"), "{error}");
+    let error = deepseek().set("v_head_dim", json!(0)).error();
+    assert!(error.contains("kv_b_proj.weight"), "{error}");
+}

@@ -91,7 +91,7 @@ pub(super) fn place_caches(
             MixerSpec::Attention(attention) => {
                 let kv = kv_shape(attention, config);
                 let (group, offset) = match attention.kv {
-                    KvSpec::Own(_) => {
+                    KvSpec::Own(_) | KvSpec::Latent(_) => {
                         let own = windows.iter().position(|window| *window == attention.window).unwrap_or(0);
                         let group = &mut groups[own];
                         let offset = group.block_bytes;
@@ -145,6 +145,7 @@ pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvS
         kv_heads: attention.kv_heads,
         head_dim: attention.head_dim,
         v_head_dim: attention.v_head_dim,
+        latent: attention.latent().is_some(),
         block_tokens: config.block_tokens,
         kv_type: config.kv_type,
         window: attention.window,
@@ -159,7 +160,15 @@ pub(super) struct Buffers {
     pub(super) normed: BufferId,
     pub(super) q: BufferId,
     pub(super) k: BufferId,
+    /// Values, or latent vectors.
     pub(super) v: BufferId,
+    /// Latent attention: compressed inputs of the queries, the parts of queries and keys before they are put together,
+    /// and the weighted latents.
+    pub(super) q_down: BufferId,
+    pub(super) q_plain: BufferId,
+    pub(super) q_rope: BufferId,
+    pub(super) k_rope: BufferId,
+    pub(super) mixed_latent: BufferId,
     /// Inputs of a recurrent layer's convolution.
     pub(super) conv: BufferId,
     pub(super) beta: BufferId,
@@ -193,6 +202,11 @@ pub struct Widths {
     pub(crate) q: usize,
     pub(crate) k: usize,
     pub(crate) v: usize,
+    pub(crate) q_down: usize,
+    pub(crate) q_plain: usize,
+    pub(crate) q_rope: usize,
+    pub(crate) k_rope: usize,
+    pub(crate) mixed_latent: usize,
     pub(crate) conv: usize,
     pub(crate) heads: usize,
     pub(crate) mixer_gate: usize,
@@ -236,11 +250,18 @@ impl Widths {
         let raise = |width: &mut usize, to: usize| *width = to.max(*width);
         match mixer {
             MixerSpec::Attention(attention) => {
-                raise(&mut self.q, attention.q.rows);
+                raise(&mut self.q, attention.heads * attention.head_dim);
                 raise(&mut self.k, attention.k_width());
                 raise(&mut self.v, attention.v_width());
                 raise(&mut self.mixed, attention.o.cols);
                 raise(&mut self.mixer_gate, attention.gate.as_ref().map_or(0, |gate| gate.rows));
+                if let Some(latent) = attention.latent() {
+                    raise(&mut self.q_down, latent.q_down.as_ref().map_or(0, |(down, _)| down.rows));
+                    raise(&mut self.q_plain, attention.q.rows);
+                    raise(&mut self.q_rope, latent.q_rope.rows);
+                    raise(&mut self.k_rope, latent.k_rope.rows);
+                    raise(&mut self.mixed_latent, attention.heads * attention.v_head_dim);
+                }
             }
             MixerSpec::DeltaNet(delta) => {
                 raise(&mut self.conv, delta.qkv.rows);
@@ -257,37 +278,42 @@ impl Widths {
         }
     }
 
+    fn all(&self) -> [usize; 19] {
+        let Self { q, k, v, q_down, q_plain, q_rope, k_rope, mixed_latent, conv, heads, .. } = *self;
+        let Self { mixer_gate, mixed, ff, router, own_normed, router_normed, part, per_layer, slice, .. } =
+            *self;
+        [
+            q,
+            k,
+            v,
+            q_down,
+            q_plain,
+            q_rope,
+            k_rope,
+            mixed_latent,
+            conv,
+            heads,
+            mixer_gate,
+            mixed,
+            ff,
+            router,
+            own_normed,
+            router_normed,
+            part,
+            per_layer,
+            slice,
+        ]
+    }
+
     /// Whether buffers of these widths are wide enough for layers that need `others`.
     pub(crate) fn covers(&self, others: &Self) -> bool {
-        let all = |of: &Self| {
-            let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *of;
-            let Self { own_normed, router_normed, part, per_layer, slice, .. } = *of;
-            [
-                q,
-                k,
-                v,
-                conv,
-                heads,
-                mixer_gate,
-                mixed,
-                ff,
-                router,
-                own_normed,
-                router_normed,
-                part,
-                per_layer,
-                slice,
-            ]
-        };
-        all(self).iter().zip(all(others)).all(|(own, other)| *own >= other)
+        self.all().iter().zip(others.all()).all(|(own, other)| *own >= other)
     }
 
     /// Values per row, summed over all buffers except residual, norm and branch.
     pub fn total(&self) -> usize {
-        let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *self;
-        let Self { own_normed, router_normed, part, per_layer, slice, .. } = *self;
-        let mixer = q + k + v + conv + 2 * heads + mixer_gate + mixed;
-        mixer + 2 * ff + router + own_normed + router_normed + part + per_layer + slice
+        // Two buffers have this width each.
+        self.all().iter().sum::<usize>() + self.heads + self.ff
     }
 }
 
@@ -308,6 +334,11 @@ pub(super) fn create_buffers(
         q: make(rows, widths.q)?,
         k: make(rows, widths.k)?,
         v: make(rows, widths.v)?,
+        q_down: make(rows, widths.q_down)?,
+        q_plain: make(rows, widths.q_plain)?,
+        q_rope: make(rows, widths.q_rope)?,
+        k_rope: make(rows, widths.k_rope)?,
+        mixed_latent: make(rows, widths.mixed_latent)?,
         conv: make(rows, widths.conv)?,
         beta: make(rows, widths.heads)?,
         dt: make(rows, widths.heads)?,

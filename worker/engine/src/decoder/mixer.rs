@@ -2,10 +2,13 @@
 
 use super::{Buffers, LayerCache, job, normed};
 use crate::Error;
-use crate::weights::{AttentionWeights, DeltaNetWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights};
+use crate::weights::{
+    AttentionWeights, DeltaNetWeights, KvWeights, LatentWeights, LayerWeights, Linear, Mamba2Weights,
+    MixerWeights,
+};
 use kernels::backend::{
-    AttentionOp, Backend, BufferId, ConvOp, DeltaNetOp, GateActivation, GateOp, GatedNormOp, KvLayerId,
-    KvWrite, Mamba2Op, QkvOp, StateLayerId,
+    AttentionOp, Backend, BufferId, ConvOp, DeltaNetOp, GateActivation, GateOp, GatedNormOp, HeadMatmulOp,
+    HeadPart, KvLayerId, KvWrite, Mamba2Op, QkvOp, StateLayerId,
 };
 
 /// `x = out(x + scale * post(mixer(pre(x))))`
@@ -71,9 +74,12 @@ fn qkv(
     layer: KvLayerId,
     gate: Option<&Linear>,
 ) -> Result<(), Error> {
+    if let KvWeights::Latent(latent) = &weights.kv {
+        return latent_qkv(backend, b, weights, latent, input, layer);
+    }
     let mut jobs = vec![job(&weights.q, b.q, false)];
     let mut write = None;
-    if let Some(kv) = &weights.kv {
+    if let KvWeights::Own(kv) = &weights.kv {
         jobs.push(job(&kv.k, b.k, false));
         jobs.extend(kv.v.as_ref().map(|v| job(v, b.v, false)));
         let v = if kv.v.is_some() { b.v } else { b.k };
@@ -85,6 +91,41 @@ fn qkv(
     Ok(backend.qkv(&QkvOp { q: b.q, q_norm, kv: write, rope, q_growth, layer })?)
 }
 
+/// Like [`qkv`] for latent attention.
+fn latent_qkv(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    weights: &AttentionWeights,
+    latent: &LatentWeights,
+    input: BufferId,
+    layer: KvLayerId,
+) -> Result<(), Error> {
+    let LatentWeights { heads, rotating, width, .. } = *latent;
+    let q_jobs = [job(&weights.q, b.q_plain, false), job(&latent.q_rope, b.q_rope, false)];
+    let kv_jobs = [job(&latent.latent, b.v, false), job(&latent.k_rope, b.k_rope, false)];
+    match &latent.q_down {
+        None => backend.matmul(input, &[&q_jobs[..], &kv_jobs].concat())?,
+        Some((down, norm)) => {
+            backend.matmul(input, &[&[job(down, b.q_down, false)], &kv_jobs[..]].concat())?;
+            backend.norm(b.q_down, norm, b.q_down)?;
+            backend.matmul(b.q_down, &q_jobs)?;
+        }
+    }
+    backend.norm(b.v, &latent.latent_norm, b.v)?;
+    let part = |buffer, at| HeadPart { buffer, width, at };
+    backend.place_heads(b.k_rope, 1, &part(b.k, 0))?;
+    backend.place_heads(b.v, 1, &part(b.k, rotating))?;
+    backend.place_heads(b.q_rope, heads, &part(b.q, 0))?;
+    backend.head_matmul(&head_op(&latent.k_up, heads, b.q_plain, part(b.q, rotating)))?;
+    let write = KvWrite { k: b.k, v: b.k, k_norm: None, v_norm: None };
+    let AttentionWeights { rope, q_growth, .. } = *weights;
+    Ok(backend.qkv(&QkvOp { q: b.q, q_norm: None, kv: Some(write), rope, q_growth, layer })?)
+}
+
+fn head_op(linear: &Linear, heads: usize, x: BufferId, out: HeadPart) -> HeadMatmulOp {
+    HeadMatmulOp { x, matrix: linear.matrix, heads, scale: linear.scale, out }
+}
+
 fn attention<'a>(
     backend: &mut dyn Backend,
     b: &Buffers,
@@ -93,14 +134,22 @@ fn attention<'a>(
     layer: KvLayerId,
 ) -> Result<Mixed<'a>, Error> {
     qkv(backend, b, weights, input, layer, weights.gate.as_ref())?;
+    let latent = match &weights.kv {
+        KvWeights::Latent(latent) => Some(latent),
+        KvWeights::Own(_) | KvWeights::Shared => None,
+    };
     backend.attention(&AttentionOp {
         q: b.q,
-        out: b.mixed,
+        out: if latent.is_some() { b.mixed_latent } else { b.mixed },
         scale: weights.scale,
         softcap: weights.softcap,
         sinks: weights.sinks,
         layer,
     })?;
+    if let Some(latent) = latent {
+        let values = HeadPart { buffer: b.mixed, width: latent.value, at: 0 };
+        backend.head_matmul(&head_op(&latent.v_up, latent.heads, b.mixed_latent, values))?;
+    }
     let mut mixed = b.mixed;
     if weights.gate.is_some() {
         let activation = GateActivation::Sigmoid;

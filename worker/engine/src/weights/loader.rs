@@ -2,8 +2,8 @@
 
 use super::{
     AttentionWeights, Classifier, ConvWeights, DeltaNetWeights, EmbeddingWeights, FfnPart, FfnWeights, Head,
-    KvWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights, MoeWeights, Packs, PerLayerInputWeights,
-    PerLayerWeights, TensorSource, TensorView, Weights,
+    KvWeights, LatentWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights, MoeWeights, OwnKvWeights,
+    Packs, PerLayerInputWeights, PerLayerWeights, TensorSource, TensorView, Weights,
 };
 use crate::Error;
 use kernels::backend::{
@@ -11,9 +11,9 @@ use kernels::backend::{
     VectorId,
 };
 use model::spec::{
-    self, Activation, AttentionSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, FfnSpec, HeadGrouping, LayerSpec,
-    LinearSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec, OutputSpec, RopeFactors,
-    RowSlice, TableSpec,
+    self, Activation, AttentionSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, FfnSpec, HeadGrouping, KvSpec,
+    LatentSpec, LayerSpec, LinearSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec,
+    OutputSpec, RopeFactors, RowSlice, TableSpec,
 };
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -177,14 +177,15 @@ impl<'a> Loader<'a> {
     }
 
     fn attention(&mut self, attention: &AttentionSpec) -> Result<AttentionWeights, Error> {
-        let kv = match attention.own_kv() {
-            Some(own) => Some(KvWeights {
+        let kv = match &attention.kv {
+            KvSpec::Own(own) => KvWeights::Own(OwnKvWeights {
                 k: self.linear(&own.k)?,
                 v: own.v.as_ref().map(|v| self.linear(v)).transpose()?,
                 k_norm: self.optional_norm(own.k_norm.as_ref())?,
                 v_norm: self.optional_norm(own.v_norm.as_ref())?,
             }),
-            None => None,
+            KvSpec::Shared { .. } => KvWeights::Shared,
+            KvSpec::Latent(latent) => KvWeights::Latent(Box::new(self.latent(latent, attention)?)),
         };
         Ok(AttentionWeights {
             q: self.linear(&attention.q)?,
@@ -197,6 +198,25 @@ impl<'a> Loader<'a> {
             sinks: self.optional_vector(attention.sinks.as_deref(), attention.heads)?,
             gate: attention.gate.as_ref().map(|gate| self.linear(gate)).transpose()?,
             o: self.linear(&attention.o)?,
+        })
+    }
+
+    fn latent(&mut self, latent: &LatentSpec, attention: &AttentionSpec) -> Result<LatentWeights, Error> {
+        Ok(LatentWeights {
+            q_down: match &latent.q_down {
+                Some((down, norm)) => Some((self.linear(down)?, self.norm(norm)?)),
+                None => None,
+            },
+            q_rope: self.linear(&latent.q_rope)?,
+            k_rope: self.linear(&latent.k_rope)?,
+            latent: self.linear(&latent.latent)?,
+            latent_norm: self.norm(&latent.latent_norm)?,
+            k_up: self.linears(&latent.k_up, attention.heads)?,
+            v_up: self.linears(&latent.v_up, attention.heads)?,
+            heads: attention.heads,
+            rotating: latent.k_rope.rows,
+            width: attention.head_dim,
+            value: latent.v_up.rows,
         })
     }
 
@@ -309,9 +329,14 @@ impl<'a> Loader<'a> {
     }
 
     pub(crate) fn linear(&mut self, linear: &LinearSpec) -> Result<Linear, Error> {
+        self.linears(linear, 1)
+    }
+
+    /// `count` matrices in one tensor, without biases if there are several.
+    fn linears(&mut self, linear: &LinearSpec, count: usize) -> Result<Linear, Error> {
         let scale = linear.scale.as_deref().map(|name| self.scalar(name)).transpose()?;
         Ok(Linear {
-            matrix: self.matrix(&linear.weight, linear.rows, linear.cols, 1, linear.slice)?,
+            matrix: self.matrix(&linear.weight, linear.rows, linear.cols, count, linear.slice)?,
             bias: self.optional_vector(linear.bias.as_deref(), linear.rows)?,
             scale: scale.unwrap_or(1.0) * linear.factor,
         })

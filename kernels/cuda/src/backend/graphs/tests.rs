@@ -64,6 +64,7 @@ impl Model {
             kv_heads: 1,
             head_dim: HEAD,
             v_head_dim: HEAD,
+            latent: false,
             block_tokens: BLOCK,
             kv_type,
             window,
