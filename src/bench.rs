@@ -21,7 +21,7 @@ use worker::load::EngineOptions;
     after_help = "Example:\n  kvasir bench smollm2-135m -p 512,2048 -n 128 -d 0,4096 -b 1,8,32 -t 1 --json"
 )]
 pub(crate) struct Bench {
-    /// Catalog name, or path to a .gguf or a Hugging Face folder
+    /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
     /// Prefill lengths; 0 skips prefill
     #[arg(short = 'p', long, value_name = "N,..", value_delimiter = ',', default_value = "512,2048")]

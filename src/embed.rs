@@ -22,7 +22,7 @@ use worker::load::{self, EngineOptions};
     KVASIR_EMBED_BACKEND=onnx kvasir embed ./bundle/model.safetensors --text 'Hello' --json\n  \
     kvasir embed ./reranker.gguf --query 'What is a panda?' --text 'A bear.' 'A river.' --json")]
 pub(crate) struct Embed {
-    /// Catalog name, or path to a .gguf or a Hugging Face folder
+    /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
     /// Texts to encode; write one that begins with a hyphen as --text=-x
     #[arg(long, value_name = "TEXT", num_args = 1.., required_unless_present = "tokens")]

@@ -25,7 +25,7 @@ use worker::load;
     after_help = "Example:\n  kvasir logits smollm2-135m --tokens prompts.json --out logits.safetensors --greedy 32"
 )]
 pub(crate) struct Logits {
-    /// Catalog name, or path to a .gguf or a Hugging Face folder
+    /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
     /// JSON file: an array of arrays of token ids, run in order
     #[arg(long, value_name = "IDS.json")]

@@ -53,15 +53,18 @@ struct List {
 
 /// Downloads a model into the cache and prints its path. MODEL is a catalog name or an https:// or hf:// address.
 ///
-/// An interrupted download is resumed. Any file of a split set selects the whole set. https_proxy, http_proxy, all_proxy
+/// An interrupted download is resumed. Any file of a split set selects the whole set. hf://OWNER/REPO is the repository
+/// as a folder: its safetensors, tokenizer and settings. https_proxy, http_proxy, all_proxy
 /// and no_proxy set proxies; SSL_CERT_FILE adds certificates; HF_ENDPOINT and HF_TOKEN have the meaning of the hub's own
 /// tools.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir models pull smollm2-135m\n  \
     kvasir models pull hf://ggml-org/gpt-oss-20b-GGUF/gpt-oss-20b-MXFP4.gguf\n  \
+    kvasir models pull hf://Qwen/Qwen3-0.6B\n  \
     kvasir models pull https://models.example/m.gguf --sha256 3b1e...")]
 struct Pull {
-    /// Catalog name, https://HOST/FILE.gguf or hf://OWNER/REPO/FILE.gguf (REPO@REVISION selects a revision)
+    /// Catalog name, https://HOST/FILE.gguf, hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO (REPO@REVISION selects a
+    /// revision)
     #[arg(value_parser = pulled)]
     model: Source,
     /// Expected SHA-256 of the file at an address, in hexadecimal; once for each file of a split set, in order.
@@ -76,7 +79,7 @@ struct Pull {
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models inspect smollm2-135m --json")]
 struct Inspect {
-    /// Catalog name, or path of a .gguf file or a Hugging Face folder.
+    /// Catalog name, https:// or hf:// address, or path of a .gguf file or a Hugging Face folder.
     model: String,
     /// Print one line of JSON.
     #[arg(long)]
@@ -309,7 +312,7 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
             store.pull(entry, &network(false)?, &mut Bar::new())?
         }
         ModelName::Address(address) => {
-            if !resolved.path.exists() {
+            if !store.is_downloaded(&address) {
                 eprintln!("pulling {address}");
             }
             store.fetch(&address, &[], &network(false)?, &mut Bar::new())?
@@ -351,7 +354,8 @@ pub(crate) fn resolve_here(model: &str) -> anyhow::Result<Option<Resolved>> {
     let Ok(resolved) = store.resolve(model) else { return Ok(None) };
     let here = match resolved.given {
         ModelName::Name(entry) => store.is_present(entry),
-        ModelName::Path | ModelName::Address(_) => resolved.path.exists(),
+        ModelName::Path => resolved.path.exists(),
+        ModelName::Address(address) => store.is_downloaded(&address),
     };
     Ok(here.then_some(Resolved { path: resolved.path, id: ModelId::new(resolved.id)? }))
 }
@@ -407,6 +411,7 @@ mod tests {
             address: "https://a.example/m.gguf".into(),
             files: vec![file],
             verification: Verification::Unverified,
+            folder: None,
         };
         let downloads = [Downloaded { id: "m".into(), path: "/d/m.gguf".into(), record, present: true }];
         let json: serde_json::Value = serde_json::from_str(&json_list(&listed, &downloads)).unwrap();

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[command(after_help = "Example:\n  kvasir perplexity smollm2-135m --file README.md --ctx 512")]
 #[group(id = "input", required = true, multiple = false, args = ["file", "tokens"])]
 pub(crate) struct Perplexity {
-    /// Catalog name, or path to a .gguf or a Hugging Face folder
+    /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
     /// A text file
     #[arg(long, value_name = "F")]

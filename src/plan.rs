@@ -39,7 +39,7 @@ const CONTEXT: usize = 8192;
     MODEL may also be a name that the cluster serves, without a file on this machine; then no speed is predicted. With a\n\
     file, a plan that does not fit its workers is not sent.")]
 pub(crate) struct Plan {
-    /// Catalog name, or path to a .gguf or a Hugging Face folder
+    /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
     /// File of workers, TOML or .json [default: this machine, divided among the shards]
     #[arg(long, value_name = "FILE")]

@@ -15,7 +15,7 @@ use worker::load::EngineOptions;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir run smollm2-135m -p \"The capital of France is\" -n 16")]
 pub(crate) struct Run {
-    /// Catalog name, or path to a .gguf or a Hugging Face folder
+    /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
     /// The prompt
     #[arg(short, long, value_name = "TEXT")]

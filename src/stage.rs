@@ -19,7 +19,8 @@ use worker::rank_server::{StageConfig, StageService};
     Once it listens it prints one line of JSON with its address on stdout; logs go to stderr. The first stage assigns its \
     layers. Threads and types are set here; the numeric class must equal the first stage's.")]
 pub(crate) struct Stage {
-    /// Catalog name, or path to a .gguf or a Hugging Face folder; with --from, a name or blake3:HEX of a model that other workers have
+    /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder; with --from, a name or
+    /// blake3:HEX of a model that other workers have
     model: String,
     /// Workers that have the model or parts of it, separated by commas
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_FROM", value_delimiter = ',')]

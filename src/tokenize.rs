@@ -10,7 +10,7 @@ use text::Tokenizer;
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir tokenize smollm2-135m --text 'Hello, world!' --json")]
 pub(crate) struct Tokenize {
-    /// Catalog name, or path of a .gguf file or a Hugging Face folder.
+    /// Catalog name, https:// or hf:// address, or path of a .gguf file or a Hugging Face folder.
     model: String,
     /// Text to tokenize.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]

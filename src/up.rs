@@ -62,7 +62,8 @@ pub(crate) struct Up {
 #[derive(Debug, Clone, Default, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
 struct UpSettings {
-    /// Catalog name, or path of a .gguf file or a Hugging Face folder [default: smollm2-135m, pulled on first use]
+    /// Catalog name, https:// or hf:// address, or path of a .gguf file or a Hugging Face folder [default: smollm2-135m,
+    /// pulled on first use]
     model: Option<String>,
     /// Coordinator processes, at most 5, in one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]

@@ -64,8 +64,9 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_name = "ADDR", env = "KVASIR_WORKER_HTTP", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) http: Option<SocketAddr>,
-    /// Catalog name, path of a .gguf file or a Hugging Face folder, or ID=PATH to set its name in the API. Optional with
-    /// --pool: then this worker fetches its part of each model that is placed on it from workers that have the model.
+    /// Catalog name, https:// or hf:// address, path of a .gguf file or a Hugging Face folder, or ID=PATH to set its name
+    /// in the API. Optional with --pool: then this worker fetches its part of each model that is placed on it from workers
+    /// that have the model.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
     /// Engine that computes the model: kvasir, vllm, sglang or llama-server; one of another project with its address

@@ -26,11 +26,25 @@ mod text_files;
 mod weights;
 
 pub use text_files::tokenizer_metadata;
+pub use weights::{INDEX, MAX_FILES, SINGLE};
 
+/// Settings of the model.
+pub const CONFIG: &str = "config.json";
+/// Files beside the weights and [`CONFIG`] that are read if they are there.
+pub const TEXT_FILES: [&str; 8] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "vocab.txt",
+    POOLING,
+];
+/// Longest file beside the weights, in bytes.
+pub const FILE_BYTES: u64 = 64 << 20;
 /// Settings of sentence-transformers.
 const POOLING: &str = "1_Pooling/config.json";
-/// Longest file beside the weights, in bytes.
-const FILE_BYTES: u64 = 64 << 20;
 
 /// Error of a checkpoint that cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -190,11 +204,11 @@ const fn yes() -> bool {
 impl Folder<'_> {
     /// Metadata of the files under GGUF keys.
     fn metadata(&self) -> Result<Metadata, Error> {
-        let config: BertConfig = self.json("config.json")?;
-        self.only("config.json", "model_type", &config.model_type, "bert")?;
-        self.only("config.json", "hidden_act", &config.hidden_act, "gelu")?;
+        let config: BertConfig = self.json(CONFIG)?;
+        self.only(CONFIG, "model_type", &config.model_type, "bert")?;
+        self.only(CONFIG, "hidden_act", &config.hidden_act, "gelu")?;
         let positions = config.position_embedding_type.as_deref().unwrap_or("absolute");
-        self.only("config.json", "position_embedding_type", positions, "absolute")?;
+        self.only(CONFIG, "position_embedding_type", positions, "absolute")?;
         let mut metadata = Metadata::from_iter([
             ("general.architecture", Value::from("bert")),
             ("bert.block_count", config.num_hidden_layers.into()),

@@ -1,5 +1,6 @@
 //! A file server for download tests: ranges, ETags, and connections cut on request.
 
+use crate::fixtures::sha256;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -116,4 +117,31 @@ impl State {
         io::copy(&mut file.take(left.min(self.cut_after.load(Ordering::Relaxed))), &mut stream)?;
         Ok(())
     }
+}
+
+/// Adds `folder` to a served directory as the repository `name` of a hub, with the hub's list of its files.
+///
+/// # Errors
+/// I/O errors.
+pub fn add_repository(served: &Path, name: &str, folder: &Path) -> anyhow::Result<()> {
+    let files = served.join(name).join("resolve/main");
+    let list = served.join("api/models").join(name).join("tree");
+    std::fs::create_dir_all(&files)?;
+    std::fs::create_dir_all(&list)?;
+    let mut entries = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        if path.is_file() {
+            std::fs::copy(&path, files.join(&name))?;
+            let bytes = std::fs::metadata(&path)?.len();
+            let mut entry = serde_json::json!({"type": "file", "oid": "", "size": bytes, "path": name});
+            if name.ends_with(".safetensors") {
+                entry["lfs"] = serde_json::json!({"oid": sha256(&path)?, "size": bytes});
+            }
+            entries.push(entry);
+        }
+    }
+    std::fs::write(list.join("main"), serde_json::to_vec(&entries)?)?;
+    Ok(())
 }

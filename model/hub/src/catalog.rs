@@ -15,7 +15,7 @@ use crate::Error;
 
 pub use about::{About, Speed};
 pub use address::{Address, Hub, InvalidAddress, Url};
-pub use download::{Network, Record, RecordedFile, Verification};
+pub use download::{FolderRefusal, FolderState, Network, Record, RecordedFile, Verification};
 pub use entries::{CATALOG, Entry, find};
 pub use http::{Head, Http, Request, Response};
 pub use transfer::{PlainHttp, Refusal};
@@ -48,9 +48,22 @@ pub enum CatalogError {
     /// The server refused the file, or the network failed.
     #[error("cannot download {file} of {address}: {source}")]
     Download { address: String, file: String, source: Refusal },
-    /// The downloaded file is not GGUF.
-    #[error("the file at {address} is not a GGUF file")]
-    NoModel { address: String },
+    /// The downloaded file has another format.
+    #[error("the file at {file} is not {expected}")]
+    NoModel {
+        /// Address of the file.
+        file: String,
+        /// The format, with its article.
+        expected: &'static str,
+    },
+    /// A repository that is not a folder of a model.
+    #[error("cannot pull {address}: {why}")]
+    Folder { address: String, why: FolderRefusal },
+    /// Checksums were given for a repository.
+    #[error(
+        "--sha256 is for the address of a file; {address} is a repository: fix its content by a commit, {address}@COMMIT"
+    )]
+    FolderChecksums { address: String },
     /// The SHA-256 of a downloaded file differs from the expected one, or the file changed after the
     /// download.
     #[error("{path}: sha256 is {found} ({bytes} bytes), expected {expected}")]
@@ -168,8 +181,8 @@ pub enum Step<'a> {
 pub struct ResolvedModel {
     /// Model name in the API.
     pub id: String,
-    /// The model's file: a GGUF file, one file of a split set, or the weights of a checkpoint. Does not exist
-    /// yet if the model is to be downloaded.
+    /// The model's file: a GGUF file, one file of a split set, or the weights or the folder of a checkpoint. Does
+    /// not exist yet if the model is to be downloaded.
     pub path: PathBuf,
     pub given: ModelName,
 }
@@ -198,7 +211,7 @@ pub struct Listed {
 pub struct Downloaded {
     /// Model name in the API.
     pub id: String,
-    /// The model's file; the first one of a split set.
+    /// The model's file; the first one of a split set. The folder of a repository.
     pub path: PathBuf,
     /// The downloaded files and their verification.
     pub record: Record,
@@ -229,9 +242,9 @@ impl Store {
         Self { home: home.into(), python: "python3".into() }
     }
 
-    /// Path of the entry's file, whether or not it has been pulled.
+    /// Path of the entry's file or folder, whether or not it has been pulled.
     pub fn path(&self, entry: &Entry) -> PathBuf {
-        self.dir(entry).join(entry.file)
+        in_dir(self.dir(entry), entry.file)
     }
 
     fn dir(&self, entry: &Entry) -> PathBuf {
@@ -253,7 +266,7 @@ impl Store {
             let record = Record::read(&dir.path())?;
             let address = Address::parse(&record.address).ok()?;
             let present = record.is_complete(&dir.path(), &address);
-            let path = dir.path().join(address.files().first()?);
+            let path = in_dir(dir.path(), first_of(&address));
             Some(Downloaded { id: address.id().to_owned(), path, record, present })
         };
         let mut found: Vec<Downloaded> = dirs.filter_map(listed).collect();
@@ -263,7 +276,8 @@ impl Store {
 
     /// Verification of the bytes of the model in `file`. `None` if this program did not download the file.
     pub fn verification(&self, file: &Path) -> Option<Verification> {
-        if let Some(record) = file.parent().and_then(Record::read) {
+        let dir = if file.is_dir() { Some(file) } else { file.parent() };
+        if let Some(record) = dir.and_then(Record::read) {
             return Some(record.verification);
         }
         let own = |entry: &&Entry| {
@@ -311,8 +325,7 @@ impl Store {
         }
         if Address::looks_like(model) {
             let address = parse(model)?;
-            let file = address.files().first().map_or("", String::as_str);
-            let path = self.download_dir(&address).join(file);
+            let path = in_dir(self.download_dir(&address), first_of(&address));
             return Ok(ResolvedModel { id: address.id().into(), path, given: ModelName::Address(address) });
         }
         let path = PathBuf::from(model);
@@ -371,14 +384,21 @@ impl Store {
         progress: &mut dyn Progress,
     ) -> Result<PathBuf, Error> {
         let dir = self.download_dir(address);
-        let path = dir.join(address.files().first().map_or("", String::as_str));
+        if address.is_folder() && !sha256.is_empty() {
+            return Err(CatalogError::FolderChecksums { address: address.to_string() }.into());
+        }
         // Complete files are used without a write: the directory may be read-only.
-        let here = Record::read(&dir).is_some_and(|record| record.is_complete(&dir, address));
-        if !here || !sha256.is_empty() {
+        if !self.is_downloaded(address) || !sha256.is_empty() {
             let verification = if sha256.is_empty() { Verification::Unverified } else { Verification::Given };
             download::fetch(&dir, address, ExpectedChecksums { sha256, verification }, network, progress)?;
         }
-        Ok(path)
+        Ok(in_dir(dir, first_of(address)))
+    }
+
+    /// True if all files of `address` exist with the recorded lengths.
+    pub fn is_downloaded(&self, address: &Address) -> bool {
+        let dir = self.download_dir(address);
+        Record::read(&dir).is_some_and(|record| record.is_complete(&dir, address))
     }
 
     /// Hashes the downloaded files of `address` and compares them with the record of the download.
@@ -424,6 +444,16 @@ impl Store {
         }
         Ok(())
     }
+}
+
+/// Name of the file that stands for the model; empty for a folder.
+fn first_of(address: &Address) -> &str {
+    address.files().first().map_or("", String::as_str)
+}
+
+/// `dir`, or the file of this name in it.
+fn in_dir(dir: PathBuf, file: &str) -> PathBuf {
+    if file.is_empty() { dir } else { dir.join(file) }
 }
 
 fn parse(address: &str) -> Result<Address, Error> {

@@ -2,11 +2,10 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::{CheckpointError, Folder};
+use super::{CONFIG, CheckpointError, Folder};
 use crate::Error;
 use metadata::{Metadata, Value};
 
-const FILE: &str = "config.json";
 /// Largest width of a head. Lists of frequencies are as long.
 pub(super) const MAX_HEAD_DIM: u64 = 1 << 14;
 
@@ -19,8 +18,8 @@ pub(super) struct Config<'a> {
 
 impl<'a> Config<'a> {
     pub(super) fn read(folder: &'a Folder<'a>) -> Result<Self, Error> {
-        let text = without_infinity(&folder.text(FILE)?);
-        let mut outer: Map<String, Json> = folder.parse(FILE, &text)?;
+        let text = without_infinity(&folder.text(CONFIG)?);
+        let mut outer: Map<String, Json> = folder.parse(CONFIG, &text)?;
         let text = match outer.remove("text_config") {
             Some(Json::Object(text)) => text,
             _ => Map::new(),
@@ -44,7 +43,7 @@ impl<'a> Config<'a> {
     }
 
     pub(super) fn refuse(&self, key: &str, found: impl ToString, needs: impl ToString) -> Error {
-        let path = self.folder.path.join(FILE);
+        let path = self.folder.path.join(CONFIG);
         CheckpointError::Setting {
             path,
             key: key.to_owned(),

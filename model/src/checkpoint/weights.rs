@@ -12,10 +12,12 @@ use crate::conversion::{Conversion, FloatMap, FloatType, Packing, Region, Scaled
 use crate::mmap::MappedFile;
 use crate::{Error, GgmlType, safetensors};
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+/// Weights in one file.
+pub const SINGLE: &str = "model.safetensors";
+/// The list of the files of a set.
+pub const INDEX: &str = "model.safetensors.index.json";
 /// Most files of a set.
-const MAX_FILES: usize = 4096;
+pub const MAX_FILES: usize = 4096;
 
 /// A matrix or vector of a checkpoint.
 #[derive(Debug, Clone)]

@@ -2,7 +2,8 @@
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
-use kvasir_cluster_tests::{binary, http, signal, wait};
+use kvasir_cluster_tests::file_server::{FileServer, add_repository};
+use kvasir_cluster_tests::{binary, fixtures, http, signal, wait};
 use serde_json::{Value, json};
 use std::net::TcpListener;
 
@@ -138,4 +139,35 @@ fn three_coordinators_are_one_group_and_a_killed_one_comes_back_to_it() {
     wait::until("it is started again", binary::NODE_TIMEOUT, back).unwrap();
     wait::until("they are a group again", binary::NODE_TIMEOUT, || whole(0)).unwrap();
     wait::until("and remembers", binary::NODE_TIMEOUT, || draining(0).filter(|&drains| drains)).unwrap();
+}
+
+/// The folders are those of the models' layouts where the set of fixtures has them (`KVASIR_FIXTURES`).
+#[test]
+fn the_catalogs_nvfp4_folders_are_pulled_and_answer_a_chat() {
+    for (name, repository, folders) in [
+        ("qwen3.6-27b-nvfp4", "nvidia/Qwen3.6-27B-NVFP4", ["fmt-nvfp4-ct-qwen3_5", "fmt-nvfp4-ct"]),
+        (
+            "qwen3.6-35b-a3b-nvfp4",
+            "nvidia/Qwen3.6-35B-A3B-NVFP4",
+            ["fmt-mixed-modelopt-qwen3_5_moe", "qwen3_5_moe"],
+        ),
+    ] {
+        let (served, home) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let folders = folders.map(|folder| fixtures::root().join("hf").join(folder));
+        let folder = folders.iter().find(|folder| folder.exists()).unwrap();
+        add_repository(served.path(), repository, folder).unwrap();
+        let server = FileServer::start(served.path()).unwrap();
+        let cluster = Cluster::builder(&format!("up-{name}"), name)
+            .flag("--workers", "1")
+            .env("KVASIR_HOME", home.path().to_str().unwrap())
+            .env("HF_ENDPOINT", &server.url())
+            .start()
+            .unwrap();
+        assert_eq!(cluster.model(), name);
+        let body = json!({"model": name, "max_tokens": 4, "temperature": 0,
+            "messages": [{"role": "user", "content": "Hello"}]});
+        let answer = http::post(cluster.http(), "/v1/chat/completions", &body).unwrap().ok().unwrap();
+        assert_eq!(answer["usage"]["completion_tokens"], 4, "{answer}");
+        assert!(home.path().join("models").join(name).join("model.safetensors").exists());
+    }
 }

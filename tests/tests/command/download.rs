@@ -1,8 +1,8 @@
 //! Downloads from addresses as by users and Jobs. `http://` on this machine stands for a TLS server.
 
 use kvasir_cluster_tests::binary;
-use kvasir_cluster_tests::file_server::FileServer;
-use kvasir_cluster_tests::fixtures::{Manifest, sha256};
+use kvasir_cluster_tests::file_server::{FileServer, add_repository};
+use kvasir_cluster_tests::fixtures::{self, Manifest, sha256};
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
@@ -105,12 +105,56 @@ fn a_hub_address_comes_from_its_variable_and_others_are_refused() {
     for (address, code, words) in [
         ("http://models.example/m.gguf", 1, "--allow-http"),
         ("https://me:secret@models.example/m.gguf", 2, "credentials"),
-        ("hf://o/r", 2, "hf://OWNER/REPO/FILE.gguf"),
+        ("hf://o", 2, "hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO"),
         (&format!("{}/none.gguf", world.server.url()), 1, "no such file (404)"),
         ("no-such-name", 2, "smollm2-135m"),
     ] {
         let output = world.run(&["models", "pull", address]);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(code) && stderr.contains(words), "{address}: {stderr}");
+    }
+}
+
+#[test]
+fn a_repository_of_a_hub_arrives_as_a_folder_and_is_used_by_its_address() {
+    let world = world();
+    let folder = fixtures::root().join("hf/fmt-nvfp4-ct");
+    add_repository(world.served.path(), "o/tiny.1", &folder).unwrap();
+    let hub =
+        |arguments: &[&str]| world.kvasir(arguments).env("HF_ENDPOINT", world.server.url()).output().unwrap();
+    let bytes = std::fs::metadata(folder.join("model.safetensors")).unwrap().len();
+    world.server.cut_after(bytes / 2 + 1);
+    let address = "hf://o/tiny.1";
+    let path = PathBuf::from(out(hub(&["models", "pull", address])));
+    assert_eq!(
+        sha256(&path.join("model.safetensors")).unwrap(),
+        sha256(&folder.join("model.safetensors")).unwrap()
+    );
+    assert!(!path.join("ref.safetensors").exists(), "only what the model needs");
+    let requests = world.server.requests();
+    assert!(requests.iter().any(|request| request.from == Some(bytes / 2 + 1)), "{requests:?}");
+    // Every subcommand takes the address, and asks for nothing again.
+    let ids = world.home.path().join("ids.json");
+    std::fs::write(&ids, "[[1, 5, 9, 200, 7]]").unwrap();
+    let logits = |model: &str, name: &str| {
+        let to = world.home.path().join(name);
+        out(hub(&["logits", model, "--tokens", ids.to_str().unwrap(), "--out", to.to_str().unwrap()]));
+        std::fs::read(to).unwrap()
+    };
+    assert_eq!(logits(address, "a"), logits(folder.to_str().unwrap(), "b"));
+    assert!(out(hub(&["models", "inspect", address])).contains("NVFP4"));
+    assert!(out(hub(&["models", "verify", address])).contains("hf://o/tiny.1 is unchanged"));
+    assert_eq!(world.server.requests().len(), requests.len());
+    let list: serde_json::Value =
+        serde_json::from_str(&out(world.run(&["models", "list", "--json"]))).unwrap();
+    let download = &list["downloads"][0];
+    assert_eq!((&download["name"], &download["present"]), (&"tiny.1".into(), &true.into()));
+    for (arguments, words) in [
+        (&["models", "pull", address, "--sha256", &"0".repeat(64)][..], "hf://o/tiny.1@COMMIT"),
+        (&["models", "pull", "hf://o/none"], "hf://o/none: it has no config.json"),
+    ] {
+        let output = hub(arguments);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && stderr.contains(words), "{stderr}");
     }
 }

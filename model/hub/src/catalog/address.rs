@@ -28,10 +28,10 @@ pub enum InvalidAddress {
     /// The address contains a user name or a password.
     #[error("contains a user name; credentials in addresses are not accepted")]
     Credentials,
-    #[error("must end with the name of a .gguf file")]
+    #[error("must end with the name of a .gguf file, or be a repository: hf://OWNER/REPO")]
     File,
-    /// A hub address without owner, repository or file.
-    #[error("must be hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO@REVISION/FILE.gguf")]
+    /// A hub address without owner or repository, or with an invalid name.
+    #[error("must be hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO, where REPO@REVISION names a revision")]
     Hub,
 }
 
@@ -165,7 +165,7 @@ impl fmt::Display for Url {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     kind: AddressKind,
-    /// The model's file names, in the order of a split set.
+    /// The model's file names, in the order of a split set. Empty for a repository as a folder.
     files: Vec<String>,
 }
 
@@ -193,7 +193,10 @@ impl Address {
     /// [`InvalidAddress`].
     pub fn parse(text: &str) -> Result<Self, InvalidAddress> {
         let (kind, file) = match text.strip_prefix("hf://") {
-            Some(rest) => Self::of_hub(rest)?,
+            Some(rest) => match Self::of_hub(rest)? {
+                (kind, Some(file)) => (kind, file),
+                (kind, None) => return Ok(Self { kind, files: Vec::new() }),
+            },
             None => {
                 let url = Url::parse(text)?;
                 let path = url.target.split('?').next().unwrap_or_default();
@@ -211,11 +214,12 @@ impl Address {
         Ok(Self { kind, files })
     }
 
-    fn of_hub(rest: &str) -> Result<(AddressKind, String), InvalidAddress> {
+    /// The repository, and the name of the file unless the repository itself is the model.
+    fn of_hub(rest: &str) -> Result<(AddressKind, Option<String>), InvalidAddress> {
         if rest.len() > MAX_ADDRESS || !rest.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(InvalidAddress::Characters);
         }
-        let mut segments = rest.split('/');
+        let mut segments = rest.strip_suffix('/').unwrap_or(rest).split('/');
         let owner = segments.next().unwrap_or_default();
         let repository = segments.next().unwrap_or_default();
         let (repository, revision) = repository.split_once('@').unwrap_or((repository, "main"));
@@ -225,10 +229,13 @@ impl Address {
                 && !word.starts_with('.')
                 && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
         };
-        let Some((file, folder)) = path.split_last() else { return Err(InvalidAddress::Hub) };
         if ![owner, repository, revision].into_iter().chain(path.iter().copied()).all(word) {
             return Err(InvalidAddress::Hub);
         }
+        let (file, folder) = match path.split_last() {
+            Some((file, folder)) => (Some((*file).to_owned()), folder),
+            None => (None, &[][..]),
+        };
         let folder = folder.iter().map(|segment| format!("{segment}/")).collect();
         let kind = AddressKind::Hub {
             owner: owner.into(),
@@ -236,21 +243,46 @@ impl Address {
             revision: revision.into(),
             folder,
         };
-        Ok((kind, (*file).to_owned()))
+        Ok((kind, file))
     }
 
-    /// Names of the model's files.
+    /// Names of the model's files. Empty for a folder.
     pub fn files(&self) -> &[String] {
         &self.files
     }
 
-    /// Model name in the API: the file name without extension and part number.
+    /// Whether the model is a repository of a hub, as a folder.
+    pub fn is_folder(&self) -> bool {
+        self.files.is_empty()
+    }
+
+    /// Model name in the API: the file name without extension and part number, or the repository's name.
     pub fn id(&self) -> &str {
+        if let (AddressKind::Hub { repository, .. }, true) = (&self.kind, self.is_folder()) {
+            return repository;
+        }
         let file = self.files.first().map_or("", String::as_str);
         without_part_number(file.get(..file.len().saturating_sub(".gguf".len())).unwrap_or_default())
     }
 
-    /// URL of one of [`Self::files`].
+    /// The address of the same files in the revision `commit`.
+    pub(super) fn at(&self, commit: &str) -> Self {
+        let mut pinned = self.clone();
+        if let AddressKind::Hub { revision, .. } = &mut pinned.kind {
+            commit.clone_into(revision);
+        }
+        pinned
+    }
+
+    /// URL of the list of all files in a repository. `None` for an address elsewhere.
+    pub(super) fn list_url(&self, hub: &Hub) -> Option<Url> {
+        let AddressKind::Hub { owner, repository, revision, .. } = &self.kind else { return None };
+        let base = hub.endpoint.target.trim_end_matches('/');
+        let target = format!("{base}/api/models/{owner}/{repository}/tree/{revision}?recursive=true");
+        Some(Url { target, ..hub.endpoint.clone() })
+    }
+
+    /// URL of one of [`Self::files`], or of a file of the folder.
     pub(super) fn url(&self, hub: &Hub, file: &str) -> Url {
         match &self.kind {
             AddressKind::Web(url) => {
@@ -283,7 +315,8 @@ impl fmt::Display for Address {
             AddressKind::Web(_) => f.write_str(&self.url(&Hub::default(), file).without_query()),
             AddressKind::Hub { owner, repository, revision, folder } => {
                 let at = if revision == "main" { String::new() } else { format!("@{revision}") };
-                write!(f, "hf://{owner}/{repository}{at}/{folder}{file}")
+                let slash = if self.is_folder() { "" } else { "/" };
+                write!(f, "hf://{owner}/{repository}{at}{slash}{folder}{file}")
             }
         }
     }
@@ -436,12 +469,37 @@ mod tests {
             assert_eq!(address.url(&hub, &address.files()[0]).target(), target);
             assert_eq!(Address::parse(shown), Ok(address));
         }
-        for wrong in
-            ["hf://o/r", "hf://o//f.gguf", "hf://o/r/../f.gguf", "hf://o/r@/f.gguf", "hf://o/r/a%20b.gguf"]
-        {
+        for wrong in [
+            "hf://o",
+            "hf://o/",
+            "hf://o//f.gguf",
+            "hf://o/r/../f.gguf",
+            "hf://o/r@/f.gguf",
+            "hf://o/r@",
+            "hf://o/r//",
+            "hf://o/..",
+            "hf://o/r/a%20b.gguf",
+        ] {
             assert_eq!(Address::parse(wrong), Err(InvalidAddress::Hub), "{wrong}");
         }
         assert_eq!(Address::parse("hf://o/r/f.bin"), Err(InvalidAddress::File));
+    }
+
+    #[test]
+    fn a_repository_is_a_folder_with_its_own_name() {
+        let hub = Hub { endpoint: url("http://127.0.0.1:5/hub/"), token: None };
+        for (text, shown, revision) in
+            [("hf://o/r.1", "hf://o/r.1", "main"), ("hf://o/r.1@v2/", "hf://o/r.1@v2", "v2")]
+        {
+            let address = Address::parse(text).unwrap();
+            assert!(address.is_folder() && address.files().is_empty());
+            assert_eq!((address.id(), address.to_string().as_str()), ("r.1", shown));
+            let file = address.url(&hub, "1_Pooling/config.json");
+            assert_eq!(file.target(), format!("/hub/o/r.1/resolve/{revision}/1_Pooling/config.json"));
+            let list = address.list_url(&hub).unwrap();
+            assert_eq!(list.target(), format!("/hub/api/models/o/r.1/tree/{revision}?recursive=true"));
+            assert_eq!(address.at("abc").to_string(), "hf://o/r.1@abc");
+        }
     }
 
     #[test]

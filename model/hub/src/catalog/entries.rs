@@ -18,7 +18,7 @@ mod list;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
     pub name: &'static str,
-    /// File name: the largest file, or the first one of a split set.
+    /// File name: the largest file, or the first one of a split set. Empty for a folder.
     pub file: &'static str,
     /// Bytes of the weights; approximate if they are not pinned.
     pub bytes: u64,

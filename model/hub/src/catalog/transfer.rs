@@ -17,7 +17,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// Upper bound of a pause, whatever `Retry-After` says.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Upper bound of a model file's size.
-const MAX_BYTES: u64 = 1 << 44;
+pub(super) const MAX_BYTES: u64 = 1 << 44;
 
 /// Error of a server's response that ends a download.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -52,8 +52,8 @@ pub enum Refusal {
         /// Pinned bytes.
         expected: u64,
     },
-    #[error("the file has {0} bytes, which is not the size of a model")]
-    Huge(u64),
+    #[error("the file has {found} bytes, at most {limit} are accepted")]
+    Huge { found: u64, limit: u64 },
     /// The file changed, or the server contradicted itself, too often.
     #[error("the file changed on the server repeatedly during the download")]
     Unsteady,
@@ -99,14 +99,25 @@ pub enum PlainHttp {
     Allowed,
 }
 
+/// Bytes that a file may have.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Size {
+    /// The exact number, if it is known.
+    pub(super) expected: Option<u64>,
+    /// Upper bound.
+    pub(super) limit: u64,
+}
+
 /// A file that is being downloaded.
 #[derive(Debug)]
 pub(super) struct Transfer {
     origin: Url,
     bearer: Option<String>,
     plain: PlainHttp,
-    expected: Option<u64>,
+    size: Size,
     state: TransferState,
+    /// Commit that the hub reported.
+    commit: Option<String>,
     /// Target of the next request.
     url: Url,
     redirects: u32,
@@ -115,18 +126,23 @@ pub(super) struct Transfer {
 }
 
 impl Transfer {
-    /// Downloads the file at `origin`. `state` describes the part already on disk; `expected` is the pinned
-    /// length in bytes.
+    /// Downloads the file at `origin`. `state` describes the part already on disk.
     pub(super) fn new(
         origin: Url,
         bearer: Option<String>,
         plain: PlainHttp,
-        expected: Option<u64>,
+        size: Size,
         state: TransferState,
     ) -> Result<Self, Refusal> {
         let url = origin.clone();
         check_plain(&url, plain)?;
-        Ok(Self { origin, bearer, plain, expected, state, url, redirects: 0, failures: 0, restarts: 0 })
+        let commit = None;
+        Ok(Self { origin, bearer, plain, size, state, commit, url, redirects: 0, failures: 0, restarts: 0 })
+    }
+
+    /// The commit that the hub's file is of: 40 hexadecimal digits.
+    pub(super) fn commit(&self) -> Option<&str> {
+        self.commit.as_deref()
     }
 
     pub(super) fn state(&self) -> &TransferState {
@@ -150,6 +166,10 @@ impl Transfer {
         let requested = self.request().from;
         if let Some(reported_sha256) = head.header("x-linked-etag").and_then(sha256) {
             self.state.reported_sha256 = Some(reported_sha256);
+        }
+        let is_commit = |word: &&str| word.len() == 40 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if let Some(commit) = head.header("x-repo-commit").filter(is_commit) {
+            self.commit = Some(commit.to_owned());
         }
         match head.status {
             200 => {
@@ -199,7 +219,7 @@ impl Transfer {
     pub(super) fn received(&mut self, bytes: u64) -> Result<(), Refusal> {
         self.state.have = self.state.have.saturating_add(bytes);
         self.failures = 0;
-        let max = self.expected.or(self.state.total).unwrap_or(MAX_BYTES);
+        let max = self.size.expected.or(self.state.total).unwrap_or(u64::MAX).min(self.size.limit);
         if self.state.have > max {
             return Err(self.wrong_length(self.state.have));
         }
@@ -213,7 +233,7 @@ impl Transfer {
                 self.broken(&format!("the response ended after {} of {total} bytes", self.state.have), None)
             }
             // A chunked body marks its own end.
-            _ => match self.expected {
+            _ => match self.size.expected {
                 Some(expected) if expected != self.state.have => Err(self.wrong_length(self.state.have)),
                 _ => Ok(ResponseAction::Complete),
             },
@@ -267,13 +287,13 @@ impl Transfer {
 
     /// Records the file's size and validator from a response head.
     fn learn(&mut self, head: &Head, total: Option<u64>) -> Result<(), Refusal> {
-        if let (Some(total), Some(expected)) = (total, self.expected)
+        if let (Some(total), Some(expected)) = (total, self.size.expected)
             && total != expected
         {
             return Err(self.wrong_length(total));
         }
-        if let Some(total) = total.filter(|total| *total > MAX_BYTES) {
-            return Err(Refusal::Huge(total));
+        if let Some(found) = total.filter(|total| *total > self.size.limit) {
+            return Err(Refusal::Huge { found, limit: self.size.limit });
         }
         self.state.total = total;
         self.state.validator = validator(head).or(self.state.validator.take());
@@ -281,9 +301,9 @@ impl Transfer {
     }
 
     fn wrong_length(&self, found: u64) -> Refusal {
-        match self.expected.or(self.state.total) {
+        match self.size.expected.or(self.state.total) {
             Some(expected) => Refusal::Length { found, expected },
-            None => Refusal::Huge(found),
+            None => Refusal::Huge { found, limit: self.size.limit },
         }
     }
 }
@@ -329,7 +349,8 @@ mod tests {
 
     fn transfer(expected: Option<u64>, state: TransferState) -> Transfer {
         let url = Url::parse("https://a.example/m.gguf").unwrap();
-        Transfer::new(url, Some("secret".into()), PlainHttp::Loopback, expected, state).unwrap()
+        let size = Size { expected, limit: MAX_BYTES };
+        Transfer::new(url, Some("secret".into()), PlainHttp::Loopback, size, state).unwrap()
     }
 
     fn head(status: u16, headers: &[(&str, &str)]) -> Head {
@@ -430,8 +451,9 @@ mod tests {
     #[test]
     fn only_this_machine_is_asked_without_tls_unless_that_is_allowed() {
         let url = |text| Url::parse(text).unwrap();
+        let size = Size { expected: None, limit: MAX_BYTES };
         let new =
-            |text, plain| Transfer::new(url(text), None, plain, None, TransferState::default()).map(drop);
+            |text, plain| Transfer::new(url(text), None, plain, size, TransferState::default()).map(drop);
         assert!(new("http://127.0.0.1:1/m", PlainHttp::Loopback).is_ok());
         assert!(matches!(new("http://a.example/m", PlainHttp::Loopback), Err(Refusal::Plain(_))));
         assert!(new("http://a.example/m", PlainHttp::Allowed).is_ok());
@@ -482,7 +504,7 @@ mod tests {
         );
         assert_eq!(
             answer(None, 200, &[("content-length", "99999999999999")]),
-            Refusal::Huge(99_999_999_999_999)
+            Refusal::Huge { found: 99_999_999_999_999, limit: MAX_BYTES }
         );
         assert_eq!(answer(None, 401, &[]), Refusal::Denied(401));
         assert_eq!(answer(None, 404, &[]), Refusal::Absent(404));

@@ -1,6 +1,6 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::rc::Rc;
 use std::time::Duration;
 

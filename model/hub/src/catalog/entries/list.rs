@@ -341,18 +341,16 @@ pub static CATALOG: &[Entry] = &[
     },
     Entry {
         name: "qwen3.6-27b-nvfp4",
-        file: "Qwen3.6-27B-NVFP4",
+        file: "",
         bytes: 18_000_000_000,
-        sampling: SamplingDefaults::PLAIN,
+        sampling: SamplingDefaults { temperature: 0.6, top_k: 20, top_p: 0.95, ..SamplingDefaults::PLAIN },
         about: About {
             arch: "qwen35",
             memory: 22 << 30,
             hardware: ONE_SPARK,
             speed: Speed::Published { tokens: 13.1, source: "vLLM, NVFP4, without speculation; 28 with MTP" },
         },
-        origin: Origin::Elsewhere {
-            why: "published as a folder of safetensors, which pull does not fetch: download the repository and give the path of its folder, or take qwen3.6-27b",
-        },
+        origin: Origin::Address { address: "hf://nvidia/Qwen3.6-27B-NVFP4", sha256: &[] },
     },
     Entry {
         name: "qwen3.6-35b-a3b",
@@ -375,9 +373,9 @@ pub static CATALOG: &[Entry] = &[
     },
     Entry {
         name: "qwen3.6-35b-a3b-nvfp4",
-        file: "Qwen3.6-35B-A3B-NVFP4",
+        file: "",
         bytes: 21_000_000_000,
-        sampling: SamplingDefaults::PLAIN,
+        sampling: SamplingDefaults { temperature: 0.6, top_k: 20, top_p: 0.95, ..SamplingDefaults::PLAIN },
         about: About {
             arch: "qwen35moe",
             memory: 25 << 30,
@@ -387,9 +385,7 @@ pub static CATALOG: &[Entry] = &[
                 source: "vLLM 0.28, NVFP4: vllm-project/recipes 918, probably with speculation",
             },
         },
-        origin: Origin::Elsewhere {
-            why: "published as a folder of safetensors, which pull does not fetch: download the repository and give the path of its folder, or take qwen3.6-35b-a3b",
-        },
+        origin: Origin::Address { address: "hf://nvidia/Qwen3.6-35B-A3B-NVFP4", sha256: &[] },
     },
     Entry {
         name: "silero-vad",
