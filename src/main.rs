@@ -12,6 +12,7 @@ mod columns;
 mod config;
 #[cfg(test)]
 mod config_reference;
+mod convert;
 mod coordinator;
 mod coordinators;
 mod cpus;

@@ -2,6 +2,7 @@
 
 use crate::columns::columns;
 use crate::config::{ConfigError, UsageError};
+use crate::convert::Convert;
 use crate::home;
 use crate::http_client::network;
 use crate::progress::Bar;
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 /// Prefix of a digest given as MODEL.
 pub(crate) const DIGEST: &str = "blake3:";
 
-/// Lists, pulls, inspects and verifies models.
+/// Lists, pulls, inspects, converts and verifies models.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir models list\n  kvasir models pull smollm2-135m\n  \
     kvasir models inspect ./my-model.gguf")]
@@ -33,6 +34,7 @@ enum Action {
     List(List),
     Pull(Pull),
     Inspect(Inspect),
+    Convert(Convert),
     Verify(Verify),
 }
 
@@ -167,6 +169,7 @@ impl Models {
                     write!(out, "{summary}")?;
                 }
             }
+            Action::Convert(convert) => convert.run(&resolve_or_pull(convert.model()?)?.path)?,
             Action::Verify(verify) => {
                 let text = match verify.model {
                     Source::Entry(entry) => {

@@ -23,6 +23,12 @@ impl Bar {
         Self { terminal: std::io::stderr().is_terminal(), label: String::new(), total: None, drawn: None }
     }
 
+    /// Begins a step with this label. `total` is its size in bytes.
+    pub(crate) fn step(&mut self, label: String, total: Option<u64>) {
+        (self.label, self.total, self.drawn) = (label, total, None);
+        self.draw(0);
+    }
+
     fn draw(&mut self, bytes: u64) {
         if !self.terminal {
             let last = *self.drawn.get_or_insert_with(Instant::now);
@@ -60,7 +66,7 @@ fn line(label: &str, bytes: u64, total: Option<u64>) -> String {
 
 impl Progress for Bar {
     fn begin(&mut self, step: Step<'_>, total: Option<u64>) {
-        self.label = match step {
+        let label = match step {
             Step::Waiting => "waiting for another process that is pulling the same model".into(),
             Step::Downloading { requirement, of: 1, .. } => format!("downloading {requirement}"),
             Step::Downloading { requirement, number, of } => {
@@ -70,9 +76,7 @@ impl Progress for Bar {
             Step::Checking => "checking".into(),
             _ => String::new(),
         };
-        self.total = total;
-        self.drawn = None;
-        self.draw(0);
+        self.step(label, total);
     }
 
     fn at(&mut self, bytes: u64) {

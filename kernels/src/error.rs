@@ -12,6 +12,12 @@ pub enum Error {
     /// A weight format that can be dequantised but has no matmul kernel.
     #[error("matrix products of tensor type {ty} are not supported")]
     NoMatmul { ty: &'static str },
+    /// A weight format that is read but not written.
+    #[error("tensor type {ty} cannot be written; F32, F16, BF16 and Q8_0 can")]
+    NoEncoder { ty: &'static str },
+    /// A value that is not finite, or too large for a format.
+    #[error("{ty} cannot hold the value {value}")]
+    NotHeld { ty: &'static str, value: String },
     /// A row length that is not a whole number of the format's blocks.
     #[error("{ty} rows must be a multiple of {block} values, not {cols}")]
     PartialBlock {

@@ -3,6 +3,7 @@
 
 mod codes;
 mod dequantize;
+mod encode;
 mod fp4;
 mod grids;
 mod iq;
@@ -15,6 +16,7 @@ mod tests;
 
 pub use codes::{Codes, split};
 pub use dequantize::dequantize;
+pub use encode::encode;
 pub(crate) use fp4::{e4m3, e8m0_half, ue4m3_half};
 pub use scheme::{Bits, Levels, Scaling, Scheme};
 

@@ -213,6 +213,25 @@ impl Conversion {
         bytes.map(Cow::Borrowed).ok_or_else(|| region.outside(file))
     }
 
+    /// Whether [`read`](Self::read) of a part reads no more than that part needs.
+    pub(crate) fn reads_parts(&self) -> bool {
+        match self {
+            Self::Stored(_) | Self::Literal(_) => true,
+            Self::Transposed { .. } => false,
+            Self::Concat(parts) => parts.iter().all(Self::reads_parts),
+            Self::Rows { of, .. } | Self::Floats { of, .. } => of.reads_parts(),
+            Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => {
+                codes.reads_parts() && scales.reads_parts()
+            }
+            Self::Scaled(scaled) | Self::Dequantised(scaled) => {
+                scaled.codes.reads_parts() && scaled.scales.reads_parts()
+            }
+            Self::Unpacked { of, packing, .. } => {
+                matches!(packing, Packing::Columns { .. }) && of.reads_parts()
+            }
+        }
+    }
+
     /// A part of the result, read without the mapping.
     pub(crate) fn read(&self, files: &[MappedFile], range: Range<u64>) -> Result<Vec<u8>, Error> {
         let whole = match self {
@@ -234,37 +253,112 @@ impl Conversion {
                 }
                 return Ok(bytes);
             }
-            Self::Literal(bytes) => bytes.clone(),
-            Self::Rows { of, row_bytes, runs } => {
-                let rows = of.whole(files)?;
-                let at = |row: u64| (row * row_bytes) as usize;
-                runs.iter().flat_map(|&(start, end)| &rows[at(start)..at(end)]).copied().collect()
+            Self::Rows { of, row_bytes, runs } => return pick(of, *row_bytes, runs, files, range),
+            Self::Floats { of, from, map } => {
+                let (first, end) = (range.start / 4, range.end.div_ceil(4));
+                let stored = of.read(files, first * from.size()..end * from.size())?;
+                let values = stored.chunks_exact(from.size() as usize);
+                let bytes = values.flat_map(|bytes| map.apply(from.value(bytes)).to_le_bytes()).collect();
+                return Ok(cut(bytes, first * 4, range));
+            }
+            Self::Nvfp4 { codes, scales } => return read_blocks(codes, scales, NVFP4, files, range),
+            Self::Mxfp4 { codes, scales } => return read_blocks(codes, scales, MXFP4, files, range),
+            Self::Scaled(scaled) => {
+                let row_bytes = (scaled.cols / GROUP * scaled.ty.block_bytes() as u64).max(1);
+                let (first, end) = (range.start / row_bytes, range.end.div_ceil(row_bytes));
+                return Ok(cut(scaled.blocks(files, first..end)?, first * row_bytes, range));
+            }
+            Self::Dequantised(scaled) => {
+                let row_bytes = (scaled.cols * 4).max(1);
+                let (first, end) = (range.start / row_bytes, range.end.div_ceil(row_bytes));
+                return Ok(cut(scaled.values(files, first..end)?, first * row_bytes, range));
             }
             Self::Transposed { of, rows, cols, size } => {
-                transposed(&of.whole(files)?, *rows as usize, *cols as usize, *size as usize)
+                let matrix = (rows * cols * size).max(1);
+                let (first, end) = (range.start / matrix, range.end.div_ceil(matrix));
+                let of = of.read(files, first * matrix..end * matrix)?;
+                let bytes = transposed(&of, *rows as usize, *cols as usize, *size as usize);
+                return Ok(cut(bytes, first * matrix, range));
             }
-            Self::Floats { of, from, map } => {
-                let stored = of.whole(files)?;
-                let values = stored.chunks_exact(from.size() as usize);
-                values.flat_map(|bytes| map.apply(from.value(bytes)).to_le_bytes()).collect()
+            Self::Unpacked { of, packing: packing @ Packing::Columns { bits }, cols, .. } if *cols > 0 => {
+                let (first, end) = (range.start / cols, range.end.div_ceil(*cols));
+                let row_bytes = 4 * cols.div_ceil(32 / u64::from(*bits));
+                let words = of.read(files, first * row_bytes..end * row_bytes)?;
+                let codes = packing.unpack(&words, (end - first) as usize, *cols as usize);
+                return Ok(cut(codes, first * cols, range));
             }
-            Self::Nvfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, NVFP4),
-            Self::Mxfp4 { codes, scales } => blocks(&codes.whole(files)?, &scales.whole(files)?, MXFP4),
-            Self::Scaled(scaled) => scaled.blocks(files)?,
-            Self::Dequantised(scaled) => scaled.values(files)?,
+            Self::Literal(bytes) => bytes.clone(),
             Self::Unpacked { of, packing, rows, cols } => {
                 packing.unpack(&of.whole(files)?, *rows as usize, *cols as usize)
             }
         };
-        if range == (0..whole.len() as u64) {
-            return Ok(whole);
-        }
-        Ok(whole.get(range.start as usize..range.end as usize).unwrap_or_default().to_vec())
+        Ok(cut(whole, 0, range))
     }
 
     fn whole(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
         self.read(files, 0..self.len())
     }
+}
+
+/// The bytes `range` of a result of which `bytes` are those from `start` on.
+fn cut(mut bytes: Vec<u8>, start: u64, range: Range<u64>) -> Vec<u8> {
+    bytes.truncate((range.end - start) as usize);
+    bytes.drain(..((range.start - start) as usize).min(bytes.len()));
+    bytes
+}
+
+/// A part of the runs of rows of `of`.
+fn pick(
+    of: &Conversion,
+    row_bytes: u64,
+    runs: &[(u64, u64)],
+    files: &[MappedFile],
+    range: Range<u64>,
+) -> Result<Vec<u8>, Error> {
+    // The pieces of the runs that are in the range, as bytes of `of`.
+    let (mut pieces, mut at) = (Vec::new(), 0);
+    for &(start, end) in runs {
+        let bytes = (end - start) * row_bytes;
+        let (from, to) = (range.start.max(at), range.end.min(at + bytes));
+        if from < to {
+            pieces.push(start * row_bytes + from - at..start * row_bytes + to - at);
+        }
+        at += bytes;
+    }
+    let needed = range.end - range.start;
+    let mut picked = Vec::with_capacity(needed as usize);
+    // Pieces that are close together are read at once.
+    for near in pieces.chunk_by(|before, after| after.start.abs_diff(before.end) <= needed) {
+        let low = near.iter().map(|piece| piece.start).min().unwrap_or(0);
+        let high = near.iter().map(|piece| piece.end).max().unwrap_or(0);
+        if high - low <= 4 * needed {
+            let bytes = of.read(files, low..high)?;
+            for piece in near {
+                picked.extend_from_slice(&bytes[(piece.start - low) as usize..(piece.end - low) as usize]);
+            }
+        } else {
+            for piece in near {
+                picked.extend(of.read(files, piece.clone())?);
+            }
+        }
+    }
+    Ok(picked)
+}
+
+/// A part of the blocks of `codes` and `scales`.
+fn read_blocks(
+    codes: &Conversion,
+    scales: &Conversion,
+    sizes: (usize, usize),
+    files: &[MappedFile],
+    range: Range<u64>,
+) -> Result<Vec<u8>, Error> {
+    let (code_bytes, scale_bytes) = (sizes.0 as u64, sizes.1 as u64);
+    let block_bytes = code_bytes + scale_bytes;
+    let (first, end) = (range.start / block_bytes, range.end.div_ceil(block_bytes));
+    let codes = codes.read(files, first * code_bytes..end * code_bytes)?;
+    let scales = scales.read(files, first * scale_bytes..end * scale_bytes)?;
+    Ok(cut(blocks(&codes, &scales, sizes), first * block_bytes, range))
 }
 
 impl Region {
@@ -295,9 +389,9 @@ impl Scaled {
         }
     }
 
-    /// Each value is its code times its scale, rounded once.
-    fn values(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
-        let blocks = self.blocks(files)?;
+    /// The values of these rows: each is its code times its scale, rounded once.
+    fn values(&self, files: &[MappedFile], rows: Range<u64>) -> Result<Vec<u8>, Error> {
+        let blocks = self.blocks(files, rows)?;
         let mut result = Vec::with_capacity(blocks.len() * 4);
         for block in blocks.chunks_exact(self.ty.block_bytes()) {
             let (scale, codes) = block.split_at(4);
@@ -318,15 +412,24 @@ impl Scaled {
         Ok(result)
     }
 
-    fn blocks(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
-        let (codes, scales) = (self.codes.whole(files)?, self.scales.whole(files)?);
+    /// The blocks of these rows.
+    fn blocks(&self, files: &[MappedFile], rows: Range<u64>) -> Result<Vec<u8>, Error> {
+        let per_row = self.cols.div_ceil(self.block[1]);
+        // Scales of these rows, of a transposed matrix all.
+        let grid = match self.turned {
+            None => rows.start / self.block[0] * per_row..rows.end.div_ceil(self.block[0]) * per_row,
+            Some(_) => 0..self.scales.len() / 4,
+        };
+        let scales = self.scales.read(files, 4 * grid.start..4 * grid.end)?;
+        let codes = self.codes.read(files, rows.start * self.cols..rows.end * self.cols)?;
         let zeros = self.zeros.as_ref().map(|zeros| zeros.whole(files)).transpose()?;
-        let (rows, cols) = (self.rows as usize, self.cols as usize);
-        let mut result = Vec::with_capacity(rows * cols / 32 * self.ty.block_bytes());
-        for (row, codes) in codes.chunks_exact(cols).take(rows).enumerate() {
+        let (first, cols) = (rows.start as usize, self.cols as usize);
+        let mut result = Vec::with_capacity(codes.len() / 32 * self.ty.block_bytes());
+        for (row, codes) in (first..).zip(codes.chunks_exact(cols)) {
             for (block, codes) in codes.as_chunks::<32>().0.iter().enumerate() {
                 let at = self.scale_at(row, block);
-                result.extend_from_slice(scales.get(4 * at..4 * at + 4).unwrap_or(&[0; 4]));
+                let scale = 4 * (at - grid.start as usize);
+                result.extend_from_slice(scales.get(scale..scale + 4).unwrap_or(&[0; 4]));
                 let zero = zeros.as_ref().map_or(0, |zeros| match zeros.as_slice() {
                     [one] => *one,
                     zeros => zeros.get(at).copied().unwrap_or(0).wrapping_add(self.more),
@@ -443,8 +546,16 @@ mod tests {
     fn made(conversion: &Conversion) -> Vec<u8> {
         let bytes = conversion.whole(&[]).unwrap();
         assert_eq!(bytes.len() as u64, conversion.len());
-        for cut in [0, 1, bytes.len() / 2, bytes.len()] {
-            assert_eq!(conversion.read(&[], cut as u64..bytes.len() as u64).unwrap(), bytes[cut..]);
+        let len = bytes.len();
+        let cuts = [0, 1, 5.min(len), len / 3, len / 2, len - 2, len];
+        for (from, to) in cuts.into_iter().flat_map(|from| cuts.map(|to| (from, to))) {
+            if from <= to {
+                assert_eq!(
+                    conversion.read(&[], from as u64..to as u64).unwrap(),
+                    bytes[from..to],
+                    "{from} {to}"
+                );
+            }
         }
         bytes
     }

@@ -166,6 +166,11 @@ impl ModelFile {
         }
     }
 
+    /// Whether a part of the tensor is read without making all of it.
+    pub fn reads_parts(&self, name: &str) -> bool {
+        self.is_stored() || self.tensor(name).is_some_and(|info| info.source.reads_parts())
+    }
+
     /// Paths of the files in order: several for a split set, the manifest for a model of the shard store.
     pub fn files(&self) -> impl ExactSizeIterator<Item = &Path> {
         let paths: Vec<&Path> = match &self.data {

@@ -22,7 +22,7 @@ pub mod limits {
     /// Length of a key in bytes.
     pub const KEY_BYTES: u64 = 65_535;
     /// Length of a string in bytes.
-    pub const STRING_BYTES: u64 = 16 << 20;
+    pub const STRING_BYTES: u64 = 64 << 20;
     pub const ELEMENTS: u64 = 16 << 20;
     pub const NESTING: u64 = 4;
     pub const DIMS: u64 = 4;

@@ -86,9 +86,7 @@ impl Writer {
         out: &mut impl Write,
         mut data: impl FnMut(&TensorInfo) -> D,
     ) -> io::Result<()> {
-        let mut header = self.header();
-        pad(&mut header, self.alignment);
-        out.write_all(&header)?;
+        out.write_all(&self.start())?;
         for info in &self.tensors {
             let bytes = data(info).into();
             if bytes.len() as u64 != info.bytes {
@@ -97,11 +95,32 @@ impl Writer {
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
             out.write_all(&bytes)?;
-            let end = info.offset().saturating_add(info.bytes);
-            let padding = end.next_multiple_of(self.alignment).saturating_sub(end);
-            io::copy(&mut io::Read::take(io::repeat(0), padding), out)?;
+            io::copy(&mut io::Read::take(io::repeat(0), self.padding(info)), out)?;
         }
         out.flush()
+    }
+
+    /// The beginning of the file, up to the first tensor.
+    pub fn start(&self) -> Vec<u8> {
+        let mut header = self.header();
+        pad(&mut header, self.alignment);
+        header
+    }
+
+    /// The declared tensors in the order of the file.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    /// Bytes between the end of a declared tensor and the next one.
+    pub fn padding(&self, info: &TensorInfo) -> u64 {
+        let end = info.offset().saturating_add(info.bytes);
+        end.next_multiple_of(self.alignment).saturating_sub(end)
+    }
+
+    /// Bytes of all tensors with their padding.
+    pub fn data_bytes(&self) -> u64 {
+        self.data_end
     }
 
     /// Everything before the tensor data, without padding.

@@ -17,7 +17,7 @@ const VARIANTS: [&[&str]; 3] = [
 ];
 
 /// Folders with prompts as other models have, by name.
-fn folders() -> Vec<(String, PathBuf)> {
+pub(crate) fn folders() -> Vec<(String, PathBuf)> {
     let root = fixtures::root().join("hf");
     let entries = std::fs::read_dir(&root).unwrap_or_else(|error| panic!("{}: {error}", root.display()));
     let paths: BTreeSet<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();

@@ -32,6 +32,7 @@ macro_rules! tiny_models {
 
 mod bill_of_materials;
 mod checkpoints;
+mod convert;
 mod download;
 mod embed;
 mod fixture_set;

@@ -163,9 +163,9 @@ fn metadata() -> Vec<Row> {
         "value cut off": new().key("a", U64, [1, 2, 3]).bytes_without_data()
             => Truncated { need: 8, have: 3, .. },
         "string without end": new().key("a", STRING, [0xff; 8]).bytes()
-            => OverLimit { found: u64::MAX, limit: 16_777_216, .. },
-        "string over the limit": new().key("a", STRING, (16_777_217_u64).to_le_bytes()).bytes()
-            => OverLimit { found: 16_777_217, .. },
+            => OverLimit { found: u64::MAX, limit: 67_108_864, .. },
+        "string over the limit": new().key("a", STRING, (67_108_865_u64).to_le_bytes()).bytes()
+            => OverLimit { found: 67_108_865, .. },
         "string longer than the file": new().key("a", STRING, (1_048_576_u64).to_le_bytes()).bytes()
             => Truncated { need: 1_048_576, .. },
         "string not UTF-8": new().key("a", STRING, string(b"a\xff")).bytes()
