@@ -213,6 +213,15 @@ pub trait Backend: Send {
 
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error>;
 
+    /// Sets the order of a matrix's columns: column `i` multiplies value `order[i]` of a row. Only [`Self::matmul`]
+    /// and [`Self::matmul_part`] read it.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::Order`]; [`Error::Unsupported`] if the device serves no such matrices.
+    fn set_order(&mut self, _matrix: MatrixId, _order: &[u32]) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "matrices with another order of columns" })
+    }
+
     fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error>;
 
     /// Bytes of one block of one layer; a multiple of 64.
@@ -409,4 +418,15 @@ pub trait Backend: Send {
 
     /// Copies all current rows from the host (layer shards, tests).
     fn write_rows(&mut self, x: BufferId, values: &[f32]) -> Result<(), Error>;
+}
+
+/// # Errors
+/// [`Error::Length`]; [`Error::Order`] unless each column is named once.
+pub fn check_order(order: &[u32], cols: usize) -> Result<(), Error> {
+    if order.len() != cols {
+        return Err(Error::Length { what: "order of columns", expected: cols, found: order.len() });
+    }
+    let mut seen = vec![false; cols];
+    let once = |&col: &u32| seen.get_mut(col as usize).is_some_and(|seen| !std::mem::replace(seen, true));
+    if order.iter().all(once) { Ok(()) } else { Err(Error::Order { cols }) }
 }

@@ -30,6 +30,7 @@ mod attend;
 mod config;
 mod deferred;
 mod moe;
+mod orders;
 mod product;
 mod recurrent;
 mod rows;
@@ -57,6 +58,7 @@ pub struct CpuBackend {
     scratch: AttentionScratch,
     moe: moe::Scratch,
     states: recurrent::States,
+    orders: orders::Orders,
 }
 
 impl CpuBackend {
@@ -98,6 +100,7 @@ impl CpuBackend {
             scratch: AttentionScratch::default(),
             moe: moe::Scratch::default(),
             states: recurrent::States::default(),
+            orders: orders::Orders::default(),
         })
     }
 }
@@ -148,9 +151,11 @@ impl Backend for CpuBackend {
         MemoryUse {
             weights: self.matrices.iter().map(PackedMatrix::resident_bytes).sum::<usize>()
                 + self.vectors.iter().map(|vector| size_of_val(vector.as_slice())).sum::<usize>()
+                + self.orders.bytes()
                 + self.states.weight_bytes(),
             activations: self.buffers.iter().map(Buffer::bytes).sum::<usize>()
                 + self.moe.bytes()
+                + self.orders.scratch_bytes()
                 + self.states.scratch_bytes(),
             kv: self.arena.len(),
         }
@@ -250,6 +255,10 @@ impl Backend for CpuBackend {
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error> {
         self.vectors.push(values.to_vec());
         Ok(VectorId(self.vectors.len() as u32 - 1))
+    }
+
+    fn set_order(&mut self, matrix: MatrixId, order: &[u32]) -> Result<(), Error> {
+        orders::set(self, matrix, order)
     }
 
     fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error> {

@@ -169,6 +169,9 @@ pub enum Error {
     /// An op on a layer whose state belongs to another recurrence.
     #[error("the layer's state does not belong to {op}")]
     StateKind { op: &'static str },
+    /// An order of a matrix's columns that does not name each of them once.
+    #[error("the order of a matrix's columns does not name each of {cols} columns once")]
+    Order { cols: usize },
     /// An op whose input and output are the same buffer.
     #[error("an op reads and writes the same buffer")]
     SameBuffer,

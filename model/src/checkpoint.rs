@@ -77,9 +77,12 @@ pub enum CheckpointError {
     /// Scales of a quantised tensor that do not match its codes.
     #[error("the scales of tensor {tensor} have shape {found:?}, expected {expected:?}")]
     ScaleShape { tensor: String, found: Vec<u64>, expected: Vec<u64> },
-    /// A matrix whose columns were quantised in another order.
-    #[error("tensor {tensor} has its columns in another order (desc_act), which is not supported")]
-    Order { tensor: String },
+    /// An order of columns that does not fill groups.
+    #[error("tensor {tensor} does not put {cols} columns into groups of {group}")]
+    Order { tensor: String, cols: u64, group: u64 },
+    /// Experts whose columns were quantised in another order.
+    #[error("tensor {tensor}: experts with their columns in another order (desc_act) are not supported")]
+    ExpertOrder { tensor: String },
     /// Columns of a quantised tensor that are not whole blocks.
     #[error("tensor {tensor} has {found} columns, expected a multiple of {block}")]
     Columns { tensor: String, found: u64, block: u64 },

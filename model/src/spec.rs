@@ -129,6 +129,8 @@ pub struct LinearSpec {
     pub bias: Option<String>,
     /// Name of a `[1]` (per expert: `[experts]`) tensor that multiplies the product.
     pub scale: Option<String>,
+    /// Name of a `[cols]` tensor: the value of the input that each column multiplies. `None`: its own.
+    pub order: Option<String>,
     /// Multiplies the product; 1 if the architecture has none.
     pub factor: f32,
     pub rows: usize,
@@ -237,7 +239,8 @@ impl ModelSpec {
 impl LinearSpec {
     /// All rows of the tensor `weight`, with neither bias nor scale.
     pub fn new(weight: impl Into<String>, cols: usize, rows: usize) -> Self {
-        Self { weight: weight.into(), bias: None, scale: None, factor: 1.0, rows, cols, slice: None }
+        let weight = weight.into();
+        Self { weight, bias: None, scale: None, order: None, factor: 1.0, rows, cols, slice: None }
     }
 
     /// Number of rows of the whole tensor.

@@ -144,6 +144,10 @@ impl Backend for CudaBackend {
         self.vectors.create(self.device.as_mut(), values)
     }
 
+    fn set_order(&mut self, matrix: MatrixId, order: &[u32]) -> Result<(), Error> {
+        self.matrices.set_order(self.device.as_mut(), &mut self.vectors, matrix, order)
+    }
+
     fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error> {
         self.caches.create_rope(self.device.as_mut(), &source)
     }

@@ -105,12 +105,13 @@ fn compare_types(
             group(&format!("products of {ty} with f32"), ActivationMode::F32, &run);
         }
     }
-    let groups: [(&str, Group); 5] = [
+    let groups: [(&str, Group); 6] = [
         ("rows", cases::rows),
         ("gates", cases::gates),
         ("embeddings", cases::embeddings),
         ("experts", cases::experts),
         ("heads", cases::heads),
+        ("orders of columns", cases::orders),
     ];
     for (name, run) in groups {
         group(name, int8, &run);

@@ -209,6 +209,12 @@ extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *inde
     if (i < cols) out[(u64)blockIdx.x * cols + i] = x[(u64)index[blockIdx.x] * cols + i];
 }
 
+// out[row][i] = x[row][order[i]]; `order` has whole numbers below `cols`. One thread per value.
+extern "C" __global__ void gather_cols(float *out, const float *x, const float *order, u32 cols, u64 count) {
+    const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) out[i] = x[i / cols * cols + (u32)order[i % cols]];
+}
+
 // out[head][at + i] = x[head][i], i < cols; heads of `out` have `width` values. One thread per value of x.
 extern "C" __global__ void place_heads(float *out, const float *x, u32 cols, u32 width, u32 at, u64 count) {
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;

@@ -43,6 +43,7 @@ pub struct RowwiseKernels {
     add: KernelId,
     scale_rows: KernelId,
     scale: KernelId,
+    gather_cols: KernelId,
     gather_rows: KernelId,
     place_heads: KernelId,
     argmax: KernelId,
@@ -104,6 +105,7 @@ impl RowwiseKernels {
             add,
             scale_rows,
             scale,
+            gather_cols,
             gather_rows,
             place_heads,
             argmax,
@@ -121,6 +123,7 @@ impl RowwiseKernels {
             add,
             scale_rows,
             scale,
+            gather_cols,
             gather_rows,
             place_heads,
             argmax,
@@ -304,6 +307,23 @@ impl RowwiseKernels {
         let cap = softcap.unwrap_or(0.0);
         let arguments = [x.into(), factor.into(), cap.into(), (count as u64).into()];
         launch(device, self.scale, [count.div_ceil(THREADS), 1], THREADS, &arguments)
+    }
+
+    /// `out[row][i] = x[row][order[i]]`. `order` is f32; its values must be columns of `x` and are not checked.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
+    pub fn gather_cols(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        order: DevicePtr,
+        out: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let count = of.rows * of.cols;
+        let arguments = [out.into(), x.into(), order.into(), small(of.cols)?.into(), (count as u64).into()];
+        launch(device, self.gather_cols, [count.div_ceil(THREADS), 1], THREADS, &arguments)
     }
 
     /// `out[row][at + i] = x[row][i]`; rows of `out` have `width` values.

@@ -28,6 +28,7 @@ pub const ROWWISE: Source = Source {
         "add",
         "scale_rows",
         "scale",
+        "gather_cols",
         "gather_rows",
         "place_heads",
         "argmax",

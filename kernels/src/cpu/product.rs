@@ -88,6 +88,9 @@ pub(super) fn matmul(
     if int8 {
         backend.buffers[x.0 as usize].quantize(&backend.pool, backend.kernels)?;
     }
+    if !backend.orders.is_empty() {
+        super::orders::gather(backend, x, jobs, int8)?;
+    }
     let rows = backend.buffers[x.0 as usize].rows();
     for job in jobs {
         let out = &mut backend.buffers[job.out.0 as usize];
@@ -104,7 +107,7 @@ pub(super) fn matmul(
         let bias = job.bias.map(|id| backend.vectors[id.0 as usize].as_slice());
         products.push(Product {
             view: backend.matrices[job.matrix.0 as usize].view(0)?,
-            activations,
+            activations: backend.orders.activations(job.matrix)?.unwrap_or(activations),
             out,
             epilogue: Epilogue { scale: job.scale, bias, accumulate: job.accumulate },
         });

@@ -136,6 +136,11 @@ impl Buffer {
         Ok(())
     }
 
+    /// The 8-bit form, if it is current.
+    pub(super) fn current_quantized(&self) -> Option<&QuantizedRows> {
+        self.is_quantized.then_some(&self.quantized)
+    }
+
     /// Computes the 8-bit form unless it is current, rows in parallel.
     pub(super) fn quantize(&mut self, pool: &Pool, kernels: MatmulKernels) -> Result<(), Error> {
         if self.is_quantized {

@@ -10,6 +10,7 @@ mod attend;
 mod deferred;
 mod heads;
 mod moe;
+mod orders;
 mod recurrent;
 mod rowwise;
 

@@ -183,9 +183,12 @@ impl<'a> Source<'a> {
         Ok(LinearSpec { rows: slice.rows(), slice: Some(slice), scale, ..whole })
     }
 
-    /// Matrix `STEM.weight` without bias and scale.
+    /// Matrix `STEM.weight` without bias and scale, with the optional order of its columns.
     pub(super) fn matrix(&self, stem: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
-        Ok(LinearSpec::new(self.tensor(&format!("{stem}.weight"), &[cols, rows])?, cols, rows))
+        Ok(LinearSpec {
+            order: self.optional_floats(&format!("{stem}.order"), &[cols])?,
+            ..LinearSpec::new(self.tensor(&format!("{stem}.weight"), &[cols, rows])?, cols, rows)
+        })
     }
 
     /// The matrices `STEM.weight` of all experts, with an optional bias and scale per expert.

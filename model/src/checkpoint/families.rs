@@ -280,6 +280,9 @@ impl Renamed {
         from: String,
         tensor: StoredTensor,
     ) -> Result<(), Error> {
+        if from.ends_with(".order") {
+            return Err(CheckpointError::ExpertOrder { tensor: from }.into());
+        }
         let second = from.clone();
         match self.experts.entry(to).or_default().insert(expert.unwrap_or_default(), (from, tensor)) {
             None => Ok(()),
@@ -321,7 +324,7 @@ fn stack(experts: BTreeMap<usize, (String, StoredTensor)>) -> Result<StoredTenso
 
 impl StoredTensor {
     /// F32 values that no file has.
-    fn literal(values: &[f32]) -> Self {
+    pub(super) fn literal(values: &[f32]) -> Self {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         Self { ty: GgmlType::F32, shape: vec![values.len() as u64], bytes: Conversion::Literal(bytes) }
     }

@@ -18,6 +18,8 @@ pub const SINGLE: &str = "model.safetensors";
 pub const INDEX: &str = "model.safetensors.index.json";
 /// Most files of a set.
 pub const MAX_FILES: usize = 4096;
+/// Most columns whose places are exact as F32.
+const MAX_ORDERED_COLS: u64 = 1 << 24;
 
 /// A matrix or vector of a checkpoint.
 #[derive(Debug, Clone)]
@@ -28,7 +30,8 @@ pub(super) struct StoredTensor {
     pub(super) bytes: Conversion,
 }
 
-/// Tensors by name. A quantised matrix is one of them, with its scale beside it as `STEM.scale`.
+/// Tensors by name. A quantised matrix is one of them, with its scale beside it as `STEM.scale`, and the order of
+/// its columns as `STEM.order`.
 pub(super) type StoredTensors = BTreeMap<String, StoredTensor>;
 
 #[derive(Deserialize)]
@@ -261,7 +264,6 @@ impl Join<'_> {
         let &[scale_rows, groups] = scales.shape.as_slice() else { return Err(unsupported().into()) };
         check_scales(name, &[scale_rows], &[rows])?;
         let group = group_of(name, cols, groups)?;
-        self.ordered(stem, &format!("{stem}.weight_g_idx"), group)?;
         let zeros = self.raw.remove(&format!("{stem}.weight_zero_point"));
         let ty = match (bits, &zeros) {
             (8, _) => GgmlType::INT8,
@@ -278,12 +280,14 @@ impl Join<'_> {
             None => (bits == 8).then(|| Conversion::Literal(vec![128])),
         };
         let packing = Packing::Columns { bits };
+        let codes = Conversion::Unpacked { of: Box::new(codes.bytes), packing, rows, cols };
+        let codes = self.ordered(stem, &format!("{stem}.weight_g_idx"), [rows, cols, group], codes)?;
         self.scaled(
             stem,
             Scaled {
                 tensor: name.to_owned(),
                 ty,
-                codes: Conversion::Unpacked { of: Box::new(codes.bytes), packing, rows, cols },
+                codes,
                 rows,
                 cols,
                 scales: floats(stem, scales.dtype, scales.bytes)?,
@@ -315,8 +319,9 @@ impl Join<'_> {
             );
         }
         let group = group_of(name, cols, groups)?;
-        self.ordered(stem, &format!("{stem}.g_idx"), group)?;
-        let codes_packing = if awq { Packing::Outputs } else { Packing::Inputs { bits } };
+        let packing = if awq { Packing::Outputs } else { Packing::Inputs { bits } };
+        let codes = Conversion::Unpacked { of: Box::new(codes.bytes), packing, rows, cols };
+        let codes = self.ordered(stem, &format!("{stem}.g_idx"), [rows, cols, group], codes)?;
         let upright = |of: Conversion, size: u64| Conversion::Transposed {
             of: Box::new(of),
             rows: groups,
@@ -341,7 +346,7 @@ impl Join<'_> {
                     (_, true) => GgmlType::INT4,
                     (_, false) => GgmlType::INT5,
                 },
-                codes: Conversion::Unpacked { of: Box::new(codes.bytes), packing: codes_packing, rows, cols },
+                codes,
                 rows,
                 cols,
                 scales: floats(stem, scales.dtype, upright(scales.bytes, size))?,
@@ -353,12 +358,32 @@ impl Join<'_> {
         )
     }
 
-    /// Refuses columns whose groups are not consecutive, which `name` says if it is there.
-    fn ordered(&mut self, stem: &str, name: &str, group: u64) -> Result<(), Error> {
-        let Some(raw) = self.raw.remove(name) else { return Ok(()) };
+    /// The codes with the columns of each group side by side. If tensor `name` gives another order (desc_act), the
+    /// columns' places before go to `STEM.order`.
+    fn ordered(
+        &mut self,
+        stem: &str,
+        name: &str,
+        [rows, cols, group]: [u64; 3],
+        codes: Conversion,
+    ) -> Result<Conversion, Error> {
+        let Some(raw) = self.raw.remove(name) else { return Ok(codes) };
         let groups = self.integers(stem, &raw)?;
-        let in_order = groups.iter().enumerate().all(|(col, &found)| found == col as u64 / group);
-        if in_order { Ok(()) } else { Err(CheckpointError::Order { tensor: name.to_owned() }.into()) }
+        if groups.iter().enumerate().all(|(col, &found)| found == col as u64 / group) {
+            return Ok(codes);
+        }
+        let mut order: Vec<u64> = (0..groups.len() as u64).collect();
+        order.sort_by_key(|&col| groups[col as usize]);
+        let whole = |(place, &col): (usize, &u64)| groups[col as usize] == place as u64 / group;
+        if groups.len() as u64 != cols || cols > MAX_ORDERED_COLS || !order.iter().enumerate().all(whole) {
+            return Err(CheckpointError::Order { tensor: name.to_owned(), cols, group }.into());
+        }
+        let places: Vec<f32> = order.iter().map(|&col| col as f32).collect();
+        self.joined.insert(format!("{stem}.order"), StoredTensor::literal(&places));
+        let by_column = Conversion::Transposed { of: Box::new(codes), rows, cols, size: 1 };
+        let runs = order.into_iter().map(|col| (col, col + 1)).collect();
+        let by_column = Conversion::Rows { of: Box::new(by_column), row_bytes: rows, runs };
+        Ok(Conversion::Transposed { of: Box::new(by_column), rows: cols, cols: rows, size: 1 })
     }
 
     /// The values of a small tensor of integers.
@@ -452,4 +477,46 @@ fn scalar(stem: &str, raw: Raw, map: FloatMap) -> Result<StoredTensor, Error> {
     }
     let bytes = Conversion::Floats { of: Box::new(raw.bytes), from, map };
     Ok(StoredTensor { ty: GgmlType::F32, shape: vec![1], bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The codes and the order of two rows of 64 columns, of which `group_of_column` gives the groups.
+    fn ordered(group_of_column: impl Fn(u32) -> u32) -> Result<(Vec<u8>, Option<Vec<u8>>), Error> {
+        let literal = |bytes: Vec<u8>| Conversion::Literal(bytes);
+        let groups = (0..64).flat_map(|col| group_of_column(col).to_le_bytes()).collect();
+        let groups = Raw { dtype: Dtype::I32, shape: vec![64], bytes: literal(groups) };
+        let raw = BTreeMap::from([("a.g_idx".to_owned(), groups)]);
+        let quantisation =
+            Quantisation { awq: false, zeros_less_one: true, symmetric: false, bits: 4, block: [1, 32] };
+        let mut join = Join { files: &[], quantisation: &quantisation, raw, joined: StoredTensors::new() };
+        let codes = literal((0..64).chain(100..164).collect());
+        let codes = join.ordered("a", "a.g_idx", [2, 64, 32], codes)?;
+        assert!(join.raw.is_empty());
+        let order = join.joined.remove("a.order").map(|order| order.bytes.bytes(&[]).unwrap().into_owned());
+        Ok((codes.bytes(&[])?.into_owned(), order))
+    }
+
+    #[test]
+    fn columns_of_a_group_come_side_by_side() {
+        let (codes, order) = ordered(|col| col / 32).unwrap();
+        assert_eq!((codes, order), ((0..64).chain(100..164).collect(), None));
+        // Even columns are of the second group.
+        let (codes, order) = ordered(|col| 1 - col % 2).unwrap();
+        let places: Vec<u8> = (0..32).map(|i| 2 * i + 1).chain((0..32).map(|i| 2 * i)).collect();
+        let second = places.iter().map(|col| 100 + col);
+        assert_eq!(codes, places.iter().copied().chain(second).collect::<Vec<u8>>());
+        let floats: Vec<u8> = places.iter().flat_map(|&col| f32::from(col).to_le_bytes()).collect();
+        assert_eq!(order, Some(floats));
+    }
+
+    #[test]
+    fn groups_that_are_not_full_are_refused() {
+        for group_of_column in [|col| u32::from(col < 33), |_| 0, |col| col % 2 * 2] {
+            let message = ordered(group_of_column).unwrap_err().to_string();
+            assert_eq!(message, "tensor a.g_idx does not put 64 columns into groups of 32");
+        }
+    }
 }

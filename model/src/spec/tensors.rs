@@ -226,6 +226,7 @@ impl MoeSpec {
 impl LinearSpec {
     fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         names.push(&self.weight);
+        names.extend(self.order.as_deref());
         names.extend(self.scale.as_deref());
         names.extend(self.bias.as_deref());
     }

@@ -144,6 +144,10 @@ impl Backend for OpaqueDevice {
         self.device.create_vector(values).map(Secret::turned)
     }
 
+    fn set_order(&mut self, matrix: MatrixId, order: &[u32]) -> Result<(), Error> {
+        self.device.set_order(matrix.turned(), order)
+    }
+
     fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error> {
         self.device.create_rope(source).map(Secret::turned)
     }

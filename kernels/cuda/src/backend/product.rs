@@ -1,15 +1,19 @@
 //! Matrices on the device: upload, products, embedding lookups.
 
 use super::super::Device;
+use super::super::DevicePtr;
 use super::super::matmul::{
-    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, TOGETHER, reads_int8,
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, TOGETHER, quantised_row_bytes,
+    reads_int8,
 };
 use super::super::pack::TiledShape;
 use super::CudaBackend;
-use super::memory::{Buffers, same};
+use super::memory::{Buffers, ScratchLayout, Vectors, same};
 use super::modules::Modules;
 use kernels::Error;
-use kernels::backend::{ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixId, MatrixSource};
+use kernels::backend::{
+    ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixId, MatrixSource, VectorId, check_order,
+};
 use kernels::quant::GgmlType;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -22,6 +26,10 @@ const PIECE_BYTES: usize = 4 << 20;
 #[derive(Default)]
 pub(super) struct Matrices {
     all: Vec<Matrix>,
+    /// The orders of matrices' columns, each once, and as vectors on the device.
+    orders: Vec<(Vec<u32>, VectorId)>,
+    /// By the number of the matrix.
+    order_of: HashMap<u32, usize>,
     kernels: HashMap<GgmlType, MatmulKernels>,
 }
 
@@ -61,6 +69,24 @@ impl Matrices {
         }
         self.all.push(Matrix { shape, start });
         Ok(MatrixId::new(self.all.len() as u32 - 1))
+    }
+
+    /// See [`kernels::backend::Backend::set_order`].
+    pub(super) fn set_order(
+        &mut self,
+        device: &mut dyn Device,
+        vectors: &mut Vectors,
+        id: MatrixId,
+        order: &[u32],
+    ) -> Result<(), Error> {
+        check_order(order, self.get(id)?.0.shape.cols())?;
+        let known = self.orders.iter().position(|(known, _)| known == order).unwrap_or(self.orders.len());
+        if known == self.orders.len() {
+            let values: Vec<f32> = order.iter().map(|&col| col as f32).collect();
+            self.orders.push((order.to_vec(), vectors.create(device, &values)?));
+        }
+        self.order_of.insert(id.number(), known);
+        Ok(())
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -105,8 +131,51 @@ pub(super) fn activations(
     Ok(Activations::Int8(quantised))
 }
 
+/// Returns the rows of a buffer in the orders of the jobs' matrices, by the orders' numbers, in scratch memory.
+fn ordered(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<Vec<Ordered>, Error> {
+    let CudaBackend { device, rowwise, buffers, vectors, matrices, scratch, activations: mode, .. } = backend;
+    let (device, x) = (device.as_mut(), buffers.get(x)?);
+    let mut found: Vec<(usize, bool)> = Vec::new();
+    for job in jobs {
+        let Some(&number) = matrices.order_of.get(&job.matrix.number()) else { continue };
+        let int8 = *mode == ActivationMode::Int8 && reads_int8(matrices.get(job.matrix)?.0.shape.ty());
+        match found.iter_mut().find(|(known, _)| *known == number) {
+            Some((_, known)) => *known |= int8,
+            None => found.push((number, int8)),
+        }
+    }
+    let mut layout = ScratchLayout::default();
+    let places: Vec<[usize; 2]> = found
+        .iter()
+        .map(|(_, int8)| {
+            [x.bytes(), if *int8 { x.rows * quantised_row_bytes(x.cols) } else { 0 }]
+                .map(|bytes| layout.next(bytes))
+        })
+        .collect();
+    let base = scratch.of(device, layout.bytes())?;
+    let mut all = Vec::with_capacity(found.len());
+    for ((number, int8), places) in found.into_iter().zip(places) {
+        let [floats, quantised] = places.map(|place| base.offset(place));
+        let order = vectors.sized("order of columns", matrices.orders[number].1, x.cols)?;
+        rowwise.gather_cols(device, x.of(), x.ptr, order, floats)?;
+        if int8 {
+            rowwise.quantise(device, x.of(), floats, quantised)?;
+        }
+        all.push(Ordered { number, floats, quantised });
+    }
+    Ok(all)
+}
+
+/// Rows with their values in the order of a matrix's columns.
+struct Ordered {
+    number: usize,
+    floats: DevicePtr,
+    quantised: DevicePtr,
+}
+
 /// See [`kernels::backend::Backend::matmul`].
 pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
+    let ordered = if backend.matrices.orders.is_empty() { Vec::new() } else { ordered(backend, x, jobs)? };
     let CudaBackend { device, rowwise, buffers, vectors, matrices, activations: mode, .. } = backend;
     let device = device.as_mut();
     let rows = buffers.get(x)?.rows;
@@ -122,7 +191,14 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
     for job in jobs {
         let (matrix, kernels) = matrices.get(job.matrix)?;
         let outputs = matrix.shape.rows();
-        let x = activations(device, buffers, rowwise, *mode, (x, matrix))?;
+        let order = matrices.order_of.get(&job.matrix.number());
+        let x = match order.and_then(|order| ordered.iter().find(|ordered| ordered.number == *order)) {
+            None => activations(device, buffers, rowwise, *mode, (x, matrix))?,
+            Some(x) if *mode == ActivationMode::F32 || !reads_int8(matrix.shape.ty()) => {
+                Activations::F32(x.floats)
+            }
+            Some(x) => Activations::Int8(x.quantised),
+        };
         let out = buffers.target(job.out, (rows, outputs), job.accumulate)?;
         let product = Product {
             matrix,

@@ -240,3 +240,32 @@ pub(super) fn heads(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     }
     Ok(())
 }
+
+/// Products with matrices that have their columns in another order, beside one that has not.
+pub(super) fn orders(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    let (outputs, cols) = (40, 256);
+    let order: Vec<u32> = (0..cols as u32).map(|col| col * 77 % cols as u32).collect();
+    for ty in [GgmlType::BF16, GgmlType::INT5] {
+        let matrices = [(); 3].map(|()| inputs.matrix(ty, outputs, cols, 1));
+        let [plain, first, second] = matrices;
+        let (plain, first, second) = (plain?, first?, second?);
+        inputs.backend.set_order(first, &order)?;
+        inputs
+            .backend
+            .set_order(second, &order[1..].iter().chain(&order[..1]).copied().collect::<Vec<_>>())?;
+        for rows in [1, 6, 70] {
+            let x = inputs.rows(rows, cols)?;
+            let mut jobs = Vec::new();
+            for matrix in [first, plain, second] {
+                let out = inputs.backend.create_buffer(rows, outputs)?;
+                jobs.push(MatmulJob { matrix, out, bias: None, scale: 1.0, accumulate: false });
+            }
+            inputs.backend.matmul(x, &jobs)?;
+            for (number, job) in jobs.iter().enumerate() {
+                let what = format!("{ty}, {rows} rows, product {number} of three orders");
+                inputs.keep("matmul", what, SUMS, (job.out, rows, outputs))?;
+            }
+        }
+    }
+    Ok(())
+}

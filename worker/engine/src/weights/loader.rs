@@ -335,8 +335,15 @@ impl<'a> Loader<'a> {
     /// `count` matrices in one tensor, without biases if there are several.
     fn linears(&mut self, linear: &LinearSpec, count: usize) -> Result<Linear, Error> {
         let scale = linear.scale.as_deref().map(|name| self.scalar(name)).transpose()?;
+        let matrix = self.matrix(&linear.weight, linear.rows, linear.cols, count, linear.slice)?;
+        if let Some(name) = &linear.order {
+            let order = self.floats(name, linear.cols)?;
+            // A value that is no number of a column is refused.
+            let place = |col: f32| if col.fract() == 0.0 && col >= 0.0 { col as u32 } else { u32::MAX };
+            self.backend.set_order(matrix, &order.into_iter().map(place).collect::<Vec<u32>>())?;
+        }
         Ok(Linear {
-            matrix: self.matrix(&linear.weight, linear.rows, linear.cols, count, linear.slice)?,
+            matrix,
             bias: self.optional_vector(linear.bias.as_deref(), linear.rows)?,
             scale: scale.unwrap_or(1.0) * linear.factor,
         })
