@@ -274,6 +274,9 @@ impl Logits {
                 let name = |field: &str| format!("p{i}.state.{}.{field}", state.layer);
                 tensors.push((name("conv"), Dtype::F32, state.conv_shape.to_vec(), bytes(&state.conv)));
                 let shape = state.recurrent_shape.to_vec();
+                if state.recurrent.is_empty() {
+                    continue;
+                }
                 tensors.push((name("recurrent"), Dtype::F32, shape, bytes(&state.recurrent)));
             }
             if self.greedy > 0 {
@@ -361,6 +364,7 @@ mod tests {
         nvfp4: "fmt-nvfp4-ct",
         mxfp4_experts: "fmt-mxfp4-gptoss",
         latent_attention: "deepseek_v3",
+        short_convolutions: "lfm2_moe",
     }
 
     each! {

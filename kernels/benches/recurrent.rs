@@ -140,6 +140,7 @@ impl Layer {
                 let input = Mamba2Input { xbc: x, dt: scalars };
                 mamba2(pool, isa, &mut state, &net, &input, out, scratch).expect("a step");
             }
+            StateKind::Conv => {}
         }
     }
 }
@@ -236,7 +237,7 @@ impl Bench {
             let seconds = self.best(Duration::from_secs(1), || {
                 for _ in 0..calls {
                     let mut state = LayerState::new(&mut arena, &plan, &layout, 0).expect("a state");
-                    conv(&self.pool, self.isa, &mut state, &weight, None, &mut x).expect("a step");
+                    conv(&self.pool, self.isa, &mut state, &weight, (None, true), &mut x).expect("a step");
                 }
             });
             println!("conv {} rows {rows}: {:.1} us", model.name, seconds / calls as f64 * 1e6);

@@ -1,4 +1,4 @@
-//! Recurrent layers: causal convolution, gated delta net and Mamba-2 over states in slots of the arena.
+//! Recurrent layers: causal convolution (alone, or before gated delta net and Mamba-2) over states in slots of the arena.
 //!
 //! For one step, a [`StatePlan`] has the slot that each sequence's state is read from, and the slots that
 //! receive the state after given rows. A [`LayerState`] is one layer's part of those slots. [`conv`],

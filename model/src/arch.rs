@@ -25,6 +25,7 @@ mod glm4;
 mod glm4_moe;
 mod gpt_oss;
 mod granite;
+mod lfm2;
 mod llama;
 mod minimax_m2;
 mod mistral3;
@@ -71,6 +72,8 @@ const ARCHES: &[Arch] = &[
     arch("granite", granite::translate),
     arch("granitehybrid", granite::translate_hybrid),
     arch("granitemoe", granite::translate_moe),
+    arch("lfm2", lfm2::translate),
+    arch("lfm2moe", lfm2::translate_moe),
     arch("llama", llama::translate),
     arch("minimax-m2", minimax_m2::translate),
     arch("mistral3", mistral3::translate),

@@ -14,7 +14,7 @@ pub use assistant::AssistantSpec;
 pub use feed_forward::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, MoeSpec};
 pub use mixer::{
     AttentionSpec, ConvSpec, DeltaNetSpec, HeadGrouping, KvSpec, LatentSpec, Mamba2Spec, MixerSpec,
-    OwnKvSpec, QueryGrowth, RopeFactors, RopeSpec, RopeStyle,
+    OwnKvSpec, QueryGrowth, RopeFactors, RopeSpec, RopeStyle, ShortConvSpec,
 };
 pub use mtp_head::MtpHeadSpec;
 
@@ -125,7 +125,7 @@ pub struct LogitsSpec {
 pub struct LinearSpec {
     /// Name of the weight tensor, `[cols, rows]` in GGUF order.
     pub weight: String,
-    /// Name of the bias tensor, `[rows]`.
+    /// Name of the bias tensor, one value for each row of the weight tensor.
     pub bias: Option<String>,
     /// Name of a `[1]` (per expert: `[experts]`) tensor that multiplies the product.
     pub scale: Option<String>,
@@ -179,7 +179,7 @@ pub enum NormKind {
 pub struct LayerSpec {
     /// Norm of the residual before the mixer.
     pub mixer_norm: Option<NormSpec>,
-    /// Attention, delta net or Mamba-2.
+    /// Attention, delta net, Mamba-2 or short convolution.
     pub mixer: MixerSpec,
     /// Norm of the mixer's output before it is added.
     pub mixer_post_norm: Option<NormSpec>,
@@ -218,7 +218,7 @@ impl ModelSpec {
     pub fn attention(&self, index: usize) -> Option<&AttentionSpec> {
         match &self.layers.get(index)?.mixer {
             MixerSpec::Attention(attention) => Some(attention),
-            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) => None,
+            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) | MixerSpec::ShortConv(_) => None,
         }
     }
 

@@ -640,7 +640,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     let kv_elements: usize = layers
         .map(|layer| match &layer.mixer {
             MixerSpec::Attention(attention) => attention.cache_width(),
-            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) => 0,
+            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) | MixerSpec::ShortConv(_) => 0,
         })
         .sum();
     // An MTP head adds a hidden state to each recurrent state, and its own activations to each row.

@@ -127,6 +127,7 @@ fn compare_types(
         group("delta net", int8, &|inputs| caches::delta_net(inputs, inner));
         group("Mamba-2", int8, &|inputs| caches::mamba2(inputs, inner));
     }
+    group("short convolution", int8, &caches::short_conv);
     checked
 }
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ float softplus_f32(float x) {
 }
 
 // The numbers are those of `gate_code` in Rust.
-enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, RELU_SQUARED, CLAMPED_SWIGLU };
+enum Gating { SILU, GELU_TANH, GELU_ERF, SIGMOID, RELU_SQUARED, CLAMPED_SWIGLU, IDENTITY };
 
 __device__ __forceinline__ float gated(u32 gating, float gate, float up) {
     switch (gating) {
@@ -103,6 +103,7 @@ __device__ __forceinline__ float gated(u32 gating, float gate, float up) {
         const float positive = gate < 0.0f ? 0.0f : gate;
         return __fmul_rn(__fmul_rn(positive, positive), up);
     }
+    case IDENTITY: return __fmul_rn(gate, up);
     default: return clamped_swiglu_f32(gate, up);
     }
 }

@@ -21,13 +21,13 @@ struct Sequences {
     const u32 *export_slots;
 };
 
-// x[row][c] = silu(bias[c] + sum over taps of weight[c][tap] * the input `taps - 1 - tap` positions before),
-// in place. Grid: channels / 32, sequences. One lane per channel. A warp processes eight of every 64 rows.
+// x[row][c] = bias[c] + sum over taps of weight[c][tap] * the input `taps - 1 - tap` positions before, or silu
+// of that, in place. Grid: channels / 32, sequences. One lane per channel. A warp processes eight of every 64 rows.
 // Each warp reads them and the three preceding rows before any warp writes.
 extern "C" __global__ void __launch_bounds__(256)
     conv(float *x, const float *weight, const float *bias, u8 *arena, const u32 *first_rows, const u32 *rows,
          const u32 *reads, const u32 *writes, const u32 *export_starts, const u32 *export_rows,
-         const u32 *export_slots, u64 layer_offset, u32 channels, u32 taps) {
+         const u32 *export_slots, u64 layer_offset, u32 channels, u32 taps, u32 silu) {
     // The last three inputs of the previous 64 rows, oldest first.
     __shared__ float edge[3][32];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (u32 tap = 0; tap < 4; tap++)
                 if (tap >= skip) sum = fmaf(w[tap], past[tap], sum);
-            if (live) x[(u64)row * channels] = silu_f32(sum);
+            if (live) x[(u64)row * channels] = silu ? silu_f32(sum) : sum;
             while (next < exports && export_rows[next] < row) next++;
             for (; next < exports && export_rows[next] == row; next++) leave(export_slots[next]);
             if (row == count - 1 && write != NONE) leave(write);

@@ -52,15 +52,13 @@ impl DeviceState {
     pub fn new(shape: StateShape, heads: &[HeadType]) -> Result<Self, Error> {
         let StateShape { kind, channels, taps, rows, cols, .. } = shape;
         let refused = || Error::StateShape { channels, taps, heads: shape.heads, rows, cols };
-        let served =
-            (1..=MAX_TAPS).contains(&taps) && channels > 0 && shape.heads > 0 && rows > 0 && cols > 0;
-        if !served {
+        if !shape.is_served(MAX_TAPS) {
             return Err(refused());
         }
         check_len("types of heads", shape.heads, heads.len())?;
         let (inner, outer) = match kind {
             StateKind::DeltaNet => (rows, cols),
-            StateKind::Mamba2 => (cols, rows),
+            StateKind::Mamba2 | StateKind::Conv => (cols, rows),
         };
         if inner > MAX_INNER {
             return Err(Error::Unsupported { what: "a recurrence that sums over more than 256 elements" });
@@ -116,7 +114,7 @@ impl DeviceState {
             *out = f32::from_ne_bytes(*value);
         }
         let padded = self.inner.next_multiple_of(per_lane(self.inner));
-        for (head, out) in self.heads.iter().zip(recurrent.chunks_exact_mut(rows * cols)) {
+        for (head, out) in self.heads.iter().zip(recurrent.chunks_exact_mut((rows * cols).max(1))) {
             let matrix = &state[head.start..];
             let (floats, _) = matrix.as_chunks::<{ size_of::<f32>() }>();
             let (narrow, _) = matrix.as_chunks::<{ size_of::<bf16>() }>();
@@ -124,7 +122,7 @@ impl DeviceState {
                 let (row, col) = (i / cols, i % cols);
                 let at = match kind {
                     StateKind::DeltaNet => col * padded + row,
-                    StateKind::Mamba2 => row * padded + col,
+                    StateKind::Mamba2 | StateKind::Conv => row * padded + col,
                 };
                 *out = match head.ty {
                     HeadType::F32 => f32::from_ne_bytes(floats[at]),
@@ -182,6 +180,7 @@ pub struct ConvCall {
     pub weight: DevicePtr,
     /// `[channels]`
     pub bias: Option<DevicePtr>,
+    pub silu: bool,
 }
 
 /// Delta net of one layer: see [`DeltaNetOp`](kernels::backend::DeltaNetOp).
@@ -280,7 +279,7 @@ impl RecurrentKernels {
         let mut arguments: Vec<Argument> = pointers.map(Argument::from).to_vec();
         arguments.extend(state.pointers());
         arguments.extend([Argument::from(state.layer_offset as u64), (channels as u32).into()]);
-        arguments.push((taps as u32).into());
+        arguments.extend([taps as u32, u32::from(call.silu)].map(Argument::from));
         device.launch(&Launch {
             kernel: self.conv,
             grid: [channels.div_ceil(32) as u32, state.sequences as u32, 1],

@@ -29,6 +29,7 @@ pub(super) const fn gate_code(activation: GateActivation) -> u32 {
         GateActivation::Sigmoid => 3,
         GateActivation::ReluSquared => 4,
         GateActivation::ClampedSwiglu => 5,
+        GateActivation::Identity => 6,
     }
 }
 

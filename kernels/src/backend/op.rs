@@ -137,10 +137,10 @@ pub struct AttentionOp {
     pub layer: KvLayerId,
 }
 
-/// Depthwise causal convolution over positions and silu, in place:
-/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])`. This is the first op of a recurrent
-/// layer. It reads its past inputs from the state and stores there the last `taps` inputs, including this
-/// step's.
+/// Depthwise causal convolution over positions, in place:
+/// `x_t[c] = bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c]`, or silu of that. This is the first op of a
+/// recurrent layer. It reads its past inputs from the state and stores there the last `taps` inputs,
+/// including this step's.
 #[derive(Debug, Clone, Copy)]
 pub struct ConvOp {
     /// `[rows][channels]`, changed in place.
@@ -149,6 +149,7 @@ pub struct ConvOp {
     pub weight: VectorId,
     /// `[channels]`.
     pub bias: Option<VectorId>,
+    pub silu: bool,
     pub layer: StateLayerId,
 }
 
@@ -220,6 +221,8 @@ pub enum GateActivation {
     Sigmoid,
     /// `max(x, 0)^2`
     ReluSquared,
+    /// `x`: the result is the product alone.
+    Identity,
     /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`; requires an `up`.
     ClampedSwiglu,
 }

@@ -32,6 +32,8 @@ pub enum StateKind {
     DeltaNet,
     /// [`Mamba2Op`](super::Mamba2Op).
     Mamba2,
+    /// None: the state is a convolution's. The shape has no heads, rows or columns.
+    Conv,
 }
 
 /// Storage type of a head's matrix. Rows are always computed in f32. The state is rounded after each row, so
@@ -60,6 +62,19 @@ pub struct StateShape {
 }
 
 impl StateShape {
+    /// The state of a convolution without a recurrence.
+    pub fn of_conv(channels: usize, taps: usize) -> Self {
+        Self { kind: StateKind::Conv, channels, taps, heads: 0, rows: 0, cols: 0 }
+    }
+
+    /// Whether a backend with convolutions over up to `max_taps` positions serves the shape.
+    pub fn is_served(&self, max_taps: usize) -> bool {
+        let Self { kind, channels, taps, heads, rows, cols } = *self;
+        let has_matrices = kind != StateKind::Conv;
+        let matrices = [heads, rows, cols].into_iter().all(|n| (n > 0) == has_matrices);
+        (1..=max_taps).contains(&taps) && channels > 0 && matrices
+    }
+
     /// Values of the convolution's past inputs, `[taps][channels]`, oldest position first.
     pub fn conv_len(&self) -> usize {
         self.taps * self.channels

@@ -110,7 +110,8 @@ pub(super) fn conv(backend: &mut CpuBackend, op: &ConvOp) -> Result<(), Error> {
     if let Some((copies, inputs)) = deferred.layer(op.layer) {
         inputs.conv = Some((*op, copies.save(x)?));
     }
-    recurrent::conv(&backend.pool, backend.config.rows, &mut state, weight, bias, x.values_mut())
+    let (pool, isa) = (&backend.pool, backend.config.rows);
+    recurrent::conv(pool, isa, &mut state, weight, (bias, op.silu), x.values_mut())
 }
 
 /// See [`DeltaNetOp`].
@@ -178,7 +179,8 @@ pub(super) fn accept(backend: &mut CpuBackend, rows: &[usize]) -> Result<(), Err
             && let Some(weight) = conv_weights.get(&(op.weight, shape.taps))
         {
             let bias = op.bias.map(|id| vectors[id.0 as usize].as_slice());
-            recurrent::conv(pool, config.rows, &mut state, weight, bias, &mut x.accepted(&accepted))?;
+            let mut x = x.accepted(&accepted);
+            recurrent::conv(pool, config.rows, &mut state, weight, (bias, op.silu), &mut x)?;
         }
         // The results of the rows are not used: the deferred step has already returned them.
         let mut out = vec![0.0; plan.rows() * layout.out_len()];

@@ -154,6 +154,7 @@ pub(super) fn gating(activation: GateActivation) -> Gating {
         GateActivation::GeluErf => Gating::By(Activation::GeluErf),
         GateActivation::Sigmoid => Gating::By(Activation::Sigmoid),
         GateActivation::ReluSquared => Gating::By(Activation::ReluSquared),
+        GateActivation::Identity => Gating::By(Activation::Identity),
         GateActivation::ClampedSwiglu => Gating::ClampedSwiglu,
     }
 }

@@ -22,6 +22,8 @@ pub enum Activation {
     Sigmoid,
     /// max(x, 0)^2
     ReluSquared,
+    /// x
+    Identity,
 }
 
 impl Activation {
@@ -37,6 +39,7 @@ impl Activation {
                 let positive = s.max(s.splat(0.0), x);
                 s.mul(positive, positive)
             }
+            Self::Identity => x,
         }
     }
 }

@@ -166,6 +166,7 @@ proptest! {
             (Activation::GeluErf, reference::gelu_erf),
             (Activation::Sigmoid, reference::sigmoid),
             (Activation::ReluSquared, reference::relu_squared),
+            (Activation::Identity, f64::from),
         ] {
             let out = on_every_isa(|isa| {
                 let mut out = x.clone();

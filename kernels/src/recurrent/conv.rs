@@ -51,8 +51,8 @@ impl ConvWeight {
     }
 }
 
-/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` in place on `x`, `[rows][channels]` of the
-/// plan's rows. The inputs before a sequence's first row come from the slot that it reads. Its last `taps`
+/// `x_t[c] = bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c]`, or `silu` of that, in place on `x`,
+/// `[rows][channels]` of the plan's rows. The inputs before a sequence's first row come from the slot that it reads. Its last `taps`
 /// inputs are stored in the slots that it writes; a deferred sequence stores none.
 ///
 /// # Errors
@@ -62,7 +62,7 @@ pub fn conv(
     isa: Isa,
     state: &mut LayerState<'_>,
     weight: &ConvWeight,
-    bias: Option<&[f32]>,
+    (bias, silu): (Option<&[f32]>, bool),
     x: &mut [f32],
 ) -> Result<(), Error> {
     let shape = *state.layout().shape();
@@ -80,7 +80,7 @@ pub fn conv(
             let first = item % blocks * CHANNELS;
             let channels = CHANNELS.min(shape.channels - first);
             let sequence = &sequences[item / blocks];
-            dispatch(isa, Convolve { state, sequence, weight, bias, x: &x, first, channels });
+            dispatch(isa, Convolve { state, sequence, weight, bias, silu, x: &x, first, channels });
         }
     });
     Ok(())
@@ -92,6 +92,7 @@ struct Convolve<'a> {
     sequence: &'a PlannedSequence,
     weight: &'a ConvWeight,
     bias: Option<&'a [f32]>,
+    silu: bool,
     x: &'a Disjoint<'a, f32>,
     first: usize,
     channels: usize,
@@ -168,7 +169,7 @@ impl Convolve<'_> {
                 unsafe { s.store_first(*input, to, lanes) };
             }
             s.prefetch(self.state.at(sequence.write, at).wrapping_add(AHEAD).cast());
-            let y = simd::silu(s, sum);
+            let y = if self.silu { simd::silu(s, sum) } else { sum };
             match x.first_chunk_mut() {
                 Some(chunk) => s.put(y, chunk),
                 None => s.put_tail(y, x),
@@ -224,7 +225,7 @@ impl Convolve<'_> {
                     for (weight, input) in weights.iter().zip(&inputs) {
                         sum = s.fma(*weight, *input, sum);
                     }
-                    let y = simd::silu(s, sum);
+                    let y = if self.silu { simd::silu(s, sum) } else { sum };
                     match x.first_chunk_mut() {
                         Some(chunk) => s.put(y, chunk),
                         None => s.put_tail(y, x),

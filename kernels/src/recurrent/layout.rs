@@ -53,19 +53,17 @@ impl StateLayout {
     ///
     /// # Errors
     /// [`Error::Length`] unless there is one type for each head. [`Error::StateShape`] if a dimension is
-    /// zero, the convolution has more than 4 taps, or the size does not fit the address space.
+    /// zero (of a convolution's state: not zero), the convolution has more than 4 taps, or the size does not fit the address space.
     pub fn new(shape: StateShape, heads: &[HeadType]) -> Result<Self, Error> {
         let StateShape { kind, channels, taps, rows, cols, .. } = shape;
         let refused = || Error::StateShape { channels, taps, heads: shape.heads, rows, cols };
-        let (inner, outer) = match kind {
-            StateKind::DeltaNet => (rows, cols),
-            StateKind::Mamba2 => (cols, rows),
-        };
-        let served =
-            (1..=MAX_TAPS).contains(&taps) && channels > 0 && shape.heads > 0 && rows > 0 && cols > 0;
-        if !served {
+        if !shape.is_served(MAX_TAPS) {
             return Err(refused());
         }
+        let (inner, outer) = match kind {
+            StateKind::DeltaNet => (rows, cols),
+            StateKind::Mamba2 | StateKind::Conv => (cols, rows),
+        };
         check_len("types of heads", shape.heads, heads.len())?;
         let aligned = |n: usize| n.checked_next_multiple_of(CACHE_LINE / UNIT);
         let head_len = |ty| outer.div_ceil(LANES).checked_mul(inner)?.checked_mul(vector_len(ty));
@@ -109,7 +107,7 @@ impl StateLayout {
         for (out, value) in conv.iter_mut().zip(values) {
             *out = f32::from_ne_bytes(*value);
         }
-        for (head_place, out) in self.heads.iter().zip(recurrent.chunks_exact_mut(rows * cols)) {
+        for (head_place, out) in self.heads.iter().zip(recurrent.chunks_exact_mut((rows * cols).max(1))) {
             let head = &state[head_place.start * UNIT..];
             let (floats, _) = head.as_chunks::<{ size_of::<f32>() }>();
             let (narrow, _) = head.as_chunks::<{ size_of::<bf16>() }>();
@@ -117,7 +115,7 @@ impl StateLayout {
                 let (row, col) = (i / cols, i % cols);
                 let (inner, outer) = match kind {
                     StateKind::DeltaNet => (row, col),
-                    StateKind::Mamba2 => (col, row),
+                    StateKind::Mamba2 | StateKind::Conv => (col, row),
                 };
                 let at = (outer / LANES * self.inner + inner) * LANES + outer % LANES;
                 *out = match head_place.ty {

@@ -42,7 +42,7 @@ struct Sizes {
 }
 
 fn sizes() -> impl Strategy<Value = Sizes> {
-    let kind = prop_oneof![Just(StateKind::DeltaNet), Just(StateKind::Mamba2)];
+    let kind = prop_oneof![Just(StateKind::DeltaNet), Just(StateKind::Mamba2), Just(StateKind::Conv)];
     let width = || prop_oneof![1..50usize, Just(16), Just(32), Just(64)];
     let bf16 = prop_oneof![Just(0), any::<u32>()];
     (kind, 1..=4usize, 1..=3usize, 1..=3usize, width(), width(), any::<bool>(), bf16).prop_map(
@@ -84,8 +84,13 @@ impl Layer {
         let channels = match kind {
             StateKind::DeltaNet => 2 * key_heads * rows + heads * cols,
             StateKind::Mamba2 => heads * rows + 2 * key_heads * cols,
+            StateKind::Conv => 7 * rows + cols,
         };
-        let shape = StateShape { kind, channels, taps, heads, rows, cols };
+        let shape = match kind {
+            StateKind::Conv => StateShape::of_conv(channels, taps),
+            _ => StateShape { kind, channels, taps, heads, rows, cols },
+        };
+        let heads = shape.heads;
         let types: Vec<_> = (0..heads)
             .map(|head| if bf16 >> head & 1 == 1 { HeadType::Bf16 } else { HeadType::F32 })
             .collect();
@@ -142,8 +147,12 @@ impl Layer {
     }
 
     fn out_width(&self) -> usize {
-        let StateShape { kind, heads, rows, cols, .. } = *self.shape();
-        heads * if kind == StateKind::DeltaNet { cols } else { rows }
+        let StateShape { kind, channels, heads, rows, cols, .. } = *self.shape();
+        match kind {
+            StateKind::DeltaNet => heads * cols,
+            StateKind::Mamba2 => heads * rows,
+            StateKind::Conv => channels,
+        }
     }
 
     /// Runs the recurrence alone, on the output of the convolution.
@@ -159,6 +168,7 @@ impl Layer {
                 let input = Mamba2Input { xbc: &x.x, dt: &x.alpha };
                 mamba2(pool, isa, state, &self.mamba2(), &input, &mut out, &mut scratch).unwrap();
             }
+            StateKind::Conv => out.copy_from_slice(&x.x),
         }
         out
     }
@@ -173,6 +183,7 @@ impl Layer {
                 let input = Mamba2Input { xbc: &x.x, dt: &x.alpha };
                 reference::mamba2(self.shape(), &self.mamba2(), &input, state)
             }
+            StateKind::Conv => x.x.iter().copied().map(f64::from).collect(),
         }
     }
 }
@@ -196,7 +207,7 @@ impl Rows {
     }
 
     fn len(&self) -> usize {
-        self.alpha.len() / self.heads
+        self.x.len().checked_div(self.channels).unwrap_or(0)
     }
 
     fn slice(&self, rows: std::ops::Range<usize>) -> Self {
@@ -222,7 +233,7 @@ fn step(
     arena: &mut [u8],
     sequences: &[(&Rows, StepState)],
 ) -> Vec<Vec<u32>> {
-    let mut all = Rows { heads: layer.shape().heads, ..Rows::default() };
+    let mut all = Rows::new(layer, 0, 0);
     let mut ranges = Vec::new();
     for (rows, _) in sequences {
         let start = all.len();
@@ -234,7 +245,8 @@ fn step(
     let mut state = LayerState::new(arena, &plan, &layer.layout, OFFSET).unwrap();
     let StateShape { channels, taps, .. } = *layer.shape();
     let weight = ConvWeight::new(channels, taps, &layer.conv_weight).unwrap();
-    conv(pool, isa, &mut state, &weight, Some(&layer.conv_bias), &mut all.x).unwrap();
+    let silu = layer.shape().kind != StateKind::Conv;
+    conv(pool, isa, &mut state, &weight, (Some(&layer.conv_bias), silu), &mut all.x).unwrap();
     let out = layer.recurrence(isa, pool, &mut state, &all);
     ranges
         .iter()
@@ -300,7 +312,7 @@ proptest! {
         channels in 1..600usize,
         taps in 1..=4usize,
         rows in 0..20usize,
-        biased in any::<bool>(),
+        (biased, silu) in any::<(bool, bool)>(),
         seed in 0..1_000_000u64,
     ) {
         let shape = StateShape { kind: StateKind::Mamba2, channels, taps, heads: 1, rows: 1, cols: 1 };
@@ -317,8 +329,8 @@ proptest! {
                 let plan = one_sequence(&layer, rows, state);
                 let mut state = LayerState::new(&mut arena, &plan, &layer.layout, OFFSET).unwrap();
                 let mut x = input.clone();
-                conv(&pool(1), isa, &mut state, &packed, bias, &mut x).unwrap();
-                close(&x, &reference::conv(&shape, &weight, bias, &input, &mut past), 1e-6)?;
+                conv(&pool(1), isa, &mut state, &packed, (bias, silu), &mut x).unwrap();
+                close(&x, &reference::conv(&shape, &weight, (bias, silu), &input, &mut past), 1e-6)?;
                 // The state stores inputs, not results of arithmetic.
                 let expected: Vec<f32> = past.iter().map(|x| *x as f32).collect();
                 prop_assert_eq!(layer.state(&arena, 0).0, bits(&expected));
@@ -358,7 +370,7 @@ fn known_sizes_match_the_reference() {
 #[test]
 fn a_layout_refuses_what_it_cannot_hold() {
     let shape = StateShape { kind: StateKind::DeltaNet, channels: 8, taps: 4, heads: 1, rows: 4, cols: 4 };
-    let f32s = &[HeadType::F32];
+    let f32s = &[HeadType::F32][..];
     assert_eq!(StateLayout::new(shape, f32s).unwrap().bytes(), (32 + 4 * 16) * 4);
     assert_eq!(StateLayout::new(shape, &[HeadType::Bf16]).unwrap().bytes(), 32 * 4 + 4 * 16 * 2);
     // The second head starts on a cache line.
@@ -374,9 +386,12 @@ fn a_layout_refuses_what_it_cannot_hold() {
         (StateShape { cols: 0, ..shape }, f32s),
         (StateShape { channels: usize::MAX, ..shape }, f32s),
         (StateShape { cols: usize::MAX, ..shape }, f32s),
+        (StateShape { kind: StateKind::Conv, ..shape }, f32s),
+        (StateShape { channels: 0, ..StateShape::of_conv(8, 4) }, &[]),
     ] {
         assert!(matches!(StateLayout::new(shape, heads), Err(Error::StateShape { .. })), "{shape:?}");
     }
+    assert_eq!(StateLayout::new(StateShape::of_conv(9, 3), &[]).unwrap().bytes(), 128);
     let vast = StateShape { rows: usize::MAX / 64, heads: 2, ..shape };
     assert!(matches!(StateLayout::new(vast, &[HeadType::F32; 2]), Err(Error::StateShape { .. })));
     assert!(matches!(StateLayout::new(shape, &[HeadType::F32; 2]), Err(Error::Length { .. })));
@@ -464,7 +479,7 @@ fn buffers_of_other_shapes_are_refused() {
         let StateShape { channels, taps, .. } = *layer.shape();
         let weight = ConvWeight::new(channels, taps, &layer.conv_weight).unwrap();
         let mut convolve = |weight: &ConvWeight, bias: Option<&[f32]>, x: &[f32]| {
-            conv(&pool, isa, &mut state, weight, bias, &mut x.to_vec())
+            conv(&pool, isa, &mut state, weight, (bias, true), &mut x.to_vec())
         };
         assert_eq!(convolve(&weight, None, x), Ok(()));
         let other = ConvWeight::new(channels, 2, &layer.conv_weight[..2 * channels]).unwrap();

@@ -13,12 +13,12 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// `silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` for each row of `x`. `past` has the inputs before
+/// `bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c]`, or `silu` of that, for each row of `x`. `past` has the inputs before
 /// the first row, `[taps][channels]`, oldest first. It is updated to those before the next row.
 pub fn conv(
     shape: &StateShape,
     weight: &[f32],
-    bias: Option<&[f32]>,
+    (bias, silu): (Option<&[f32]>, bool),
     x: &[f32],
     past: &mut Vec<f64>,
 ) -> Vec<f64> {
@@ -31,7 +31,7 @@ pub fn conv(
             let bias = bias.map_or(0.0, |bias| f64::from(bias[c]));
             let sum =
                 (0..taps).map(|j| f64::from(weight[c * taps + j]) * past[j * channels + c]).sum::<f64>();
-            (bias + sum) * sigmoid(bias + sum)
+            if silu { (bias + sum) * sigmoid(bias + sum) } else { bias + sum }
         }));
     }
     out

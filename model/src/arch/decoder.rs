@@ -165,6 +165,11 @@ impl<'a> Decoder<'a> {
 
     /// The output head without scale or cap. Uses the embedding's matrix if the file has no output matrix.
     pub(super) fn logits(&self) -> Result<LogitsSpec, Error> {
+        self.logits_normed_by("output_norm")
+    }
+
+    /// Like [`logits`](Self::logits), with the norm `NORM.weight`.
+    pub(super) fn logits_normed_by(&self, norm: &str) -> Result<LogitsSpec, Error> {
         let (hidden, vocab) = (self.shape.hidden, self.shape.vocab);
         let linear = if self.source.has("output.weight") {
             self.source.linear("output", hidden, vocab)?
@@ -174,7 +179,7 @@ impl<'a> Decoder<'a> {
                 ..LinearSpec::new(EMBEDDING, hidden, vocab)
             }
         };
-        Ok(LogitsSpec { norm: self.norm("output_norm")?, linear, softcap: None, scale: 1.0 })
+        Ok(LogitsSpec { norm: self.norm(norm)?, linear, softcap: None, scale: 1.0 })
     }
 }
 

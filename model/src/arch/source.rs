@@ -176,11 +176,12 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// The rows `slice` of `STEM.weight`, with the optional scale of the whole. A bias is not supported.
+    /// The rows `slice` of `STEM.weight`, with the optional bias and scale of the whole.
     pub(super) fn linear_slice(&self, stem: &str, cols: usize, slice: RowSlice) -> Result<LinearSpec, Error> {
         let whole = self.matrix(stem, cols, slice.of)?;
         let scale = self.optional_floats(&format!("{stem}.scale"), &[1])?;
-        Ok(LinearSpec { rows: slice.rows(), slice: Some(slice), scale, ..whole })
+        let bias = self.optional_floats(&format!("{stem}.bias"), &[slice.of])?;
+        Ok(LinearSpec { rows: slice.rows(), slice: Some(slice), bias, scale, ..whole })
     }
 
     /// Matrix `STEM.weight` without bias and scale, with the optional order of its columns.

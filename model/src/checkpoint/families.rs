@@ -18,6 +18,7 @@ mod deepseek;
 mod gemma;
 mod gpt_oss;
 mod granite;
+mod lfm2;
 mod mixtures;
 mod nemotron_h;
 mod qwen_hybrid;
@@ -56,6 +57,8 @@ const FAMILIES: &[&Family] = &[
     &gemma::GEMMA4,
     &gpt_oss::GPT_OSS,
     &granite::GRANITE_HYBRID,
+    &lfm2::LFM2,
+    &lfm2::LFM2_MOE,
     &mixtures::ERNIE4_5_MOE,
     &mixtures::GLM4_MOE,
     &mixtures::MINIMAX_M2,

@@ -6,7 +6,7 @@ use super::{LayerRun, ModelSummary, Reading, Summary};
 use crate::ModelSpec;
 use crate::spec::{
     Activation, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, Mamba2Spec, MixerSpec,
-    OutputSpec, OwnKvSpec, Pooling, RopeSpec, RopeStyle,
+    OutputSpec, OwnKvSpec, Pooling, RopeSpec, RopeStyle, ShortConvSpec,
 };
 
 /// Mixer and FFN of a layer, without its tensors' names.
@@ -15,6 +15,9 @@ pub(super) fn layer(layer: &LayerSpec) -> String {
         MixerSpec::Attention(attention) => self::attention(attention),
         MixerSpec::DeltaNet(net) => delta_net(net),
         MixerSpec::Mamba2(mamba2) => self::mamba2(mamba2),
+        MixerSpec::ShortConv(ShortConvSpec { conv, .. }) => {
+            format!("gated convolution over {} of {} channels", conv.taps, conv.channels)
+        }
     };
     let ffn: Vec<String> = layer.ffn.iter().map(|FfnPart { ffn, .. }| self::ffn(ffn)).collect();
     let per_layer = match &layer.per_layer {

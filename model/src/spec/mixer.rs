@@ -1,4 +1,4 @@
-//! Mixers (attention, delta net, Mamba-2) and their components.
+//! Mixers (attention, delta net, Mamba-2, short convolution) and their components.
 
 use super::{LinearSpec, NormSpec};
 
@@ -11,6 +11,8 @@ pub enum MixerSpec {
     DeltaNet(DeltaNetSpec),
     /// Mamba-2: a recurrent state per head, decayed and added to.
     Mamba2(Mamba2Spec),
+    /// Short convolution between two gates: its state is the last inputs.
+    ShortConv(ShortConvSpec),
 }
 
 /// Attention of one layer: `out = o (softmax(scale q.k) v * sigmoid(gate))`.
@@ -96,7 +98,8 @@ pub struct OwnKvSpec {
     pub v_norm: Option<NormSpec>,
 }
 
-/// Depthwise causal convolution over positions, then silu: `y_t[c] = silu(b[c] + sum_j w[j, c] x_{t-taps+1+j}[c])`.
+/// Depthwise causal convolution over positions: `y_t[c] = b[c] + sum_j w[j, c] x_{t-taps+1+j}[c]`. The recurrences read
+/// silu of that.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConvSpec {
     /// Name of the weight, `[taps, channels]` in GGUF order; the last tap is the token's own.
@@ -183,6 +186,18 @@ pub struct Mamba2Spec {
     pub out: LinearSpec,
 }
 
+/// Gated short convolution (LFM2): `out (c * conv(b * x))`, element by element.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ShortConvSpec {
+    /// Gate of the convolution's input.
+    pub b: LinearSpec,
+    /// Gate of the convolution's output.
+    pub c: LinearSpec,
+    pub x: LinearSpec,
+    pub conv: ConvSpec,
+    pub out: LinearSpec,
+}
+
 /// Rotary position embedding: `angle_i(pos) = pos * base^(-2i/n_rot) / factor_i * freq_scale`; cosine and sine
 /// are multiplied by `magnitude`.
 #[derive(Debug, Clone, PartialEq)]
@@ -222,6 +237,7 @@ impl MixerSpec {
             Self::Attention(_) => 0,
             Self::DeltaNet(net) => net.conv.state_elements() + net.v_heads * net.k_dim * net.v_dim,
             Self::Mamba2(mamba) => mamba.conv.state_elements() + mamba.heads * mamba.head_dim * mamba.state,
+            Self::ShortConv(short) => short.conv.state_elements(),
         }
     }
 }

@@ -6,7 +6,8 @@ use std::ops::Range;
 use super::{
     AttentionSpec, ClassifierSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, ExpertGateUp, FfnPart, FfnSpec,
     KvSpec, LatentSpec, LayerSpec, LinearSpec, LogitsSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec,
-    NormSpec, OutputSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, PooledSpec, RopeFactors, TableSpec,
+    NormSpec, OutputSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, PooledSpec, RopeFactors, ShortConvSpec,
+    TableSpec,
 };
 
 impl ModelSpec {
@@ -105,6 +106,7 @@ impl LayerSpec {
             MixerSpec::Attention(attention) => attention.push_tensors(names),
             MixerSpec::DeltaNet(delta_net) => delta_net.push_tensors(names),
             MixerSpec::Mamba2(mamba2) => mamba2.push_tensors(names),
+            MixerSpec::ShortConv(short) => short.push_tensors(names),
         }
         push_norm(mixer_post_norm, names);
         push_norm(mixer_out_norm, names);
@@ -178,6 +180,16 @@ impl Mamba2Spec {
         self.conv.push_tensors(names);
         names.extend([self.a.as_str(), &self.d, &self.dt_bias]);
         self.norm.push_tensors(names);
+        self.out.push_tensors(names);
+    }
+}
+
+impl ShortConvSpec {
+    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        for linear in [&self.b, &self.c, &self.x] {
+            linear.push_tensors(names);
+        }
+        self.conv.push_tensors(names);
         self.out.push_tensors(names);
     }
 }

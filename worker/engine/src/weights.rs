@@ -82,13 +82,14 @@ pub(crate) enum MixerWeights {
     Attention(Box<AttentionWeights>),
     DeltaNet(Box<DeltaNetWeights>),
     Mamba2(Box<Mamba2Weights>),
+    ShortConv(Box<ShortConvWeights>),
 }
 
 impl MixerWeights {
     /// The memory of each head of a recurrent layer, in tokens: see [`crate::decoder::StateType`].
     pub(crate) fn memory(&self) -> &[f32] {
         match self {
-            Self::Attention(_) => &[],
+            Self::Attention(_) | Self::ShortConv(_) => &[],
             Self::DeltaNet(net) => &net.memory,
             Self::Mamba2(mamba) => &mamba.memory,
         }
@@ -189,6 +190,16 @@ pub(crate) struct Mamba2Weights {
     pub(crate) memory: Vec<f32>,
     pub(crate) groups: usize,
     pub(crate) norm: Norm,
+    pub(crate) out: Linear,
+}
+
+/// Gated short convolution of a layer.
+#[derive(Debug)]
+pub(crate) struct ShortConvWeights {
+    pub(crate) b: Linear,
+    pub(crate) c: Linear,
+    pub(crate) x: Linear,
+    pub(crate) conv: ConvWeights,
     pub(crate) out: Linear,
 }
 

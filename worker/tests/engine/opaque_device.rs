@@ -303,6 +303,7 @@ impl Backend for OpaqueDevice {
             weight: op.weight.turned(),
             bias: op.bias.map(Secret::turned),
             layer: op.layer.turned(),
+            ..*op
         };
         self.push(move |device| device.conv(&op));
         Ok(())

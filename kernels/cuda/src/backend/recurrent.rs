@@ -258,6 +258,7 @@ fn conv_call(vectors: &Vectors, shape: &StateShape, op: &ConvOp, x: DevicePtr) -
         x,
         weight: vectors.sized("convolution weight", op.weight, channels * taps)?,
         bias: vectors.optional("convolution bias", op.bias, channels)?,
+        silu: op.silu,
     })
 }
 

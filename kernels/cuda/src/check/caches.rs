@@ -408,7 +408,7 @@ pub(super) fn delta_net(inputs: &mut Inputs<'_>, k_dim: usize) -> Result<(), Err
         let rows = states.begin(inputs, number)?;
         let (qkv, beta) = (inputs.rows(rows, channels)?, inputs.rows(rows, heads)?);
         let (alpha, out) = (inputs.rows(rows, heads)?, inputs.backend.create_buffer(rows, heads * v_dim)?);
-        inputs.backend.conv(&ConvOp { x: qkv, weight, bias: None, layer: states.layer })?;
+        inputs.backend.conv(&ConvOp { x: qkv, weight, bias: None, silu: true, layer: states.layer })?;
         inputs.keep("conv", format!("delta net of {k_dim}, step {number}"), STATES, (qkv, rows, channels))?;
         let tiled = number == 0;
         let op = DeltaNetOp {
@@ -443,11 +443,27 @@ pub(super) fn mamba2(inputs: &mut Inputs<'_>, state: usize) -> Result<(), Error>
         let rows = states.begin(inputs, number)?;
         let (xbc, dt) = (inputs.rows(rows, channels)?, inputs.rows(rows, heads)?);
         let out = inputs.backend.create_buffer(rows, heads * head_dim)?;
-        inputs.backend.conv(&ConvOp { x: xbc, weight, bias: Some(bias), layer: states.layer })?;
+        inputs.backend.conv(&ConvOp { x: xbc, weight, bias: Some(bias), silu: true, layer: states.layer })?;
         let op = Mamba2Op { xbc, dt, a, d, dt_bias, groups, out, layer: states.layer };
         inputs.backend.mamba2(&op)?;
         inputs.keep("mamba2", format!("{state}, step {number}"), STATES, (out, rows, heads * head_dim))?;
         states.end(inputs, "mamba2", number)?;
+    }
+    Ok(())
+}
+
+/// A convolution without a recurrence.
+pub(super) fn short_conv(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    let (channels, taps) = (160, 3);
+    let (weight, bias) = (inputs.vector(channels * taps)?, inputs.vector(channels)?);
+    let states = States::new(inputs, StateShape::of_conv(channels, taps))?;
+    for number in 0..5 {
+        let rows = states.begin(inputs, number)?;
+        let x = inputs.rows(rows, channels)?;
+        let op = ConvOp { x, weight, bias: Some(bias), silu: false, layer: states.layer };
+        inputs.backend.conv(&op)?;
+        inputs.keep("conv", format!("alone, step {number}"), STATES, (x, rows, channels))?;
+        states.end(inputs, "conv", number)?;
     }
     Ok(())
 }

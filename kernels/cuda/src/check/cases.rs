@@ -137,8 +137,8 @@ fn best(backend: &mut dyn Backend, x: BufferId, rows: usize, cols: usize) -> Res
 }
 
 pub(super) fn gates(inputs: &mut Inputs<'_>) -> Result<(), Error> {
-    use GateActivation::{ClampedSwiglu, GeluErf, GeluTanh, ReluSquared, Sigmoid, Silu};
-    for activation in [Silu, GeluTanh, GeluErf, Sigmoid, ReluSquared, ClampedSwiglu] {
+    use GateActivation::{ClampedSwiglu, GeluErf, GeluTanh, Identity, ReluSquared, Sigmoid, Silu};
+    for activation in [Silu, GeluTanh, GeluErf, Sigmoid, ReluSquared, Identity, ClampedSwiglu] {
         let (gate, up) = (inputs.rows(3, 100)?, inputs.rows(3, 200)?);
         inputs.backend.gate(&GateOp { gate, up: Some(up), up_from: 50, activation })?;
         inputs.keep("gate", format!("{activation:?}"), ROWS, (gate, 3, 100))?;

@@ -222,6 +222,7 @@ fn gates_have_the_same_bits_as_on_the_cpu() {
         (GateActivation::Sigmoid, Gating::By(Activation::Sigmoid)),
         (GateActivation::ReluSquared, Gating::By(Activation::ReluSquared)),
         (GateActivation::ClampedSwiglu, Gating::ClampedSwiglu),
+        (GateActivation::Identity, Gating::By(Activation::Identity)),
     ];
     Case::each(|case| {
         let (cols, up_cols, from) = (300, 700, 350);

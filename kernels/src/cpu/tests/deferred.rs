@@ -10,6 +10,9 @@ const DELTA: StateShape =
 const MAMBA: StateShape =
     StateShape { kind: StateKind::Mamba2, channels: 3 * 18 + 2 * 9, taps: 3, heads: 3, rows: 18, cols: 9 };
 
+const CONV: StateShape =
+    StateShape { kind: StateKind::Conv, channels: 70, taps: 3, heads: 0, rows: 0, cols: 0 };
+
 /// A number in -1..1 for one value of one position of one sequence.
 fn number(sequence: usize, position: usize, i: usize) -> f32 {
     ((sequence * 7919 + position * 613 + i * 37 + 11) % 1009) as f32 / 504.5 - 1.0
@@ -18,16 +21,16 @@ fn number(sequence: usize, position: usize, i: usize) -> f32 {
 /// One sequence's part of a step: its number, its positions, its state.
 type StepPart = (usize, Range<usize>, StepState);
 
-/// A model of one delta net and one Mamba-2 layer, each behind a convolution.
+/// A model of one delta net and one Mamba-2 layer, each behind a convolution, and a convolution alone.
 struct Model {
     backend: CpuBackend,
-    layers: [(StateShape, StateLayerId); 2],
+    layers: [(StateShape, StateLayerId); 3],
     /// Offset / 64 between slots.
     slot: u32,
-    x: [BufferId; 2],
+    x: [BufferId; 3],
     gates: [BufferId; 2],
     out: BufferId,
-    conv_weights: [VectorId; 2],
+    conv_weights: [VectorId; 3],
     heads: VectorId,
 }
 
@@ -35,20 +38,21 @@ impl Model {
     fn new(isa: Isa, threads: usize, types: [HeadType; 3]) -> Self {
         let mut backend = device(isa, ActivationMode::F32, threads);
         let mut end = 0;
-        let layers = [DELTA, MAMBA].map(|shape| {
-            let layer = backend.create_state_layer(shape, &types, end).unwrap();
-            end += backend.state_bytes(shape, &types).unwrap();
+        let layers = [DELTA, MAMBA, CONV].map(|shape| {
+            let types = &types[..shape.heads];
+            let layer = backend.create_state_layer(shape, types, end).unwrap();
+            end += backend.state_bytes(shape, types).unwrap();
             (shape, layer)
         });
         backend.create_kv_arena(4 * end, &[]).unwrap();
         let mut buffer = |cols| backend.create_buffer(32, cols).unwrap();
-        let x = [buffer(DELTA.channels), buffer(MAMBA.channels)];
+        let x = [DELTA, MAMBA, CONV].map(|shape| buffer(shape.channels));
         let (gates, out) = ([buffer(3), buffer(3)], buffer(63));
         let mut vector = |n: usize| {
             let values: Vec<f32> = (0..n).map(|i| number(99, 0, i)).collect();
             backend.create_vector(&values).unwrap()
         };
-        let conv_weights = [vector(DELTA.channels * DELTA.taps), vector(MAMBA.channels * MAMBA.taps)];
+        let conv_weights = [DELTA, MAMBA, CONV].map(|shape| vector(shape.channels * shape.taps));
         let heads = backend.create_vector(&[-0.4, -1.5, -0.1]).unwrap();
         Self { backend, layers, slot: (end / 64) as u32, x, gates, out, conv_weights, heads }
     }
@@ -78,9 +82,10 @@ impl Model {
                 self.backend.write_rows(buffer, &values)?;
             }
             let (x, weight) = (self.x[index], self.conv_weights[index]);
-            self.backend.conv(&ConvOp { x, weight, bias: None, layer })?;
+            let silu = shape.kind != StateKind::Conv;
+            self.backend.conv(&ConvOp { x, weight, bias: None, silu, layer })?;
             let Self { gates: [beta, alpha], heads, out, .. } = *self;
-            let width = match shape.kind {
+            let (out, width) = match shape.kind {
                 StateKind::DeltaNet => {
                     let (k_heads, tiled, l2_eps) = (1, true, 1e-6);
                     let (a, dt_bias) = (heads, heads);
@@ -96,7 +101,7 @@ impl Model {
                         out,
                         layer,
                     })?;
-                    shape.heads * shape.cols
+                    (out, shape.heads * shape.cols)
                 }
                 StateKind::Mamba2 => {
                     let (a, d, dt_bias) = (heads, heads, heads);
@@ -110,8 +115,9 @@ impl Model {
                         out,
                         layer,
                     })?;
-                    shape.heads * shape.rows
+                    (out, shape.heads * shape.rows)
                 }
+                StateKind::Conv => (x, shape.channels),
             };
             for (sequence, outs) in sequences.iter().zip(&mut outs) {
                 for row in sequence.rows.clone() {
@@ -159,9 +165,9 @@ fn stepped(isa: Isa, types: [HeadType; 3], positions: usize) -> (Vec<Vec<u32>>, 
 
 /// Outputs of single rows, in the order of a step's output: layer by layer.
 fn by_layer(outs: &[Vec<u32>]) -> Vec<u32> {
-    let split = DELTA.heads * DELTA.cols;
-    let first = outs.iter().flat_map(|out| &out[..split]);
-    first.chain(outs.iter().flat_map(|out| &out[split..])).copied().collect()
+    let (delta, mamba) = (DELTA.heads * DELTA.cols, MAMBA.heads * MAMBA.rows);
+    let parts = [0..delta, delta..delta + mamba, delta + mamba..delta + mamba + CONV.channels];
+    parts.into_iter().flat_map(|part| outs.iter().flat_map(move |out| out[part.clone()].to_vec())).collect()
 }
 
 const MIXED: [HeadType; 3] = [HeadType::F32, HeadType::Bf16, HeadType::F32];

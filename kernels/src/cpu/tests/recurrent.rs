@@ -139,11 +139,11 @@ fn a_convolution_keeps_its_last_inputs() {
     let mut setup = Setup::new();
     setup.begin(4, state(None, 0)).unwrap();
     let weights = setup.backend.memory().weights;
-    let op = ConvOp { x: setup.x, weight: setup.vectors[2], bias: None, layer: setup.delta };
+    let op = ConvOp { x: setup.x, weight: setup.vectors[2], bias: None, silu: true, layer: setup.delta };
     setup.backend.conv(&op).unwrap();
     let input = numbers(4 * DELTA.channels);
     let mut past = vec![0.0; DELTA.conv_len()];
-    let expected = reference::conv(&DELTA, &numbers(66), None, &input, &mut past);
+    let expected = reference::conv(&DELTA, &numbers(66), (None, true), &input, &mut past);
     assert_close(&setup.rows(setup.x, 4, DELTA.channels), &expected, 1e-5);
     assert_eq!(setup.state(setup.delta, DELTA, 0).0, &input[(4 - DELTA.taps) * DELTA.channels..]);
     // A second copy of the weight is stored in the kernel's order.

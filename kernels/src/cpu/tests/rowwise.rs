@@ -130,6 +130,7 @@ proptest! {
             (GateActivation::GeluErf, Some(reference::gelu_erf)),
             (GateActivation::ReluSquared, Some(reference::relu_squared)),
             (GateActivation::Sigmoid, Some(reference::sigmoid)),
+            (GateActivation::Identity, Some(f64::from)),
             (GateActivation::ClampedSwiglu, None),
         ] {
             for gated in [true, false] {

@@ -49,6 +49,7 @@ impl<'a> Model<'a> {
                 }
                 MixerSpec::DeltaNet(net) => self.delta_net(net, &n),
                 MixerSpec::Mamba2(mamba) => self.mamba2(mamba, &n),
+                MixerSpec::ShortConv(short) => self.short_conv(short, &n),
             };
             caches.resize_with(index + 1, || None);
             add(&mut x, &self.maybe_norm(&layer.mixer_post_norm, &mixed), layer.residual_scale);

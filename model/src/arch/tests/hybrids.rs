@@ -229,3 +229,29 @@ fn granite_without_recurrent_layers() {
     let (_, gate, row_gate) = shared_and_routed(&spec.layers[1]);
     assert_eq!((gate.rows, row_gate), (20, &None));
 }
+
+#[test]
+fn lfm2() {
+    let plan = Plan::of_fixture("hf/lfm2_moe");
+    let read = |plan: &Plan| ModelSpec::from_file(&plan.open());
+    let spec = read(&plan).unwrap();
+    assert!(spec.is_recurrent());
+    let MixerSpec::ShortConv(short) = &spec.layers[0].mixer else { panic!("{:?}", spec.layers[0].mixer) };
+    let slice = |start| Some(RowSlice { of: 48, period: 48, start, len: 16 });
+    assert_eq!([short.b.slice, short.c.slice, short.x.slice], [slice(0), slice(16), slice(32)]);
+    assert_eq!((short.conv.taps, short.conv.channels), (3, 16));
+    let FfnSpec::Moe(moe) = only_part(&spec.layers[1]) else { panic!() };
+    assert!(moe.sigmoid && moe.renormalise && moe.selection_bias.is_some());
+    assert_eq!(moe.scale, 1.5);
+    // A converter's other name of the last norm.
+    let renamed = plan.clone().without("output_norm.weight").tensor("token_embd_norm.weight", &[16]);
+    let norm = read(&renamed).unwrap().logits().unwrap().norm.weight.clone();
+    assert_eq!(norm.as_deref(), Some("token_embd_norm.weight"));
+    for (key, value) in [("shortconv.l_cache", 0_u32), ("attention.head_count_kv", 3)] {
+        let key = format!("lfm2moe.{key}");
+        let error = read(&plan.clone().set(&key, value)).unwrap_err().to_string();
+        assert!(error.contains(&key), "{error}");
+    }
+    let error = read(&plan.without("blk.2.shortconv.conv.weight")).unwrap_err();
+    assert!(error.to_string().contains("blk.2.shortconv.conv.weight"), "{error}");
+}

@@ -238,3 +238,51 @@ fn a_latent_cache_has_one_key_for_all_heads() {
     let error = deepseek().set("v_head_dim", json!(0)).error();
     assert!(error.contains("kv_b_proj.weight"), "{error}");
 }
+
+#[test]
+fn lfm2_reads_both_forms_of_its_settings() {
+    let settings = json!({"model_type": "lfm2", "norm_eps": 1e-5, "conv_L_cache": 3, "block_ff_dim": 100,
+        "block_multiple_of": 8, "full_attn_idxs": [1], "num_hidden_layers": 2, "tie_embedding": true});
+    let mut plan = Plan::new(settings, &[]);
+    plan.tensors.clear();
+    for layer in 0..2 {
+        let mixer: &[(&str, &[usize])] = match layer {
+            0 => &[("conv.in_proj", &[96, 32]), ("conv.conv", &[32, 1, 3]), ("conv.out_proj", &[32, 32])],
+            _ => &[
+                ("self_attn.q_proj", &[32, 32]),
+                ("self_attn.k_proj", &[16, 32]),
+                ("self_attn.v_proj", &[16, 32]),
+                ("self_attn.out_proj", &[32, 32]),
+                ("self_attn.q_layernorm", &[16]),
+                ("self_attn.k_layernorm", &[16]),
+            ],
+        };
+        let others: [(&str, &[usize]); 5] = [
+            ("operator_norm", &[32]),
+            ("ffn_norm", &[32]),
+            // Two thirds of 100, as a multiple of 8.
+            ("feed_forward.w1", &[72, 32]),
+            ("feed_forward.w2", &[32, 72]),
+            ("feed_forward.w3", &[72, 32]),
+        ];
+        for (name, shape) in mixer.iter().chain(&others) {
+            plan = plan.with(&format!("model.layers.{layer}.{name}.weight"), shape);
+        }
+    }
+    plan = plan.with("model.embed_tokens.weight", &[48, 32]).with("model.embedding_norm.weight", &[32]);
+    let spec = plan.spec().unwrap();
+    assert_eq!(spec.layers[0].mixer.state_elements(), 3 * 32);
+    assert!(spec.attention(0).is_none() && spec.attention(1).unwrap().q_norm.is_some());
+    let named = plan.clone().set("layer_types", json!(["conv", "full_attention"]));
+    assert_eq!(named.spec().unwrap(), spec);
+    let error = named.set("layer_types", json!(["conv", "mamba"])).error();
+    assert!(error.contains("layer_types is") && error.contains("conv and full_attention"), "{error}");
+    let error = plan.clone().set("full_attn_idxs", json!([2])).error();
+    assert!(error.contains("full_attn_idxs is") && error.contains("numbers of the 2 layers"), "{error}");
+    let error = plan.clone().set("block_auto_adjust_ff_dim", json!(false)).error();
+    assert!(error.contains("blk.0.ffn_gate.weight") && error.contains("100"), "{error}");
+    let biased = plan.with("model.layers.0.conv.in_proj.bias", &[96]);
+    let spec = biased.spec().unwrap();
+    let crate::spec::MixerSpec::ShortConv(short) = &spec.layers[0].mixer else { panic!() };
+    assert_eq!(short.c.bias.as_deref(), Some("blk.0.shortconv.in_proj.bias"));
+}

@@ -69,6 +69,8 @@ pub(super) const TABLE: &[PreTokenizer] = &[
     llama3("llama-bpe"),
     llama3("llama3"),
     llama3("llama-v3"),
+    llama3("falcon-h1"),
+    llama3("lfm2"),
 ];
 
 /// The row of `name`.

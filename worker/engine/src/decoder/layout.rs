@@ -128,6 +128,7 @@ pub(super) fn place_caches(
                 rows: mamba.head_dim,
                 cols: mamba.state,
             },
+            MixerSpec::ShortConv(short) => StateShape::of_conv(short.conv.channels, short.conv.taps),
         };
         let heads = config.state_type.heads(own.mixer.memory());
         narrow_heads += heads.iter().filter(|head| **head != HeadType::F32).count();
@@ -268,6 +269,11 @@ impl Widths {
                 raise(&mut self.heads, delta.v_heads);
                 raise(&mut self.mixed, delta.out.cols);
                 raise(&mut self.mixer_gate, delta.gate.rows);
+            }
+            MixerSpec::ShortConv(short) => {
+                raise(&mut self.conv, short.x.rows);
+                raise(&mut self.mixer_gate, short.b.rows);
+                raise(&mut self.mixed, short.c.rows);
             }
             MixerSpec::Mamba2(mamba) => {
                 raise(&mut self.conv, mamba.xbc.rows);

@@ -1,10 +1,10 @@
-//! A layer's mixer: attention, delta net, Mamba-2.
+//! A layer's mixer: attention, delta net, Mamba-2, short convolution.
 
 use super::{Buffers, LayerCache, job, normed};
 use crate::Error;
 use crate::weights::{
-    AttentionWeights, DeltaNetWeights, KvWeights, LatentWeights, LayerWeights, Linear, Mamba2Weights,
-    MixerWeights,
+    AttentionWeights, ConvWeights, DeltaNetWeights, KvWeights, LatentWeights, LayerWeights, Linear,
+    Mamba2Weights, MixerWeights, ShortConvWeights,
 };
 use kernels::backend::{
     AttentionOp, Backend, BufferId, ConvOp, DeltaNetOp, GateActivation, GateOp, GatedNormOp, HeadMatmulOp,
@@ -29,8 +29,14 @@ pub(super) fn run(
         (MixerWeights::Mamba2(weights), LayerCache::State(state)) => {
             mamba2(backend, b, weights, input, state)?
         }
+        (MixerWeights::ShortConv(weights), LayerCache::State(state)) => {
+            short_conv(backend, b, weights, input, state)?
+        }
         (MixerWeights::Attention(_), LayerCache::State(_))
-        | (MixerWeights::DeltaNet(_) | MixerWeights::Mamba2(_), LayerCache::Kv(_)) => {
+        | (
+            MixerWeights::DeltaNet(_) | MixerWeights::Mamba2(_) | MixerWeights::ShortConv(_),
+            LayerCache::Kv(_),
+        ) => {
             return Err(Error::Invariant(format!("layer {index} has a cache of another kind")));
         }
     };
@@ -173,7 +179,7 @@ fn delta_net<'a>(
         job(&weights.alpha, b.dt, false),
     ];
     backend.matmul(input, &jobs)?;
-    backend.conv(&ConvOp { x: b.conv, weight: weights.conv.weight, bias: weights.conv.bias, layer })?;
+    backend.conv(&conv_op(&weights.conv, b.conv, true, layer))?;
     backend.delta_net(&DeltaNetOp {
         qkv: b.conv,
         beta: b.beta,
@@ -208,7 +214,7 @@ fn mamba2<'a>(
         job(&weights.dt, b.dt, false),
     ];
     backend.matmul(input, &jobs)?;
-    backend.conv(&ConvOp { x: b.conv, weight: weights.conv.weight, bias: weights.conv.bias, layer })?;
+    backend.conv(&conv_op(&weights.conv, b.conv, true, layer))?;
     backend.mamba2(&Mamba2Op {
         xbc: b.conv,
         dt: b.dt,
@@ -226,4 +232,28 @@ fn mamba2<'a>(
         gate_first: true,
     })?;
     Ok((b.mixed, &weights.out))
+}
+
+fn short_conv<'a>(
+    backend: &mut dyn Backend,
+    b: &Buffers,
+    weights: &'a ShortConvWeights,
+    input: BufferId,
+    layer: StateLayerId,
+) -> Result<Mixed<'a>, Error> {
+    let jobs = [
+        job(&weights.x, b.conv, false),
+        job(&weights.b, b.mixer_gate, false),
+        job(&weights.c, b.mixed, false),
+    ];
+    backend.matmul(input, &jobs)?;
+    let product = |gate, up| GateOp { gate, up: Some(up), up_from: 0, activation: GateActivation::Identity };
+    backend.gate(&product(b.conv, b.mixer_gate))?;
+    backend.conv(&conv_op(&weights.conv, b.conv, false, layer))?;
+    backend.gate(&product(b.mixed, b.conv))?;
+    Ok((b.mixed, &weights.out))
+}
+
+fn conv_op(weights: &ConvWeights, x: BufferId, silu: bool, layer: StateLayerId) -> ConvOp {
+    ConvOp { x, weight: weights.weight, bias: weights.bias, silu, layer }
 }

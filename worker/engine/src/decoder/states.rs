@@ -12,7 +12,8 @@ pub struct LayerState {
     pub conv: Vec<f32>,
     /// Shape of `conv`.
     pub conv_shape: [usize; 2],
-    /// `[heads][rows][cols]`. Delta net: key by value; Mamba-2: channel by state. Value heads that share a
+    /// `[heads][rows][cols]`. Delta net: key by value; Mamba-2: channel by state; empty for a short
+    /// convolution. Value heads that share a
     /// key head are adjacent, whatever their order in the file.
     pub recurrent: Vec<f32>,
     /// Shape of `recurrent`.
@@ -30,6 +31,7 @@ impl Decoder {
                 MixerSpec::Attention(_) => continue,
                 MixerSpec::DeltaNet(d) => (d.conv.channels, d.conv.taps, [d.v_heads, d.k_dim, d.v_dim]),
                 MixerSpec::Mamba2(m) => (m.conv.channels, m.conv.taps, [m.heads, m.head_dim, m.state]),
+                MixerSpec::ShortConv(s) => (s.conv.channels, s.conv.taps, [0; 3]),
             };
             let mut by_position = vec![0f32; channels * taps];
             let mut recurrent = vec![0f32; shape.iter().product()];

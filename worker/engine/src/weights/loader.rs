@@ -3,7 +3,7 @@
 use super::{
     AttentionWeights, Classifier, ConvWeights, DeltaNetWeights, EmbeddingWeights, FfnPart, FfnWeights, Head,
     KvWeights, LatentWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights, MoeWeights, OwnKvWeights,
-    Packs, PerLayerInputWeights, PerLayerWeights, TensorSource, TensorView, Weights,
+    Packs, PerLayerInputWeights, PerLayerWeights, ShortConvWeights, TensorSource, TensorView, Weights,
 };
 use crate::Error;
 use kernels::backend::{
@@ -13,7 +13,7 @@ use kernels::backend::{
 use model::spec::{
     self, Activation, AttentionSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, FfnSpec, HeadGrouping, KvSpec,
     LatentSpec, LayerSpec, LinearSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec,
-    OutputSpec, RopeFactors, RowSlice, TableSpec,
+    OutputSpec, RopeFactors, RowSlice, ShortConvSpec, TableSpec,
 };
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -144,6 +144,7 @@ impl<'a> Loader<'a> {
             MixerSpec::Attention(attention) => MixerWeights::Attention(Box::new(self.attention(attention)?)),
             MixerSpec::DeltaNet(delta) => MixerWeights::DeltaNet(Box::new(self.delta_net(delta)?)),
             MixerSpec::Mamba2(mamba) => MixerWeights::Mamba2(Box::new(self.mamba2(mamba)?)),
+            MixerSpec::ShortConv(short) => MixerWeights::ShortConv(Box::new(self.short_conv(short)?)),
         };
         let mut ffn = Vec::with_capacity(layer.ffn.len());
         for part in &layer.ffn {
@@ -261,6 +262,16 @@ impl<'a> Loader<'a> {
         })
     }
 
+    fn short_conv(&mut self, short: &ShortConvSpec) -> Result<ShortConvWeights, Error> {
+        Ok(ShortConvWeights {
+            b: self.linear(&short.b)?,
+            c: self.linear(&short.c)?,
+            x: self.linear(&short.x)?,
+            conv: self.conv(&short.conv)?,
+            out: self.linear(&short.out)?,
+        })
+    }
+
     /// The parameters of the heads' decay, and the resulting memory of each head.
     fn decay(
         &mut self,
@@ -344,9 +355,19 @@ impl<'a> Loader<'a> {
         }
         Ok(Linear {
             matrix,
-            bias: self.optional_vector(linear.bias.as_deref(), linear.rows)?,
+            bias: linear.bias.as_deref().map(|name| self.bias(name, linear)).transpose()?,
             scale: scale.unwrap_or(1.0) * linear.factor,
         })
+    }
+
+    /// The bias of the rows that are used.
+    fn bias(&mut self, name: &str, linear: &LinearSpec) -> Result<VectorId, Error> {
+        let mut values = self.floats(name, linear.tensor_rows())?;
+        if let Some(RowSlice { period, start, len, .. }) = linear.slice {
+            let periods = values.chunks_exact(period.max(1));
+            values = periods.flat_map(|rows| &rows[start..start + len]).copied().collect();
+        }
+        Ok(self.backend.create_vector(&values)?)
     }
 
     fn experts(&mut self, linear: &LinearSpec, moe: &MoeSpec) -> Result<MatrixId, Error> {

@@ -225,7 +225,7 @@ impl Model {
             normed,
             &[job(triple, inputs, false), job(single, beta, false), job(single, alpha, false)],
         )?;
-        backend.conv(&ConvOp { x: inputs, weight: self.conv, bias: None, layer })?;
+        backend.conv(&ConvOp { x: inputs, weight: self.conv, bias: None, silu: true, layer })?;
         let (a, dt_bias) = (self.constant, self.constant);
         let (k_heads, tiled, l2_eps) = (1, false, 1e-6);
         let op = DeltaNetOp { qkv: inputs, beta, alpha, a, dt_bias, k_heads, tiled, l2_eps, out, layer };

@@ -93,7 +93,7 @@ impl Model<'_> {
                     let from = (at + tap + 1).checked_sub(spec.taps)?;
                     Some(weight[c * spec.taps + tap] * x[from][c])
                 });
-                silu(taps.sum::<f64>() + bias.as_ref().map_or(0.0, |bias| bias[c]))
+                taps.sum::<f64>() + bias.as_ref().map_or(0.0, |bias| bias[c])
             };
             (0..spec.channels).map(channel).collect()
         };
@@ -102,7 +102,7 @@ impl Model<'_> {
 
     pub(super) fn delta_net(&self, net: &DeltaNetSpec, n: &Rows) -> Rows {
         let DeltaNetSpec { k_heads, v_heads, k_dim, v_dim, .. } = *net;
-        let u = self.conv(&net.conv, &self.linear(&net.qkv, n));
+        let u = activated(self.conv(&net.conv, &self.linear(&net.qkv, n)));
         let (gate, beta) = (self.linear(&net.gate, n), self.linear(&net.beta, n));
         let (alpha, a, dt_bias) =
             (self.linear(&net.alpha, n), self.tensor(&net.a), self.tensor(&net.dt_bias));
@@ -145,7 +145,7 @@ impl Model<'_> {
     pub(super) fn mamba2(&self, mamba: &Mamba2Spec, n: &Rows) -> Rows {
         let Mamba2Spec { heads, head_dim, groups, state, .. } = *mamba;
         let (z, dt) = (self.linear(&mamba.z, n), self.linear(&mamba.dt, n));
-        let u = self.conv(&mamba.conv, &self.linear(&mamba.xbc, n));
+        let u = activated(self.conv(&mamba.conv, &self.linear(&mamba.xbc, n)));
         let [a, d, dt_bias] = [&mamba.a, &mamba.d, &mamba.dt_bias].map(|name| self.tensor(name));
         let inner = heads * head_dim;
         let mut states = vec![vec![vec![0.0; state]; head_dim]; heads];
@@ -169,4 +169,20 @@ impl Model<'_> {
         }
         self.linear(&mamba.out, &self.norm(&mamba.norm, &out))
     }
+
+    pub(super) fn short_conv(&self, short: &ShortConvSpec, n: &Rows) -> Rows {
+        let [b, c, x] = [&short.b, &short.c, &short.x].map(|linear| self.linear(linear, n));
+        let y = product(&c, &self.conv(&short.conv, &product(&b, &x)));
+        self.linear(&short.out, &y)
+    }
+}
+
+fn product(a: &Rows, b: &Rows) -> Rows {
+    let row = |(a, b): (&Vec<f64>, &Vec<f64>)| a.iter().zip(b).map(|(a, b)| a * b).collect();
+    a.iter().zip(b).map(row).collect()
+}
+
+fn activated(mut x: Rows) -> Rows {
+    x.iter_mut().flatten().for_each(|x| *x = silu(*x));
+    x
 }
