@@ -38,7 +38,8 @@ pub(crate) fn any_port() -> SocketAddr {
 pub(crate) fn path(model: &str) -> PathBuf {
     let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
     let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
-    root.join(format!("{model}.gguf"))
+    let folder = root.join(model);
+    if folder.is_dir() { folder } else { root.join(format!("{model}.gguf")) }
 }
 
 pub(crate) fn options(kv_type: KvType) -> EngineOptions {

@@ -26,12 +26,16 @@ use proto::stage::{ActivationType, StageAddress};
 use std::path::Path;
 use tempfile::TempDir;
 
-/// Full attention, sliding windows, delta net, Mamba-2.
-const KINDS: [&str; 4] = [
+/// Full attention, sliding windows, delta net, Mamba-2; folders whose tensors are converted: NVFP4, AWQ, latent
+/// attention with transposed matrices.
+const KINDS: [&str; 7] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/fmt-nvfp4-ct",
+    "hf/fmt-awq-gemm",
+    "hf/deepseek_v3",
 ];
 const LLAMA: &str = KINDS[0];
 /// Larger than any of these models, in bytes.
@@ -83,12 +87,12 @@ async fn shipped(
     (answer, bytes)
 }
 
-/// Bytes of all distinct chunks of a model.
+/// Bytes of all distinct chunks that a model's worker needs: folders may also have scales that it does not use.
 fn chunk_bytes(model: &str) -> u64 {
     let manifest = manifest(model);
     let mut seen = std::collections::HashSet::new();
-    let tensors = manifest.header().tensors();
-    let chunks = tensors.flat_map(|info| manifest.chunks(info.name()).unwrap());
+    let spec = ModelSpec::from_header(manifest.header()).unwrap();
+    let chunks = spec.tensors().into_iter().flat_map(|name| manifest.chunks(name).unwrap());
     chunks.filter(|chunk| seen.insert(chunk.id)).map(|chunk| chunk.bytes as u64).sum()
 }
 
