@@ -3,7 +3,7 @@
 use crate::config::ConfigError;
 use crate::home;
 use crate::models::resolve_or_pull;
-use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::numerics::{self, ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Context, Result};
 use engine::engine::{Engine, EngineRequest, StepOutcome};
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
@@ -35,6 +35,9 @@ pub(crate) struct EngineArgs {
     /// Activation type that quantised matrices are multiplied with
     #[arg(long, value_enum, default_value = "int8")]
     pub(crate) activations: ActivationsArg,
+    /// Longest sequence [default: the model's limit]. Models with rotary factors for short and for long contexts choose by it
+    #[arg(long, value_name = "TOKENS")]
+    pub(crate) max_model_len: Option<u32>,
 }
 
 impl EngineArgs {
@@ -45,6 +48,7 @@ impl EngineArgs {
             kv_type: self.kv_type.into(),
             state_type: self.state_type.with_tau(self.state_tau)?,
             activations: self.activations.into(),
+            max_model_len: numerics::model_len(self.max_model_len)?,
             digests: home::digests(),
             device: self.device.into(),
             cubins: home::cubins(),

@@ -2,6 +2,7 @@
 
 use crate::config::ConfigError;
 use engine::decoder::StateType;
+use engine::scheduler::MAX_CONTEXT;
 use serde::{Deserialize, Serialize};
 use worker::load::DeviceChoice;
 
@@ -71,6 +72,16 @@ impl StateTypeArg {
                 tau => Err(ConfigError::field("state_tau", tau, format!("1 to {}", StateType::MAX_TAU))),
             },
         }
+    }
+}
+
+/// The longest sequence that `--max-model-len` allows.
+pub(crate) fn model_len(tokens: Option<u32>) -> Result<Option<usize>, ConfigError> {
+    match tokens.map(|tokens| tokens as usize) {
+        Some(tokens) if !(2..=MAX_CONTEXT).contains(&tokens) => {
+            Err(ConfigError::field("max_model_len", tokens, format!("2 to {MAX_CONTEXT}")))
+        }
+        tokens => Ok(tokens),
     }
 }
 

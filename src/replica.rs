@@ -64,6 +64,9 @@ pub(crate) fn start(
         if let Some(tau) = engine.state_tau {
             flag("state-tau", tau.to_string());
         }
+        if let Some(tokens) = engine.max_model_len {
+            flag("max-model-len", tokens.to_string());
+        }
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let started = runtime.block_on(async {
             let mut child = child::spawn(&arguments, &log, &[])?;

@@ -11,7 +11,7 @@ use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::{CoordinatorSettings, RoutingArg};
 use crate::cpus::{self, CpuSet, GpuPlace};
 use crate::external::{self, EngineOption};
-use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::numerics::{self, ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::role::RoleArg;
 use crate::spec::SpecArg;
 use crate::worker::WorkerSettings;
@@ -145,6 +145,10 @@ struct UpSettings {
     /// Activation type that quantised matrices are multiplied with [default: int8]
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     activations: Option<ActivationsArg>,
+    /// Longest sequence in tokens [default: the model's limit]. Models with rotary factors for short and for long
+    /// contexts choose by it
+    #[arg(long, value_name = "TOKENS", env = "KVASIR_MAX_MODEL_LEN")]
+    max_model_len: Option<u32>,
     /// Drafter of speculative decoding: off, ngram (the tokens that followed the last ones earlier), draft-mtp
     /// (the MTP head in the model's own file), draft-mtp:MODEL (a drafter made for the model), draft:MODEL
     /// (a smaller model with the same vocabulary); the output does not depend on it [default: off]
@@ -232,6 +236,7 @@ impl Plan {
             return Err(ConfigError::field("threads", settings.threads.unwrap_or(0), limit));
         }
         settings.state_type.unwrap_or(StateTypeArg::F32).with_tau(settings.state_tau)?;
+        numerics::model_len(settings.max_model_len)?;
         let shares = cpus::share(&usable, cpus::capacity(), workers, settings.threads);
         let gpus = cpus::place_on_gpus(workers, gpus);
         Ok(Self { coordinators, workers, shards, shares, gpus, settings })
@@ -319,6 +324,7 @@ impl Plan {
                 state_type: self.settings.state_type,
                 state_tau: self.settings.state_tau,
                 activations: self.settings.activations,
+                max_model_len: self.settings.max_model_len,
                 spec: self.settings.spec.clone(),
                 snapshot_dir: Some(dir.snapshots(&name)),
                 pool: self.shards.map(|_| true),

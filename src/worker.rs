@@ -7,7 +7,7 @@ use crate::front::LocalCoordinator;
 use crate::home;
 use crate::models::{require_weights, resolve_bundle};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, io_runtime};
-use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
+use crate::numerics::{self, ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
 use crate::plan::{compute, decode_bandwidth};
 use crate::role::RoleArg;
@@ -187,6 +187,10 @@ pub(crate) struct WorkerSettings {
     /// Activation type that quantised matrices are multiplied with [default: int8].
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     pub(crate) activations: Option<ActivationsArg>,
+    /// Longest sequence in tokens [default: the model's limit]. Models with rotary factors for short and for long
+    /// contexts choose by it, so it must be the same for all workers of a model.
+    #[arg(long, value_name = "TOKENS", env = "KVASIR_MAX_MODEL_LEN")]
+    pub(crate) max_model_len: Option<u32>,
     /// Drafter of speculative decoding: off, ngram (the tokens that followed the last ones earlier), draft-mtp
     /// (the MTP head in the model's own file), draft-mtp:MODEL (a drafter made for the model), draft:MODEL
     /// (a smaller model with the same vocabulary); the output does not depend on it [default: off].
@@ -457,6 +461,7 @@ impl WorkerSettings {
                 Some(StateTypeArg::F32) | None => None,
             },
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
+            max_model_len: self.max_model_len,
             spec: or!(spec, SpecArg::Off, "it pays only if answers quote their prompts"),
             max_seqs: match &defaults {
                 Some(defaults) if pooled != Some(true) => {
@@ -497,6 +502,7 @@ impl WorkerSettings {
             ("kv_type", self.kv_type.is_some_and(|ty| ty != KvTypeArg::F16)),
             ("state_type", self.state_type.is_some_and(|ty| ty != StateTypeArg::F32)),
             ("activations", self.activations.is_some_and(|ty| ty != ActivationsArg::Int8)),
+            ("max_model_len", self.max_model_len.is_some()),
             ("max_seqs", self.max_seqs.is_some()),
             ("chunk", self.chunk.is_some()),
         ];
@@ -562,6 +568,7 @@ impl WorkerSettings {
             tiers: self.tiers(),
             chunk: self.chunk,
             max_sequences: self.max_seqs,
+            max_model_len: numerics::model_len(self.max_model_len)?,
             workers: self.workers_here.unwrap_or(default.workers),
             digests: home::digests(),
             device: self.device.unwrap_or(Device::Auto).into(),
@@ -758,6 +765,10 @@ mod tests {
             (WorkerSettings { threads: Some(0), ..Default::default() }, "`threads`: 0"),
             (WorkerSettings { block_tokens: Some(17), ..Default::default() }, "`block_tokens`: 17"),
             (WorkerSettings { max_seqs: Some(1 << 20), ..Default::default() }, "`max_seqs`: 1048576"),
+            (
+                WorkerSettings { max_model_len: Some(1), model: tiny_model(), ..Default::default() },
+                "`max_model_len`: 1",
+            ),
             (WorkerSettings { cpus: "0".parse().ok(), threads: Some(2), ..Default::default() }, "`cpus`: 0"),
             (WorkerSettings { shipping_lanes: Some(0), ..Default::default() }, "`shipping_lanes`: 0"),
             (WorkerSettings { shipping_lanes: Some(17), ..Default::default() }, "`shipping_lanes`: 17"),

@@ -79,7 +79,7 @@ const ARCHES: &[Arch] = &[
     arch("mistral3", mistral3::translate),
     arch("nemotron_h", nemotron_h::translate),
     arch("olmo2", olmo2::translate),
-    Arch { ignores: phi3::is_other_factors, ..arch("phi3", phi3::translate) },
+    arch("phi3", phi3::translate),
     arch("qwen2", qwen2::translate),
     arch("qwen2moe", qwen2::translate_moe),
     arch("qwen3", qwen3::translate),

@@ -230,6 +230,28 @@ impl ModelSpec {
         }
     }
 
+    /// Lowers the longest sequence to `tokens`. Frequency factors that depend on it are chosen anew.
+    pub fn limit_context(&mut self, tokens: usize) {
+        self.context_length = self.context_length.min(tokens);
+        for layer in &mut self.layers {
+            let MixerSpec::Attention(attention) = &mut layer.mixer else { continue };
+            let factors = attention.rope.as_mut().and_then(|rope| rope.factors.as_mut());
+            if let Some(RopeFactors::ByContext { original, is_long, .. }) = factors {
+                *is_long = self.context_length > *original;
+            }
+        }
+    }
+
+    /// What results depend on beside the file: frequency factors for short or for long contexts.
+    pub fn context_class(&self) -> Option<&'static str> {
+        let ropes = (0..self.layers.len()).filter_map(|layer| self.attention(layer)?.rope.as_ref());
+        ropes.filter_map(|rope| rope.factors.as_ref()).find_map(|factors| match factors {
+            RopeFactors::ByContext { is_long: true, .. } => Some("rope-long"),
+            RopeFactors::ByContext { is_long: false, .. } => Some("rope-short"),
+            RopeFactors::Tensor(_) | RopeFactors::Values(_) => None,
+        })
+    }
+
     /// Whether any layer has a recurrent state.
     pub fn is_recurrent(&self) -> bool {
         self.layers.iter().any(|layer| !matches!(layer.mixer, MixerSpec::Attention(_)))

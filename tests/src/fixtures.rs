@@ -4,7 +4,7 @@ use anyhow::{Context, ensure};
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Tiny models with recurrent layers, by the manifest's name.
@@ -176,6 +176,13 @@ pub struct Tensors(Vec<u8>);
 impl Tensors {
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         std::fs::read(path).map(Self).with_context(|| path.display().to_string())
+    }
+
+    /// Names of all tensors that begin with `prefix`, without it, in order.
+    pub fn names(&self, prefix: &str) -> anyhow::Result<Vec<String>> {
+        let file = SafeTensors::deserialize(&self.0)?;
+        let names = file.names().into_iter().filter_map(|name| name.strip_prefix(prefix)).map(str::to_owned);
+        Ok(names.collect::<BTreeSet<String>>().into_iter().collect())
     }
 
     /// The values of an F32 tensor, row-major; `None` if there is no such tensor.

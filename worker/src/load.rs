@@ -81,7 +81,7 @@ pub struct EngineOptions {
     pub max_rows: Option<usize>,
     /// Maximum number of sequences that are admitted at once. `None`: computed.
     pub max_sequences: Option<usize>,
-    /// Maximum tokens of a sequence. `None`: the model's own limit.
+    /// Maximum tokens of a sequence. `None`: the model's own limit, which a larger number does not raise.
     pub max_model_len: Option<usize>,
     pub prefix_cache: bool,
     /// Bytes of the KV arena that pinned prefixes may hold. `None`: a quarter.
@@ -185,7 +185,7 @@ pub struct Plan {
 /// Loads a decoder without a KV arena.
 pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Decoder, Error> {
     let gguf = ModelFile::open(path)?;
-    let spec = ModelSpec::from_file(&gguf)?;
+    let spec = spec_of(&gguf, options)?;
     generates(&spec)?;
     let rows = options.max_rows.unwrap_or(512);
     let layers = 0..spec.layers.len();
@@ -236,7 +236,7 @@ fn generates(spec: &ModelSpec) -> Result<(), Error> {
 /// Computes the defaults for a model on this machine without loading weights.
 pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
     let gguf = ModelFile::open(path)?;
-    plan_for(&gguf, &ModelSpec::from_file(&gguf)?, options)
+    plan_for(&gguf, &spec_of(&gguf, options)?, options)
 }
 
 /// Costs of the drafter `speculative_method` next to the model in `path`, without loading anything. `None` for drafters
@@ -288,14 +288,13 @@ fn prepare_on(
     progress: &mut Progress<'_>,
 ) -> Result<Prepared, Error> {
     let gguf = ModelFile::open(path)?;
-    let spec = ModelSpec::from_file(&gguf)?;
+    let spec = spec_of(&gguf, options)?;
     generates(&spec)?;
     let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
     let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
     let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
     let max_sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
-    let len_limit =
-        options.max_model_len.unwrap_or(spec.context_length).min(spec.context_length).min(MAX_CONTEXT);
+    let len_limit = spec.context_length.min(MAX_CONTEXT);
     let rows = match options.max_rows {
         Some(rows) => rows,
         None if chunk == 0 => len_limit,
@@ -312,7 +311,7 @@ fn prepare_on(
     let (layers, mut joining, last_stage_drafter) = match replica {
         None => (0..spec.layers.len(), None, None),
         Some(replica) => {
-            let class = stages::class(backend.info(), &model_digest, options);
+            let class = stages::class(backend.info(), &model_digest, &spec, options);
             let last_stage_drafter = drafter::last_stage_drafter(options, (&gguf, &spec), max_sequences)?;
             let join_request = (model_digest, class, last_stage_drafter);
             let (first, joining) = replica.join(&spec, join_request, rows, options.block_tokens)?;
@@ -486,7 +485,7 @@ fn describe(
 
 /// The numeric class, as text.
 fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) -> String {
-    let class = base_class(decoder.backend().info(), model_digest, kv_type);
+    let class = base_class(decoder.backend().info(), model_digest, decoder.spec(), kv_type);
     match decoder.state_class() {
         Some(state) => format!("{class}/{state}"),
         None => class,
@@ -494,9 +493,22 @@ fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) ->
 }
 
 /// The numeric class without the state type.
-fn base_class(info: &BackendInfo, model_digest: &[u8; 32], kv_type: KvType) -> String {
+fn base_class(info: &BackendInfo, model_digest: &[u8; 32], spec: &ModelSpec, kv_type: KvType) -> String {
     let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name())
+    let class = format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name());
+    match spec.context_class() {
+        Some(factors) => format!("{class}/{factors}"),
+        None => class,
+    }
+}
+
+/// The model in a file, for sequences of the configured length.
+fn spec_of(file: &ModelFile, options: &EngineOptions) -> Result<ModelSpec, Error> {
+    let mut spec = ModelSpec::from_file(file)?;
+    if let Some(tokens) = options.max_model_len {
+        spec.limit_context(tokens);
+    }
+    Ok(spec)
 }
 
 fn load_decoder(
@@ -661,7 +673,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>()
             + past,
         activation_bytes_per_row: activation_bytes(spec) + mtp_head_rows,
-        max_context: options.max_model_len.unwrap_or(spec.context_length).min(MAX_CONTEXT) as u32,
+        max_context: spec.context_length.min(MAX_CONTEXT) as u32,
     };
     Ok(Plan { defaults: defaults(host, needs), host, needs, task: engine::encoder::task(spec) })
 }

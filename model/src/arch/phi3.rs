@@ -25,23 +25,23 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     Ok(decoder.model(layers, decoder.logits()?))
 }
 
-/// The long factors if the model's context is longer than the original one. They are chosen once: a sequence's
-/// numbers must not change while it grows.
+/// Long factors if the context is longer than the original one. They are chosen once: a sequence's numbers must not
+/// change while it grows.
 fn rope(decoder: &Decoder<'_>) -> Result<RopeSpec, Error> {
     let (source, plain) = (decoder.source, decoder.plain_rope(RopeStyle::Half)?);
-    let original = source.count("rope.scaling.original_context_length", 1..=limits::CONTEXT)?;
-    let is_long = original.is_some_and(|original| decoder.shape.context_length > original);
-    let name = if is_long { "rope_factors_long.weight" } else { "rope_factors_short.weight" };
-    Ok(RopeSpec {
-        factors: source.optional_floats(name, &[plain.n_rot / 2])?.map(RopeFactors::Tensor),
-        magnitude: source.positive("rope.scaling.attn_factor")?.unwrap_or(1.0),
-        ..plain
-    })
-}
-
-/// Whether `tensor` is of the factors that are not used.
-pub(super) fn is_other_factors(_: &Source<'_>, tensor: &str) -> bool {
-    ["rope_factors_long.weight", "rope_factors_short.weight"].contains(&tensor)
+    let factors = |name| source.optional_floats(name, &[plain.n_rot / 2]);
+    let (short, long) = (factors("rope_factors_short.weight")?, factors("rope_factors_long.weight")?);
+    let factors = match short.zip(long) {
+        Some((short, long)) => {
+            let key = "rope.scaling.original_context_length";
+            let original = source.require_count(key, 1..=limits::CONTEXT)?;
+            let is_long = decoder.shape.context_length > original;
+            Some(RopeFactors::ByContext { short, long, original, is_long })
+        }
+        None => None,
+    };
+    let magnitude = source.positive("rope.scaling.attn_factor")?.unwrap_or(1.0);
+    Ok(RopeSpec { factors, magnitude, ..plain })
 }
 
 /// Rows of all query heads, of all key heads, of all value heads.

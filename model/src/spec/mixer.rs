@@ -218,8 +218,29 @@ pub struct RopeSpec {
 pub enum RopeFactors {
     /// Name of an F32 tensor of them.
     Tensor(String),
+    /// Two such tensors, of which all sequences of a model have the same:
+    /// [`ModelSpec::limit_context`](super::ModelSpec::limit_context) chooses.
+    ByContext {
+        /// For contexts of at most `original` tokens.
+        short: String,
+        /// For longer ones.
+        long: String,
+        original: usize,
+        is_long: bool,
+    },
     /// Computed from hyper-parameters.
     Values(Vec<f32>),
+}
+
+impl RopeFactors {
+    /// Names of all tensors that a choice may need.
+    pub(super) fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+        match self {
+            Self::Tensor(name) => names.push(name),
+            Self::ByContext { short, long, .. } => names.extend([short.as_str(), long]),
+            Self::Values(_) => {}
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

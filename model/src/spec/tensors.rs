@@ -6,8 +6,7 @@ use std::ops::Range;
 use super::{
     AttentionSpec, ClassifierSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, ExpertGateUp, FfnPart, FfnSpec,
     KvSpec, LatentSpec, LayerSpec, LinearSpec, LogitsSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec,
-    NormSpec, OutputSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, PooledSpec, RopeFactors, ShortConvSpec,
-    TableSpec,
+    NormSpec, OutputSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec, PooledSpec, ShortConvSpec, TableSpec,
 };
 
 impl ModelSpec {
@@ -152,8 +151,8 @@ impl AttentionSpec {
                 latent_norm.push_tensors(names);
             }
         }
-        if let Some(RopeFactors::Tensor(name)) = self.rope.as_ref().and_then(|rope| rope.factors.as_ref()) {
-            names.push(name);
+        if let Some(factors) = self.rope.as_ref().and_then(|rope| rope.factors.as_ref()) {
+            factors.push_tensors(names);
         }
         names.extend(self.sinks.as_deref());
         self.o.push_tensors(names);

@@ -38,6 +38,8 @@ fn exit_codes() {
         (&["up", "--workers", "0"], BAD_CONFIG),
         (&["up", "--listen-public"], BAD_CONFIG),
         (&["up", "--state-tau", "8"], BAD_CONFIG),
+        (&["up", "--max-model-len", "1"], BAD_CONFIG),
+        (&["run", "m.gguf", "-p", "a", "--max-model-len", "1048577"], BAD_CONFIG),
         (&["run", "m.gguf", "-p", "a", "--state-type", "auto-bf16", "--state-tau", "0"], BAD_CONFIG),
         (&["run", "m.gguf", "-p", "a", "--state-type", "bf16"], BAD_USAGE),
         (&["run", "m.gguf", "-p", "a", "--spec", "draft"], BAD_USAGE),

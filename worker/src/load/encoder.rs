@@ -3,6 +3,7 @@
 use super::text_backends::{TextModel, load_encoder};
 use super::{
     EngineOptions, Memory, Plan, Progress, backend, describe, digest, environment, load_decoder, plan_for,
+    spec_of,
 };
 use crate::Error;
 use crate::defaults::Defaults;
@@ -54,7 +55,7 @@ struct Read {
 impl Read {
     fn new(path: &Path, options: &EngineOptions) -> Result<Self, Error> {
         let file = ModelFile::open(path)?;
-        let spec = ModelSpec::from_file(&file)?;
+        let spec = spec_of(&file, options)?;
         if let ModelTask::Embed { width } | ModelTask::Rerank { scores: width } = task(&spec)
             && !(1..=MAX_ENCODED_WIDTH).contains(&width)
         {
@@ -65,8 +66,7 @@ impl Read {
         let tokenizer = Arc::new(Tokenizer::from_metadata(file.metadata())?);
         let Plan { defaults, .. } = plan_for(&file, &spec, options)?;
         let positions = spec.embedding.positions.as_ref().map_or(usize::MAX, |table| table.rows);
-        let longest = spec.context_length.min(positions).min(MAX_CONTEXT);
-        let text_tokens = options.max_model_len.unwrap_or(longest).min(longest);
+        let text_tokens = spec.context_length.min(positions).min(MAX_CONTEXT);
         let step_tokens = options.chunk.unwrap_or(defaults.chunk.value as usize).max(text_tokens);
         let step_texts = options.max_sequences.unwrap_or(defaults.max_seqs.value).max(1);
         let limits = Limits { vocab: spec.vocab, text_tokens, step_tokens, step_texts };

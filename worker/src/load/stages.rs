@@ -2,7 +2,7 @@
 
 use super::{
     EngineOptions, LoadedModel, Memory, ModelFile, ModelSpec, Prepared, Progress, assemble, backend,
-    base_class, drafter, environment, generates, load_decoder, plan, prepare_on,
+    base_class, drafter, environment, generates, load_decoder, plan, prepare_on, spec_of,
 };
 use crate::Error;
 use crate::defaults::{MIB, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE, arena_cap, max_sequences};
@@ -99,7 +99,7 @@ pub(crate) fn stage(
     (class, drafter): (&str, Option<StageDrafter>),
 ) -> Result<(String, Option<Decoder>), Error> {
     let gguf = ModelFile::open(path)?;
-    let spec = ModelSpec::from_file(&gguf)?;
+    let spec = spec_of(&gguf, options)?;
     generates(&spec)?;
     let cuts = spec.cut_points();
     let ends = |layer: usize| layer == spec.layers.len() || cuts.contains(&layer);
@@ -108,7 +108,7 @@ pub(crate) fn stage(
         return Err(engine::Error::StageStep { reason }.into());
     }
     let backend = backend(options, &environment)?;
-    let own = self::class(backend.info(), &gguf.digest()?, options);
+    let own = self::class(backend.info(), &gguf.digest()?, &spec, options);
     if own != class {
         return Ok((own, None));
     }
@@ -129,8 +129,13 @@ pub(crate) fn admit_kv(path: &Path, options: &EngineOptions, bytes: u64) -> Resu
 
 /// The numeric class that all stages of a replica must share. It contains the requested state type, because
 /// which heads actually get the narrower type is decided layer by layer.
-pub(super) fn class(info: &BackendInfo, model_digest: &[u8; 32], options: &EngineOptions) -> String {
-    let class = base_class(info, model_digest, options.kv_type);
+pub(super) fn class(
+    info: &BackendInfo,
+    model_digest: &[u8; 32],
+    spec: &ModelSpec,
+    options: &EngineOptions,
+) -> String {
+    let class = base_class(info, model_digest, spec, options.kv_type);
     match options.state_type.class() {
         Some(state) => format!("{class}/{state}"),
         None => class,

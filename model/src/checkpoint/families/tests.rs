@@ -286,3 +286,37 @@ fn lfm2_reads_both_forms_of_its_settings() {
     let crate::spec::MixerSpec::ShortConv(short) = &spec.layers[0].mixer else { panic!() };
     assert_eq!(short.c.bias.as_deref(), Some("blk.0.shortconv.in_proj.bias"));
 }
+
+#[test]
+fn long_factors_are_taken_for_contexts_longer_than_the_original() {
+    let settings = json!({"model_type": "phi3", "original_max_position_embeddings": 64, "rope_scaling": {
+        "type": "longrope", "short_factor": vec![1.0; 8], "long_factor": vec![2.0; 8]}});
+    let mlp: [(&str, &[usize]); 3] = [
+        ("self_attn.qkv_proj.weight", &[64, 32]),
+        ("mlp.gate_up_proj.weight", &[128, 32]),
+        ("mlp.down_proj.weight", &[32, 64]),
+    ];
+    let mut plan = Plan::new(settings, &mlp);
+    for name in ["q_proj", "k_proj", "v_proj"] {
+        plan = plan.without(&format!("model.layers.0.self_attn.{name}.weight"));
+    }
+    let class = |plan: &Plan, tokens: usize| {
+        let mut spec = plan.spec().unwrap();
+        spec.limit_context(tokens);
+        (spec.context_class().unwrap(), spec.context_length)
+    };
+    // The model's own context has 128 tokens.
+    for (tokens, expected) in [(1000, ("rope-long", 128)), (65, ("rope-long", 65)), (64, ("rope-short", 64))]
+    {
+        assert_eq!(class(&plan, tokens), expected);
+    }
+    let original = plan.clone().set("original_max_position_embeddings", json!(128));
+    assert_eq!(class(&original, 1000), ("rope-short", 128));
+    // A worker may need either.
+    let spec = plan.spec().unwrap();
+    let tensors = spec.layer_tensors(0..1);
+    assert!(
+        ["rope_factors_short.weight", "rope_factors_long.weight"].iter().all(|name| tensors.contains(name))
+    );
+    assert_eq!(Plan::llama().spec().unwrap().context_class(), None);
+}

@@ -498,6 +498,9 @@ impl<'a> Loader<'a> {
         }
         let factors = match &rope.factors {
             Some(RopeFactors::Tensor(name)) => Some(self.floats(name, rope.n_rot / 2)?),
+            Some(RopeFactors::ByContext { short, long, is_long, .. }) => {
+                Some(self.floats(if *is_long { long } else { short }, rope.n_rot / 2)?)
+            }
             Some(RopeFactors::Values(values)) => Some(values.clone()),
             None => None,
         };

@@ -63,6 +63,9 @@ impl Model<'_> {
         let factors = match &rope.factors {
             None => vec![1.0; half],
             Some(RopeFactors::Tensor(name)) => self.tensor(name),
+            Some(RopeFactors::ByContext { short, long, is_long, .. }) => {
+                self.tensor(if *is_long { long } else { short })
+            }
             Some(RopeFactors::Values(values)) => values.iter().map(|&factor| factor.into()).collect(),
         };
         for (position, row) in x.iter_mut().enumerate() {
