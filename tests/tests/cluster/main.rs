@@ -4,6 +4,7 @@
 mod alone;
 mod choices;
 mod clients;
+mod coder;
 mod collector;
 mod dashboard;
 mod dialects;
