@@ -365,6 +365,7 @@ mod tests {
         mxfp4_experts: "fmt-mxfp4-gptoss",
         latent_attention: "deepseek_v3",
         short_convolutions: "lfm2_moe",
+        attention_beside_mamba2: "falcon_h1",
     }
 
     each! {

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
-use model::spec::{MixerSpec, ModelSpec};
+use model::spec::ModelSpec;
 use model::{ModelFile, spec::AttentionSpec};
 use std::path::PathBuf;
 
@@ -57,15 +57,13 @@ fn bytes(spec: &ModelSpec, tokens: usize) -> Bytes {
     let tokens = tokens.next_multiple_of(BLOCK);
     let (mut held, mut uniform, mut state) = (0, 0, 0);
     for layer in &spec.layers {
-        match &layer.mixer {
-            MixerSpec::Attention(attention) => {
-                // A window that does not end at a block boundary needs one more block.
-                let window = |window: usize| (window - 1).next_multiple_of(BLOCK) + BLOCK;
-                held += kv(attention) * attention.window.map_or(tokens, |w| tokens.min(window(w)));
-                uniform += kv(attention) * tokens;
-            }
-            mixer => state += mixer.state_elements() * STATE_BYTES,
+        if let Some(attention) = layer.attention() {
+            // A window that does not end at a block boundary needs one more block.
+            let window = |window: usize| (window - 1).next_multiple_of(BLOCK) + BLOCK;
+            held += kv(attention) * attention.window.map_or(tokens, |w| tokens.min(window(w)));
+            uniform += kv(attention) * tokens;
         }
+        state += layer.state_elements() * STATE_BYTES;
     }
     Bytes {
         live: held + state,

@@ -17,6 +17,7 @@ mod cohere2;
 mod decoder;
 mod deepseek2;
 mod ernie4_5_moe;
+mod falcon_h1;
 mod ffn;
 mod gemma2;
 mod gemma3;
@@ -63,6 +64,7 @@ const ARCHES: &[Arch] = &[
     arch("cohere2", cohere2::translate),
     Arch { ignores: glm4_moe::is_mtp_head, ..arch("deepseek2", deepseek2::translate) },
     arch("ernie4_5-moe", ernie4_5_moe::translate),
+    arch("falcon-h1", falcon_h1::translate),
     arch("gemma2", gemma2::translate),
     arch("gemma3", gemma3::translate),
     arch("gemma4", gemma4::translate),

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::spec::{ExpertGateUp, FfnSpec, LayerSpec, MixerSpec, MoeSpec};
+use crate::spec::{ExpertGateUp, FfnSpec, LayerSpec, MoeSpec};
 use crate::{GgmlType, ModelFile, ModelSpec};
 
 mod drafter;
@@ -111,7 +111,7 @@ impl ModelCosts {
             let layer = part.checked_sub(1).and_then(|layer| spec.layers.get(layer));
             if let Some(layer) = layer {
                 costs.attention = attention(layer);
-                costs.state_elements = layer.mixer.state_elements() as u64;
+                costs.state_elements = layer.state_elements() as u64;
             }
             let experts = layer.map(experts).unwrap_or_default();
             for name in names {
@@ -273,7 +273,7 @@ fn share(amount: u64, used: usize, of: usize) -> u64 {
 }
 
 fn attention(layer: &LayerSpec) -> Option<AttentionCosts> {
-    let MixerSpec::Attention(attention) = &layer.mixer else { return None };
+    let attention = layer.attention()?;
     Some(AttentionCosts {
         window: attention.window,
         kv_elements: match attention.latent() {

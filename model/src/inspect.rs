@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::arch::ARCHITECTURE_KEY;
 use crate::header::TensorInfo;
+use crate::spec::LayerSpec;
 use crate::{Error, GgmlType, ModelFile, ModelSpec};
 use metadata::Strings;
 
@@ -167,7 +168,7 @@ impl ModelSummary {
                 .filter(|attention| attention.causal)
                 .map(|attention| attention.cache_width())
                 .sum(),
-            state_elements: spec.layers.iter().map(|layer| layer.mixer.state_elements()).sum(),
+            state_elements: spec.layers.iter().map(LayerSpec::state_elements).sum(),
             layer_list,
         }
     }

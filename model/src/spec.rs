@@ -120,7 +120,7 @@ pub struct LogitsSpec {
     pub scale: f32,
 }
 
-/// `y = factor * scale * (W x) + b`. `rows` outputs, `cols` inputs.
+/// `y = factor * scale * (W x) + bias_factor * b`. `rows` outputs, `cols` inputs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearSpec {
     /// Name of the weight tensor, `[cols, rows]` in GGUF order.
@@ -133,6 +133,8 @@ pub struct LinearSpec {
     pub order: Option<String>,
     /// Multiplies the product; 1 if the architecture has none.
     pub factor: f32,
+    /// Multiplies the bias; 1 if the architecture has none.
+    pub bias_factor: f32,
     pub rows: usize,
     pub cols: usize,
     /// The rows used, if the tensor holds several matrices.
@@ -181,6 +183,8 @@ pub struct LayerSpec {
     pub mixer_norm: Option<NormSpec>,
     /// Attention, delta net, Mamba-2 or short convolution.
     pub mixer: MixerSpec,
+    /// A second mixer of the same normed input, of another kind; the sum of both outputs is added.
+    pub parallel_mixer: Option<MixerSpec>,
     /// Norm of the mixer's output before it is added.
     pub mixer_post_norm: Option<NormSpec>,
     /// Norm of the residual itself after the addition (post-norm encoders).
@@ -214,12 +218,9 @@ pub struct PerLayerSpec {
 }
 
 impl ModelSpec {
-    /// The attention of layer `index`, if its mixer is attention.
+    /// The attention of layer `index`, if it has one.
     pub fn attention(&self, index: usize) -> Option<&AttentionSpec> {
-        match &self.layers.get(index)?.mixer {
-            MixerSpec::Attention(attention) => Some(attention),
-            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) | MixerSpec::ShortConv(_) => None,
-        }
+        self.layers.get(index)?.attention()
     }
 
     /// The output head, if the model generates.
@@ -254,15 +255,44 @@ impl ModelSpec {
 
     /// Whether any layer has a recurrent state.
     pub fn is_recurrent(&self) -> bool {
-        self.layers.iter().any(|layer| !matches!(layer.mixer, MixerSpec::Attention(_)))
+        self.layers.iter().flat_map(LayerSpec::mixers).any(|mixer| !matches!(mixer, MixerSpec::Attention(_)))
+    }
+}
+
+impl LayerSpec {
+    /// The mixer and the parallel one.
+    pub fn mixers(&self) -> impl Iterator<Item = &MixerSpec> {
+        std::iter::once(&self.mixer).chain(&self.parallel_mixer)
+    }
+
+    /// The attention among the mixers.
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        self.mixers().find_map(|mixer| match mixer {
+            MixerSpec::Attention(attention) => Some(attention),
+            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) | MixerSpec::ShortConv(_) => None,
+        })
+    }
+
+    /// Elements of the mixers' states.
+    pub fn state_elements(&self) -> usize {
+        self.mixers().map(MixerSpec::state_elements).sum()
     }
 }
 
 impl LinearSpec {
     /// All rows of the tensor `weight`, with neither bias nor scale.
     pub fn new(weight: impl Into<String>, cols: usize, rows: usize) -> Self {
-        let weight = weight.into();
-        Self { weight, bias: None, scale: None, order: None, factor: 1.0, rows, cols, slice: None }
+        Self {
+            weight: weight.into(),
+            bias: None,
+            scale: None,
+            order: None,
+            factor: 1.0,
+            bias_factor: 1.0,
+            rows,
+            cols,
+            slice: None,
+        }
     }
 
     /// Number of rows of the whole tensor.

@@ -22,7 +22,7 @@ use model::ModelFile;
 use model::costs::{DrafterCosts, ModelCosts};
 use model::file::DigestCache;
 use model::shard::{ShardStore, TensorMemory};
-use model::spec::{FfnPart, FfnSpec, MixerSpec, ModelSpec};
+use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
 use pipeline::weight_distribution::Arrivals;
 use pipeline::{DownstreamRanks, PipelineExecutor, Replica};
 use proto::block::{ClusterKey, HASH_UNIT_TOKENS};
@@ -649,12 +649,8 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         _ => None,
     };
     let layers = spec.layers.iter().chain(mtp_head.iter().map(|mtp_head| &mtp_head.layer));
-    let kv_elements: usize = layers
-        .map(|layer| match &layer.mixer {
-            MixerSpec::Attention(attention) => attention.cache_width(),
-            MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) | MixerSpec::ShortConv(_) => 0,
-        })
-        .sum();
+    let kv_elements: usize =
+        layers.filter_map(|layer| layer.attention().map(AttentionSpec::cache_width)).sum();
     // An MTP head adds a hidden state to each recurrent state, and its own activations to each row.
     let (past, mtp_head_rows) =
         mtp_head.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
@@ -670,8 +666,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         row_products: costs.row_products,
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
         // Upper bound: which heads can use a narrower state type is known only once the weights are loaded.
-        state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>()
-            + past,
+        state_bytes: spec.layers.iter().map(|layer| layer.state_elements() as u64 * 4).sum::<u64>() + past,
         activation_bytes_per_row: activation_bytes(spec) + mtp_head_rows,
         max_context: spec.context_length.min(MAX_CONTEXT) as u32,
     };

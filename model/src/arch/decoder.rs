@@ -193,6 +193,7 @@ pub(super) fn bare_layer(mixer: MixerSpec, ffn: Vec<FfnPart>) -> LayerSpec {
     LayerSpec {
         mixer_norm: None,
         mixer,
+        parallel_mixer: None,
         mixer_post_norm: None,
         mixer_out_norm: None,
         parallel: false,

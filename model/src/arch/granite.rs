@@ -110,9 +110,14 @@ impl Ssm {
     }
 
     pub(super) fn layer(&self, decoder: &Decoder<'_>, layer: usize) -> Result<Mamba2Spec, Error> {
+        // These are optional in other architectures.
+        decoder.require(layer, &["ssm_conv1d.bias", "ssm_norm.weight"])?;
+        self.bare_layer(decoder, layer)
+    }
+
+    /// Like [`layer`](Self::layer); the convolution's bias and the norm are optional.
+    pub(super) fn bare_layer(&self, decoder: &Decoder<'_>, layer: usize) -> Result<Mamba2Spec, Error> {
         let (source, hidden) = (decoder.source, decoder.shape.hidden);
-        // This bias is optional in other architectures.
-        decoder.require(layer, &["ssm_conv1d.bias"])?;
         let inner = self.heads * self.head_dim;
         let channels = inner + 2 * self.groups * self.state;
         let rows = inner + channels + self.heads;
@@ -123,7 +128,15 @@ impl Ssm {
         };
         let per_head = |name, dims: &[usize]| source.floats(&decoder.stem(layer, name), dims);
         let width = inner / self.groups;
-        let weight = source.floats(&decoder.stem(layer, "ssm_norm.weight"), &[width, self.groups])?;
+        let weight =
+            source.optional_floats(&decoder.stem(layer, "ssm_norm.weight"), &[width, self.groups])?;
+        let norm = |weight| NormSpec {
+            kind: NormKind::Rms,
+            weight: Some(weight),
+            bias: None,
+            eps: decoder.eps,
+            width,
+        };
         Ok(Mamba2Spec {
             heads: self.heads,
             head_dim: self.head_dim,
@@ -136,7 +149,8 @@ impl Ssm {
             a: per_head("ssm_a", &[1, self.heads])?,
             d: per_head("ssm_d", &[1, self.heads])?,
             dt_bias: per_head("ssm_dt.bias", &[self.heads])?,
-            norm: NormSpec { kind: NormKind::Rms, weight: Some(weight), bias: None, eps: decoder.eps, width },
+            norm: weight.map(norm),
+            norm_first: false,
             out: decoder.linear(layer, "ssm_out", inner, hidden)?,
         })
     }

@@ -214,6 +214,7 @@ impl<'a> Source<'a> {
             bias: self.optional_floats(&format!("{stem}.bias"), &[channels])?,
             taps,
             channels,
+            factors: Vec::new(),
         })
     }
 

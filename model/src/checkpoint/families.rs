@@ -15,6 +15,7 @@ use crate::{Error, GgmlType};
 
 mod decoders;
 mod deepseek;
+mod falcon_h1;
 mod gemma;
 mod gpt_oss;
 mod granite;
@@ -52,6 +53,7 @@ const FAMILIES: &[&Family] = &[
     &decoders::SEED_OSS,
     &decoders::SMOLLM3,
     &deepseek::DEEPSEEK,
+    &falcon_h1::FALCON_H1,
     &gemma::GEMMA2,
     &gemma::GEMMA3,
     &gemma::GEMMA4,

@@ -11,20 +11,24 @@ use crate::spec::{
 
 /// Mixer and FFN of a layer, without its tensors' names.
 pub(super) fn layer(layer: &LayerSpec) -> String {
-    let mixer = match &layer.mixer {
+    let mixers: Vec<String> = layer.mixers().map(mixer).collect();
+    let ffn: Vec<String> = layer.ffn.iter().map(|FfnPart { ffn, .. }| self::ffn(ffn)).collect();
+    let per_layer = match &layer.per_layer {
+        Some(per_layer) => format!("; {} values per layer", per_layer.gate.rows),
+        None => String::new(),
+    };
+    format!("{}; {}{per_layer}", mixers.join(" + "), ffn.join(" + "))
+}
+
+fn mixer(mixer: &MixerSpec) -> String {
+    match mixer {
         MixerSpec::Attention(attention) => self::attention(attention),
         MixerSpec::DeltaNet(net) => delta_net(net),
         MixerSpec::Mamba2(mamba2) => self::mamba2(mamba2),
         MixerSpec::ShortConv(ShortConvSpec { conv, .. }) => {
             format!("gated convolution over {} of {} channels", conv.taps, conv.channels)
         }
-    };
-    let ffn: Vec<String> = layer.ffn.iter().map(|FfnPart { ffn, .. }| self::ffn(ffn)).collect();
-    let per_layer = match &layer.per_layer {
-        Some(per_layer) => format!("; {} values per layer", per_layer.gate.rows),
-        None => String::new(),
-    };
-    format!("{mixer}; {}{per_layer}", ffn.join(" + "))
+    }
 }
 
 pub(super) fn output(spec: &ModelSpec) -> String {

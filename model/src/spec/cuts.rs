@@ -1,6 +1,6 @@
 //! Layer boundaries at which a model can be split into stages.
 
-use super::{KvSpec, MixerSpec, ModelSpec};
+use super::{KvSpec, ModelSpec};
 use std::ops::Range;
 
 impl ModelSpec {
@@ -11,7 +11,7 @@ impl ModelSpec {
         let mut earliest = usize::MAX;
         let mut cuts = Vec::new();
         for (index, layer) in self.layers.iter().enumerate().skip(1).rev() {
-            if let MixerSpec::Attention(attention) = &layer.mixer
+            if let Some(attention) = layer.attention()
                 && let KvSpec::Shared { layer: source } = attention.kv
             {
                 earliest = earliest.min(source);
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn a_layer_stays_with_the_one_whose_keys_it_reads() {
         let spec = tiny("gemma4");
-        let shares = |layer: usize| matches!(&spec.layers[layer].mixer, MixerSpec::Attention(a) if a.own_kv().is_none());
+        let shares = |layer: usize| spec.attention(layer).is_some_and(|a| a.own_kv().is_none());
         assert!((0..spec.layers.len()).any(shares), "the fixture shares keys and values");
         let cuts = spec.cut_points();
         for cut in 1..spec.layers.len() {

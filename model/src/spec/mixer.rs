@@ -100,7 +100,7 @@ pub struct OwnKvSpec {
 
 /// Depthwise causal convolution over positions: `y_t[c] = b[c] + sum_j w[j, c] x_{t-taps+1+j}[c]`. The recurrences read
 /// silu of that.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ConvSpec {
     /// Name of the weight, `[taps, channels]` in GGUF order; the last tap is the token's own.
     pub weight: String,
@@ -109,6 +109,8 @@ pub struct ConvSpec {
     /// Positions that affect a token, including its own.
     pub taps: usize,
     pub channels: usize,
+    /// Numbers of channels, and a factor of their inputs. Channels behind them have none.
+    pub factors: Vec<(usize, f32)>,
 }
 
 /// Gated delta net (arXiv 2412.06464). Per value head a state S of `k_dim` x `v_dim`, per token
@@ -158,7 +160,7 @@ pub enum HeadGrouping {
 
 /// Mamba-2 (arXiv 2405.21060). Per head a state S of `head_dim` x `state`, per token
 /// `S = exp(dt a) S + dt x B^T`, `y = S C + d x` with `dt = softplus(dt x + dt_bias)`;
-/// `out norm(y * silu(z))`, normed per group.
+/// `out norm(y * silu(z))`, normed per group, or `out (norm(y) * silu(z))`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mamba2Spec {
     pub heads: usize,
@@ -181,8 +183,10 @@ pub struct Mamba2Spec {
     pub d: String,
     /// Name of `[heads]`.
     pub dt_bias: String,
-    /// Norm of each group's gated output; the weight runs over all groups.
-    pub norm: NormSpec,
+    /// Norm of each group's gated output; the weight runs over all groups. `None`: the output is only gated.
+    pub norm: Option<NormSpec>,
+    /// Whether the norm comes before the gate.
+    pub norm_first: bool,
     pub out: LinearSpec,
 }
 
@@ -301,6 +305,12 @@ impl AttentionSpec {
 }
 
 impl ConvSpec {
+    /// The factor of each channel's inputs.
+    pub fn factors(&self) -> impl Iterator<Item = f32> {
+        let runs = self.factors.iter().flat_map(|&(len, factor)| std::iter::repeat_n(factor, len));
+        runs.chain(std::iter::repeat(1.0)).take(self.channels)
+    }
+
     /// Elements of the state per sequence: the inputs of the last `taps` positions. No later token reads the
     /// oldest one; reference implementations keep it, and states are compared with theirs.
     pub fn state_elements(&self) -> usize {

@@ -88,7 +88,8 @@ impl LayerSpec {
     pub(super) fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         let Self {
             mixer_norm,
-            mixer,
+            mixer: _,
+            parallel_mixer: _,
             mixer_post_norm,
             mixer_out_norm,
             parallel: _,
@@ -101,11 +102,13 @@ impl LayerSpec {
             residual_scale: _,
         } = self;
         push_norm(mixer_norm, names);
-        match mixer {
-            MixerSpec::Attention(attention) => attention.push_tensors(names),
-            MixerSpec::DeltaNet(delta_net) => delta_net.push_tensors(names),
-            MixerSpec::Mamba2(mamba2) => mamba2.push_tensors(names),
-            MixerSpec::ShortConv(short) => short.push_tensors(names),
+        for mixer in self.mixers() {
+            match mixer {
+                MixerSpec::Attention(attention) => attention.push_tensors(names),
+                MixerSpec::DeltaNet(delta_net) => delta_net.push_tensors(names),
+                MixerSpec::Mamba2(mamba2) => mamba2.push_tensors(names),
+                MixerSpec::ShortConv(short) => short.push_tensors(names),
+            }
         }
         push_norm(mixer_post_norm, names);
         push_norm(mixer_out_norm, names);
@@ -178,7 +181,7 @@ impl Mamba2Spec {
         }
         self.conv.push_tensors(names);
         names.extend([self.a.as_str(), &self.d, &self.dt_bias]);
-        self.norm.push_tensors(names);
+        push_norm(&self.norm, names);
         self.out.push_tensors(names);
     }
 }

@@ -507,7 +507,7 @@ impl Decoder {
         let number = self.config.layers.start + index;
         let scale = self.spec.layers[number].residual_scale;
         let (backend, b) = (self.backend.as_mut(), &self.buffers);
-        mixer::run(backend, b, layer, scale, &self.caches, index)?;
+        mixer::run(backend, b, layer, scale, self.caches[index])?;
         feed_forward::run(backend, b, layer, scale)?;
         if let (Some(own), Some(input)) = (&layer.per_layer, &self.spec.per_layer_input) {
             backend.matmul(b.x, &[job(&own.gate, b.slice, false)])?;

@@ -189,7 +189,8 @@ pub(crate) struct Mamba2Weights {
     /// See [`MixerWeights::memory`].
     pub(crate) memory: Vec<f32>,
     pub(crate) groups: usize,
-    pub(crate) norm: Norm,
+    pub(crate) norm: Option<Norm>,
+    pub(crate) norm_first: bool,
     pub(crate) out: Linear,
 }
 
@@ -245,6 +246,7 @@ pub(crate) struct PerLayerWeights {
 pub(crate) struct LayerWeights {
     pub(crate) mixer_norm: Option<Norm>,
     pub(crate) mixer: MixerWeights,
+    pub(crate) parallel_mixer: Option<MixerWeights>,
     pub(crate) mixer_post_norm: Option<Norm>,
     pub(crate) mixer_out_norm: Option<Norm>,
     pub(crate) parallel: bool,
@@ -254,6 +256,13 @@ pub(crate) struct LayerWeights {
     pub(crate) ffn_out_norm: Option<Norm>,
     pub(crate) per_layer: Option<PerLayerWeights>,
     pub(crate) output_scale: Option<f32>,
+}
+
+impl LayerWeights {
+    /// The mixer and the parallel one.
+    pub(crate) fn mixers(&self) -> impl Iterator<Item = &MixerWeights> {
+        std::iter::once(&self.mixer).chain(&self.parallel_mixer)
+    }
 }
 
 /// Token embedding.

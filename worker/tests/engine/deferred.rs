@@ -6,10 +6,12 @@ use engine::decoder::{CacheKind, Decoder};
 use kernels::backend::{BlockTable, MAX_DEFERRED_ROWS, StepInput, StepSequence, StepState};
 use kvasir_worker::load;
 
-const MODELS: [&str; 4] = [
+const MODELS: [&str; 6] = [
     "tiny/qwen35/qwen35-f32",
     "tiny/qwen3next/qwen3next-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
     "tiny/granitehybrid/granitehybrid-f32+bf16",
 ];
 /// Position of the sequence; not a power of two, and not on a block boundary.

@@ -9,12 +9,14 @@ use proto::message::{GenerateError, Sampling};
 use std::time::{Duration, Instant};
 
 /// One model for every kind of cache.
-const KINDS: [&str; 6] = [
+const KINDS: [&str; 8] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
     "tiny/gemma4/gemma4-f32",
 ];
 const GENERATE: u32 = 20;

@@ -23,9 +23,10 @@ pub(crate) fn whole_matrix() -> bool {
     std::env::var_os("KVASIR_WHOLE_MATRIX").is_some()
 }
 
-/// Models with F32 weights, by folder: full attention, a mixture of experts, sliding windows, windows with
-/// sinks, layers that share KV, delta nets, Mamba-2. With `+bf16` some heads have their states in bfloat16.
-pub(crate) const TINY: [&str; 9] = [
+/// Models of exact weights, by folder: full attention, a mixture of experts, sliding windows, windows with
+/// sinks, layers that share KV, delta nets, Mamba-2, attention beside Mamba-2, short convolutions. With `+bf16`
+/// some heads have their states in bfloat16.
+pub(crate) const TINY: [&str; 11] = [
     "tiny/llama/llama-f32",
     "tiny/qwen3moe/qwen3moe-f32",
     "tiny/gemma3/gemma3-f32",
@@ -33,6 +34,8 @@ pub(crate) const TINY: [&str; 9] = [
     "tiny/gemma4/gemma4-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
     "tiny/qwen35/qwen35-f32+bf16",
     "tiny/granitehybrid/granitehybrid-f32+bf16",
 ];
@@ -44,16 +47,17 @@ const NARROW: &str = "+bf16";
 /// Root of all requests.
 pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 
-/// The file of a model of the set.
+/// The file or folder of a model of the set.
 pub(crate) fn path(model: &str) -> PathBuf {
     let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
     let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
-    root.join(format!("{}.gguf", model.trim_end_matches(NARROW)))
+    let model = model.trim_end_matches(NARROW);
+    root.join(if model.starts_with("hf/") { model.to_owned() } else { format!("{model}.gguf") })
 }
 
 /// Options: exact arithmetic for F32 models, the default for the others; one thread, and room for everything.
 pub(crate) fn options(model: &str) -> EngineOptions {
-    let exact = model.starts_with("tiny/");
+    let exact = model.starts_with("tiny/") || model.starts_with("hf/");
     EngineOptions {
         threads: Some(1),
         kv_type: if exact { KvType::F32 } else { KvType::F16 },

@@ -8,7 +8,7 @@ use kernels::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BlockTable, BufferId, ConvOp, DeltaNetOp, EmbedOp,
     ExpertGateUp, GateOp, GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KvCopy, KvLayerId, KvShape, KvWrite,
     Mamba2Op, MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource,
-    StateLayerId, StateShape, StepInput, StepSequence, StepState, VectorId,
+    Selection, StateLayerId, StateShape, StepInput, StepSequence, StepState, VectorId,
 };
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
@@ -399,6 +399,7 @@ impl Backend for OpaqueDevice {
             down: op.down.turned(),
             down_scale: op.down_scale.map(Secret::turned),
             down_bias: op.down_bias.map(Secret::turned),
+            selection: Selection { bias: op.selection.bias.map(Secret::turned), ..op.selection },
             ..*op
         };
         self.push(move |device| device.moe(&op));

@@ -8,11 +8,13 @@ use proto::sequence::{PinInfo, SequenceError};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-const KINDS: [&str; 4] = [
+const KINDS: [&str; 6] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
 ];
 
 fn pin(

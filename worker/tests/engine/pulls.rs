@@ -15,12 +15,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states.
-const KINDS: [&str; 6] = [
+const KINDS: [&str; 8] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
     "tiny/qwen35/qwen35-f32+bf16",
 ];
 const LLAMA: &str = KINDS[0];

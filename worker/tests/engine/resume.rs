@@ -5,11 +5,13 @@ use crate::harness::{Output, Request, one_by_one, open, options, prompt, togethe
 use kvasir_worker::load::EngineOptions;
 
 /// Every recurrent architecture of the set.
-const RECURRENT: [&str; 4] = [
+const RECURRENT: [&str; 6] = [
     "tiny/qwen3next/qwen3next-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/qwen35moe/qwen35moe-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
 ];
 const SHARED: usize = 100;
 /// The part of it that ends at a hash-unit boundary.

@@ -16,12 +16,14 @@ use tokio::sync::oneshot;
 
 /// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes),
 /// delta-net and Mamba-2 states, in f32 and in other types.
-pub(crate) const KINDS: [&str; 8] = [
+pub(crate) const KINDS: [&str; 10] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
     "tiny/qwen35/qwen35-f32+bf16",
     "tiny/granitehybrid/granitehybrid-f32+bf16",
     "tiny/gemma4/gemma4-f32",

@@ -16,11 +16,13 @@ use proto::message::Sampling;
 use std::time::Instant;
 
 /// Every architecture with recurrent layers, and states in bfloat16.
-const MODELS: [&str; 7] = [
+const MODELS: [&str; 9] = [
     "tiny/qwen35/qwen35-f32",
     "tiny/qwen35moe/qwen35moe-f32",
     "tiny/qwen3next/qwen3next-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
     "tiny/granitehybrid-dense/granitehybrid-dense-f32",
     "tiny/qwen35/qwen35-f32+bf16",
     "tiny/granitehybrid/granitehybrid-f32+bf16",

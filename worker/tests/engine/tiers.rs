@@ -12,12 +12,14 @@ use std::time::{Duration, Instant};
 
 /// One model for every kind of cache: full, sliding (also with sinks), delta-net and Mamba-2 states, in f32
 /// and in other types.
-pub(crate) const KINDS: [&str; 6] = [
+pub(crate) const KINDS: [&str; 8] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
     "tiny/qwen35/qwen35-f32",
     "tiny/granitehybrid/granitehybrid-f32",
+    "hf/falcon_h1",
+    "hf/lfm2_moe",
     "tiny/qwen35/qwen35-f32+bf16",
 ];
 const PROMPT: usize = 200;

@@ -31,6 +31,7 @@ fn layer(index: usize, source: Option<usize>) -> LayerSpec {
             gate: None,
             o: linear("o"),
         }),
+        parallel_mixer: None,
         mixer_post_norm: None,
         mixer_out_norm: None,
         parallel: false,

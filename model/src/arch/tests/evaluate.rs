@@ -38,19 +38,23 @@ impl<'a> Model<'a> {
         let mut caches: Vec<Option<Cache>> = Vec::new();
         for (index, layer) in spec.layers.iter().enumerate() {
             let n = self.maybe_norm(&layer.mixer_norm, &x);
-            let mixed = match &layer.mixer {
-                MixerSpec::Attention(attention) => {
-                    caches.push(self.cache(attention, &n));
-                    let cache = match &attention.kv {
-                        KvSpec::Own(_) | KvSpec::Latent(_) => caches[index].as_ref(),
-                        KvSpec::Shared { layer } => caches[*layer].as_ref(),
-                    };
-                    self.attention(attention, &n, cache.unwrap())
-                }
-                MixerSpec::DeltaNet(net) => self.delta_net(net, &n),
-                MixerSpec::Mamba2(mamba) => self.mamba2(mamba, &n),
-                MixerSpec::ShortConv(short) => self.short_conv(short, &n),
-            };
+            let mut mixed = vec![vec![0.0; spec.hidden]; x.len()];
+            for mixer in layer.mixers() {
+                let y = match mixer {
+                    MixerSpec::Attention(attention) => {
+                        caches.push(self.cache(attention, &n));
+                        let cache = match &attention.kv {
+                            KvSpec::Own(_) | KvSpec::Latent(_) => caches[index].as_ref(),
+                            KvSpec::Shared { layer } => caches[*layer].as_ref(),
+                        };
+                        self.attention(attention, &n, cache.unwrap())
+                    }
+                    MixerSpec::DeltaNet(net) => self.delta_net(net, &n),
+                    MixerSpec::Mamba2(mamba) => self.mamba2(mamba, &n),
+                    MixerSpec::ShortConv(short) => self.short_conv(short, &n),
+                };
+                add(&mut mixed, &y, 1.0);
+            }
             caches.resize_with(index + 1, || None);
             add(&mut x, &self.maybe_norm(&layer.mixer_post_norm, &mixed), layer.residual_scale);
             x = self.maybe_norm(&layer.mixer_out_norm, &x);
@@ -161,7 +165,16 @@ impl<'a> Model<'a> {
         let weights = self.matrix(spec, expert);
         let scale =
             spec.scale.as_ref().map_or(1.0, |name| self.tensor(name)[expert]) * f64::from(spec.factor);
-        let bias = spec.bias.as_ref().map(|name| self.tensor(name)[expert * spec.rows..].to_vec());
+        let of_slice = |row: &usize| {
+            spec.slice.is_none_or(|RowSlice { period, start, len, .. }| {
+                (start..start + len).contains(&(row % period))
+            })
+        };
+        let bias = spec.bias.as_ref().map(|name| {
+            let bias = &self.tensor(name)[expert * spec.rows..];
+            let used = (0..bias.len()).filter(of_slice);
+            used.map(|row| bias[row] * f64::from(spec.bias_factor)).collect::<Vec<f64>>()
+        });
         let row = |x: &Vec<f64>| {
             let of =
                 |(at, row): (usize, &Vec<f64>)| dot(row, x) * scale + bias.as_ref().map_or(0.0, |b| b[at]);

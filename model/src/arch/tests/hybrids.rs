@@ -165,7 +165,7 @@ fn granitehybrid() {
                     let slices = [&mamba.z, &mamba.xbc, &mamba.dt].map(|linear| (linear.slice, linear.rows));
                     let expected = [(slice(0, 128), 128), (slice(128, 160), 160), (slice(288, 8), 8)];
                     assert_eq!(slices, expected);
-                    assert_eq!((mamba.norm.width, mamba.out.cols), (128, 128));
+                    assert_eq!((mamba.norm.as_ref().unwrap().width, mamba.out.cols), (128, 128));
                 }
                 (MixerSpec::Attention(attention), "full_attention") => {
                     assert_eq!((attention.scale, &attention.rope), (number("attention_multiplier"), &None));
@@ -254,4 +254,64 @@ fn lfm2() {
     }
     let error = read(&plan.without("blk.2.shortconv.conv.weight")).unwrap_err();
     assert!(error.to_string().contains("blk.2.shortconv.conv.weight"), "{error}");
+}
+
+#[test]
+fn falcon_h1() {
+    let plan = Plan::of_fixture("hf/falcon_h1");
+    let read = |plan: &Plan| ModelSpec::from_file(&plan.open());
+    let spec = read(&plan).unwrap();
+    let layer = &spec.layers[1];
+    let [MixerSpec::Attention(attention), MixerSpec::Mamba2(mamba)] = layer.mixers().collect::<Vec<_>>()[..]
+    else {
+        panic!("{layer:?}")
+    };
+    let own = attention.own_kv().unwrap();
+    let close = |a: f32, b: f32| assert!((a - b).abs() < 1e-6, "{a}, {b}");
+    close(own.k.factor, 1.1 * 0.4);
+    close(own.k.bias_factor, 0.4);
+    close(attention.o.factor, 0.9);
+    close(mamba.z.factor, 1.2 * 0.35);
+    close(mamba.dt.bias_factor, 0.3);
+    assert_eq!((mamba.xbc.factor, mamba.xbc.bias_factor), (1.2, 1.0));
+    let factors: Vec<f32> = mamba.conv.factors().collect();
+    assert_eq!(
+        [factors[15], factors[16], factors[31], factors[32], factors[47]],
+        [0.25, 0.45, 0.45, 0.5, 0.5]
+    );
+    assert_eq!(factors.len(), 48);
+    assert!(mamba.norm.is_some() && mamba.norm_first);
+    assert_eq!((spec.embedding.scale, spec.logits().unwrap().scale), (1.7, 0.6));
+    assert_eq!(layer.state_elements(), 4 * 48 + 4 * 4 * 8);
+    assert!(spec.is_recurrent() && spec.attention(0).is_some());
+    // A converter multiplies the weights, and writes no keys of factors.
+    let mut converted = plan.clone();
+    for key in [
+        "embedding_scale",
+        "logit_scale",
+        "attention.input_factor",
+        "attention.output_factor",
+        "attention.key_factor",
+        "ssm.input_factor",
+        "ssm.output_factor",
+        "ssm.factors",
+        "ssm.norm_first",
+        "feed_forward.factors",
+    ] {
+        converted = converted.unset(&format!("falcon-h1.{key}"));
+    }
+    for layer in 0..2 {
+        for name in ["ssm_norm.weight", "ssm_conv1d.bias"] {
+            converted = converted.without(&format!("blk.{layer}.{name}"));
+        }
+    }
+    let spec = read(&converted).unwrap();
+    let Some(MixerSpec::Mamba2(mamba)) = &spec.layers[0].parallel_mixer else { panic!() };
+    assert!(mamba.norm.is_none() && !mamba.norm_first && mamba.conv.factors().all(|factor| factor == 1.0));
+    assert_eq!((mamba.z.factor, spec.logits().unwrap().scale), (1.0, 1.0));
+    for (key, value) in [("ssm.factors", vec![1.0_f32; 4]), ("feed_forward.factors", vec![f32::NAN, 1.0])] {
+        let key = format!("falcon-h1.{key}");
+        let error = read(&plan.clone().set(&key, value)).unwrap_err().to_string();
+        assert!(error.contains(&key) && error.contains("finite numbers"), "{error}");
+    }
 }

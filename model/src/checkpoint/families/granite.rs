@@ -68,11 +68,11 @@ const RULES: &[Rule] = &[
     rule("layers.{l}.mamba.out_proj.*", "blk.{l}.ssm_out.*"),
 ];
 
-fn decay(_: &Config<'_>, tensor: StoredTensor) -> Result<NamedTensors, Error> {
+pub(super) fn decay(_: &Config<'_>, tensor: StoredTensor) -> Result<NamedTensors, Error> {
     Ok(vec![("blk.{l}.ssm_a", tensor.floats(crate::conversion::FloatMap::NegativeExp)?.shaped(&[0, 1]))])
 }
 
-fn norm(config: &Config<'_>, tensor: StoredTensor) -> Result<NamedTensors, Error> {
+pub(super) fn norm(config: &Config<'_>, tensor: StoredTensor) -> Result<NamedTensors, Error> {
     let groups = config.need_count("mamba_n_groups")?;
     let norm = tensor.floats(crate::conversion::FloatMap::Same)?.shaped(&[groups, 0]);
     Ok(vec![("blk.{l}.ssm_norm.weight", norm)])

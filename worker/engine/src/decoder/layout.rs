@@ -47,11 +47,13 @@ pub enum CacheKind {
     State,
 }
 
-/// One layer's cache on the device.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum LayerCache {
-    Kv(KvLayerId),
-    State(StateLayerId),
+/// One layer's caches on the device.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct LayerCache {
+    /// Keys and values of its attention.
+    pub(super) kv: Option<KvLayerId>,
+    /// The state of its recurrent mixer.
+    pub(super) state: Option<StateLayerId>,
 }
 
 /// Layout of the caches of a layer range.
@@ -82,12 +84,15 @@ pub(super) fn place_caches(
     let mut groups: Vec<CacheGroup> =
         windows.iter().map(|window| CacheGroup { kind: kind(window), block_bytes: 0, layers: 0 }).collect();
     let mut state = CacheGroup { kind: CacheKind::State, block_bytes: 0, layers: 0 };
-    let mut caches = Vec::with_capacity(config.layers.len());
+    let mut caches = vec![LayerCache::default(); config.layers.len()];
     let mut narrow_heads = 0;
     let mut kv_locations = vec![None; config.layers.len()];
-    let layers = spec.layers[config.layers.clone()].iter().zip(&weights.layers);
-    for (index, (layer, own)) in layers.enumerate() {
-        let shape = match &layer.mixer {
+    let layers = spec.layers[config.layers.clone()].iter().zip(&weights.layers).enumerate();
+    let mixers = layers.flat_map(|(index, (layer, own))| {
+        layer.mixers().zip(own.mixers()).map(move |(mixer, own)| (index, mixer, own))
+    });
+    for (index, mixer, own) in mixers {
+        let shape = match mixer {
             MixerSpec::Attention(attention) => {
                 let kv = kv_shape(attention, config);
                 let (group, offset) = match attention.kv {
@@ -109,7 +114,7 @@ pub(super) fn place_caches(
                     }
                 };
                 kv_locations[index] = Some((group, offset));
-                caches.push(LayerCache::Kv(backend.create_kv_layer(group, kv, offset)?));
+                caches[index].kv = Some(backend.create_kv_layer(group, kv, offset)?);
                 continue;
             }
             MixerSpec::DeltaNet(delta) => StateShape {
@@ -130,9 +135,9 @@ pub(super) fn place_caches(
             },
             MixerSpec::ShortConv(short) => StateShape::of_conv(short.conv.channels, short.conv.taps),
         };
-        let heads = config.state_type.heads(own.mixer.memory());
+        let heads = config.state_type.heads(own.memory());
         narrow_heads += heads.iter().filter(|head| **head != HeadType::F32).count();
-        caches.push(LayerCache::State(backend.create_state_layer(shape, &heads, state.block_bytes)?));
+        caches[index].state = Some(backend.create_state_layer(shape, &heads, state.block_bytes)?);
         state.block_bytes += backend.state_bytes(shape, &heads)?;
         state.layers += 1;
     }
@@ -225,7 +230,7 @@ impl Widths {
     pub fn of(spec: &ModelSpec, layers: &[LayerSpec]) -> Self {
         let mut widths = Self::default();
         for layer in layers {
-            widths.mixer(&layer.mixer);
+            layer.mixers().for_each(|mixer| widths.mixer(mixer));
             for part in &layer.ffn {
                 let normed = |norm: bool| if norm { spec.hidden } else { 0 };
                 widths.own_normed = widths.own_normed.max(normed(part.own_norm.is_some()));

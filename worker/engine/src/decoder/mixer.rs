@@ -11,41 +11,40 @@ use kernels::backend::{
     HeadPart, KvLayerId, KvWrite, Mamba2Op, QkvOp, StateLayerId,
 };
 
-/// `x = out(x + scale * post(mixer(pre(x))))`
+/// `x = out(x + scale * post(mixer(pre(x))))`; of two parallel mixers the sum.
 pub(super) fn run(
     backend: &mut dyn Backend,
     b: &Buffers,
     layer: &LayerWeights,
     scale: f32,
-    caches: &[LayerCache],
-    index: usize,
+    cache: LayerCache,
 ) -> Result<(), Error> {
     let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
-    let (mixed, out) = match (&layer.mixer, caches[index]) {
-        (MixerWeights::Attention(weights), LayerCache::Kv(kv)) => attention(backend, b, weights, input, kv)?,
-        (MixerWeights::DeltaNet(weights), LayerCache::State(state)) => {
-            delta_net(backend, b, weights, input, state)?
-        }
-        (MixerWeights::Mamba2(weights), LayerCache::State(state)) => {
-            mamba2(backend, b, weights, input, state)?
-        }
-        (MixerWeights::ShortConv(weights), LayerCache::State(state)) => {
-            short_conv(backend, b, weights, input, state)?
-        }
-        (MixerWeights::Attention(_), LayerCache::State(_))
-        | (
-            MixerWeights::DeltaNet(_) | MixerWeights::Mamba2(_) | MixerWeights::ShortConv(_),
-            LayerCache::Kv(_),
-        ) => {
-            return Err(Error::Invariant(format!("layer {index} has a cache of another kind")));
-        }
-    };
-    match &layer.mixer_post_norm {
-        None if scale == 1.0 => backend.matmul(mixed, &[job(out, b.x, true)])?,
-        norm => {
-            backend.matmul(mixed, &[job(out, b.branch, false)])?;
-            backend.add(b.x, b.branch, norm.as_ref(), scale)?;
-        }
+    let norm = layer.mixer_post_norm.as_ref();
+    let adds = norm.is_none() && scale == 1.0 && layer.parallel_mixer.is_none();
+    for (place, mixer) in layer.mixers().enumerate() {
+        let (mixed, out) = match (mixer, cache) {
+            (MixerWeights::Attention(weights), LayerCache { kv: Some(kv), .. }) => {
+                attention(backend, b, weights, input, kv)?
+            }
+            (MixerWeights::DeltaNet(weights), LayerCache { state: Some(state), .. }) => {
+                delta_net(backend, b, weights, input, state)?
+            }
+            (MixerWeights::Mamba2(weights), LayerCache { state: Some(state), .. }) => {
+                mamba2(backend, b, weights, input, state)?
+            }
+            (MixerWeights::ShortConv(weights), LayerCache { state: Some(state), .. }) => {
+                short_conv(backend, b, weights, input, state)?
+            }
+            (_, LayerCache { .. }) => {
+                return Err(Error::Invariant("a mixer has no cache of its kind".to_owned()));
+            }
+        };
+        let to = if adds { b.x } else { b.branch };
+        backend.matmul(mixed, &[job(out, to, adds || place > 0)])?;
+    }
+    if !adds {
+        backend.add(b.x, b.branch, norm, scale)?;
     }
     match &layer.mixer_out_norm {
         Some(norm) => Ok(backend.norm(b.x, norm, b.x)?),
@@ -63,7 +62,7 @@ pub(super) fn write_kv(
     layer: &LayerWeights,
     cache: LayerCache,
 ) -> Result<(), Error> {
-    let (MixerWeights::Attention(weights), LayerCache::Kv(kv)) = (&layer.mixer, cache) else {
+    let (MixerWeights::Attention(weights), Some(kv)) = (&layer.mixer, cache.kv) else {
         return Err(Error::Invariant("keys and values of a layer without attention".to_owned()));
     };
     let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
@@ -225,12 +224,13 @@ fn mamba2<'a>(
         out: b.mixed,
         layer,
     })?;
-    backend.gated_norm(&GatedNormOp {
-        x: b.mixed,
-        gate: b.mixer_gate,
-        norm: weights.norm,
-        gate_first: true,
-    })?;
+    let Some(norm) = weights.norm else {
+        let activation = GateActivation::Silu;
+        backend.gate(&GateOp { gate: b.mixer_gate, up: Some(b.mixed), up_from: 0, activation })?;
+        return Ok((b.mixer_gate, &weights.out));
+    };
+    let gate_first = !weights.norm_first;
+    backend.gated_norm(&GatedNormOp { x: b.mixed, gate: b.mixer_gate, norm, gate_first })?;
     Ok((b.mixed, &weights.out))
 }
 

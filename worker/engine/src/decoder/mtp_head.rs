@@ -35,7 +35,7 @@ pub(super) struct MtpHead {
     /// The norm after the model's last layer.
     model_norm: Norm,
     head: Linear,
-    cache: [LayerCache; 1],
+    cache: LayerCache,
     width: usize,
     block_tokens: usize,
     /// Offset in a state of the hidden state for the next position, and size of a state; both in units.
@@ -102,7 +102,8 @@ impl Decoder {
             false => layout::create_buffers(&self.spec, own, &self.config, backend)?,
         };
         let shape = layout::kv_shape(attention, &self.config);
-        let cache = [LayerCache::Kv(backend.create_kv_layer(0, shape, full.block_bytes)?)];
+        let kv = backend.create_kv_layer(0, shape, full.block_bytes)?;
+        let cache = LayerCache { kv: Some(kv), state: None };
         full.block_bytes += backend.kv_block_bytes(shape)?;
         full.layers += 1;
         let past_at = state.block_bytes / UNIT;
@@ -203,7 +204,7 @@ impl MtpHead {
             self.deferred.push_back(deferred);
         }
         self.join(backend, &pasts)?;
-        mixer::write_kv(backend, &self.buffers, &self.layer, self.cache[0])
+        mixer::write_kv(backend, &self.buffers, &self.layer, self.cache)
     }
 
     /// See [`Decoder::accept`].
@@ -275,7 +276,7 @@ impl MtpHead {
         backend.write_rows(self.hidden, &hidden)?;
         let pasts = self.normed_hidden(backend, rows.len())?;
         self.join(backend, &pasts)?;
-        mixer::run(backend, b, &self.layer, 1.0, &self.cache, 0)?;
+        mixer::run(backend, b, &self.layer, 1.0, self.cache)?;
         feed_forward::run(backend, b, &self.layer, 1.0)?;
         backend.norm(b.x, &self.norm, b.normed)?;
         backend.matmul(b.normed, &[job(&self.head, b.logits, false)])?;

@@ -1,6 +1,6 @@
 //! Reads recurrent states in the layout of reference implementations.
 
-use super::{Decoder, LayerCache};
+use super::Decoder;
 use crate::Error;
 use model::spec::{DeltaNetSpec, HeadGrouping, MixerSpec};
 
@@ -26,23 +26,28 @@ impl Decoder {
         let mut states = Vec::new();
         for (index, cache) in self.caches.iter().enumerate() {
             let layer = self.config.layers.start + index;
-            let LayerCache::State(id) = *cache else { continue };
-            let (channels, taps, shape) = match &self.spec.layers[layer].mixer {
-                MixerSpec::Attention(_) => continue,
-                MixerSpec::DeltaNet(d) => (d.conv.channels, d.conv.taps, [d.v_heads, d.k_dim, d.v_dim]),
-                MixerSpec::Mamba2(m) => (m.conv.channels, m.conv.taps, [m.heads, m.head_dim, m.state]),
-                MixerSpec::ShortConv(s) => (s.conv.channels, s.conv.taps, [0; 3]),
+            let Some(id) = cache.state else { continue };
+            let mut mixers = self.spec.layers[layer].mixers();
+            let Some(mixer) = mixers.find(|mixer| !matches!(mixer, MixerSpec::Attention(_))) else {
+                continue;
             };
+            let (conv_spec, shape) = match mixer {
+                MixerSpec::Attention(_) => continue,
+                MixerSpec::DeltaNet(d) => (&d.conv, [d.v_heads, d.k_dim, d.v_dim]),
+                MixerSpec::Mamba2(m) => (&m.conv, [m.heads, m.head_dim, m.state]),
+                MixerSpec::ShortConv(s) => (&s.conv, [0; 3]),
+            };
+            let (channels, taps) = (conv_spec.channels, conv_spec.taps);
             let mut by_position = vec![0f32; channels * taps];
             let mut recurrent = vec![0f32; shape.iter().product()];
             self.backend.read_state(id, slot, &mut by_position, &mut recurrent)?;
             let mut conv = vec![0f32; channels * taps];
             for (position, row) in by_position.chunks_exact(channels).enumerate() {
-                for (channel, value) in row.iter().enumerate() {
-                    conv[channel * taps + position] = *value;
+                for (channel, (value, factor)) in row.iter().zip(conv_spec.factors()).enumerate() {
+                    conv[channel * taps + position] = *value * factor;
                 }
             }
-            if let MixerSpec::DeltaNet(delta) = &self.spec.layers[layer].mixer
+            if let MixerSpec::DeltaNet(delta) = mixer
                 && delta.grouping == HeadGrouping::Tiled
             {
                 let values = 2 * delta.k_heads * delta.k_dim * taps;

@@ -140,12 +140,8 @@ impl<'a> Loader<'a> {
     }
 
     pub(crate) fn layer(&mut self, layer: &LayerSpec) -> Result<LayerWeights, Error> {
-        let mixer = match &layer.mixer {
-            MixerSpec::Attention(attention) => MixerWeights::Attention(Box::new(self.attention(attention)?)),
-            MixerSpec::DeltaNet(delta) => MixerWeights::DeltaNet(Box::new(self.delta_net(delta)?)),
-            MixerSpec::Mamba2(mamba) => MixerWeights::Mamba2(Box::new(self.mamba2(mamba)?)),
-            MixerSpec::ShortConv(short) => MixerWeights::ShortConv(Box::new(self.short_conv(short)?)),
-        };
+        let mixer = self.mixer(&layer.mixer)?;
+        let parallel_mixer = layer.parallel_mixer.as_ref().map(|mixer| self.mixer(mixer)).transpose()?;
         let mut ffn = Vec::with_capacity(layer.ffn.len());
         for part in &layer.ffn {
             ffn.push(FfnPart {
@@ -165,6 +161,7 @@ impl<'a> Loader<'a> {
         Ok(LayerWeights {
             mixer_norm: self.optional_norm(layer.mixer_norm.as_ref())?,
             mixer,
+            parallel_mixer,
             mixer_post_norm: self.optional_norm(layer.mixer_post_norm.as_ref())?,
             mixer_out_norm: self.optional_norm(layer.mixer_out_norm.as_ref())?,
             parallel: layer.parallel,
@@ -174,6 +171,15 @@ impl<'a> Loader<'a> {
             ffn_out_norm: self.optional_norm(layer.ffn_out_norm.as_ref())?,
             per_layer,
             output_scale: layer.output_scale.as_deref().map(|name| self.scalar(name)).transpose()?,
+        })
+    }
+
+    fn mixer(&mut self, mixer: &MixerSpec) -> Result<MixerWeights, Error> {
+        Ok(match mixer {
+            MixerSpec::Attention(attention) => MixerWeights::Attention(Box::new(self.attention(attention)?)),
+            MixerSpec::DeltaNet(delta) => MixerWeights::DeltaNet(Box::new(self.delta_net(delta)?)),
+            MixerSpec::Mamba2(mamba) => MixerWeights::Mamba2(Box::new(self.mamba2(mamba)?)),
+            MixerSpec::ShortConv(short) => MixerWeights::ShortConv(Box::new(self.short_conv(short)?)),
         })
     }
 
@@ -253,11 +259,15 @@ impl<'a> Loader<'a> {
             dt_bias,
             memory,
             groups: mamba.groups,
-            norm: Norm {
-                // The weight spans all groups; each group is normed separately.
-                weight: self.optional_vector(mamba.norm.weight.as_deref(), inner)?,
-                ..self.norm(&NormSpec { weight: None, ..mamba.norm.clone() })?
+            norm: match &mamba.norm {
+                Some(norm) => Some(Norm {
+                    // The weight spans all groups; each group is normed separately.
+                    weight: self.optional_vector(norm.weight.as_deref(), inner)?,
+                    ..self.norm(&NormSpec { weight: None, ..norm.clone() })?
+                }),
+                None => None,
             },
+            norm_first: mamba.norm_first,
             out: self.linear(&mamba.out)?,
         })
     }
@@ -285,8 +295,12 @@ impl<'a> Loader<'a> {
     }
 
     fn conv(&mut self, conv: &ConvSpec) -> Result<ConvWeights, Error> {
+        let mut weight = self.floats(&conv.weight, conv.channels * conv.taps)?;
+        for (weights, factor) in weight.chunks_exact_mut(conv.taps).zip(conv.factors()) {
+            weights.iter_mut().for_each(|weight| *weight *= factor);
+        }
         Ok(ConvWeights {
-            weight: self.vector(&conv.weight, conv.channels * conv.taps)?,
+            weight: self.backend.create_vector(&weight)?,
             bias: self.optional_vector(conv.bias.as_deref(), conv.channels)?,
         })
     }
@@ -367,6 +381,7 @@ impl<'a> Loader<'a> {
             let periods = values.chunks_exact(period.max(1));
             values = periods.flat_map(|rows| &rows[start..start + len]).copied().collect();
         }
+        values.iter_mut().for_each(|value| *value *= linear.bias_factor);
         Ok(self.backend.create_vector(&values)?)
     }
 

@@ -90,11 +90,12 @@ impl Model<'_> {
     fn conv(&self, spec: &ConvSpec, x: &Rows) -> Rows {
         let weight = self.tensor(&spec.weight);
         let bias = spec.bias.as_ref().map(|name| self.tensor(name));
+        let factors: Vec<f32> = spec.factors().collect();
         let row = |at: usize| {
             let channel = |c: usize| {
                 let taps = (0..spec.taps).filter_map(|tap| {
                     let from = (at + tap + 1).checked_sub(spec.taps)?;
-                    Some(weight[c * spec.taps + tap] * x[from][c])
+                    Some(weight[c * spec.taps + tap] * f64::from(factors[c]) * x[from][c])
                 });
                 taps.sum::<f64>() + bias.as_ref().map_or(0.0, |bias| bias[c])
             };
@@ -167,10 +168,14 @@ impl Model<'_> {
                     row.push(dot(s, c) + d[head] * x);
                 }
             }
-            row.iter_mut().zip(&z[t]).for_each(|(y, z)| *y *= silu(*z));
             out.push(row);
         }
-        self.linear(&mamba.out, &self.norm(&mamba.norm, &out))
+        let gated = |y: &Rows| product(y, &activated(z.clone()));
+        let y = match mamba.norm_first {
+            true => gated(&self.maybe_norm(&mamba.norm, &out)),
+            false => self.maybe_norm(&mamba.norm, &gated(&out)),
+        };
+        self.linear(&mamba.out, &y)
     }
 
     pub(super) fn short_conv(&self, short: &ShortConvSpec, n: &Rows) -> Rows {
