@@ -158,10 +158,10 @@ impl Embed {
             (None, Some(_)) if !pairs => bail!("--query: this model reads single texts, not pairs"),
             (None, None) if pairs => bail!("--query is required: this model compares two texts"),
             (None, Some(query)) => {
-                let query = tokenizer.encode(query, false);
+                let pairs = tokenizer.pairs(query);
                 let pair = |text: &String| {
-                    let (tokens, second) = tokenizer.pair(query.clone(), &tokenizer.encode(text, false));
-                    Text { tokens, second: Some(second) }
+                    let (tokens, second) = pairs.with(text);
+                    Text { tokens, second }
                 };
                 self.text.iter().map(pair).collect()
             }

@@ -30,6 +30,7 @@ mod lfm2;
 mod llama;
 mod minimax_m2;
 mod mistral3;
+mod modern_bert;
 mod nemotron_h;
 mod olmo2;
 mod phi3;
@@ -79,6 +80,7 @@ const ARCHES: &[Arch] = &[
     arch("llama", llama::translate),
     arch("minimax-m2", minimax_m2::translate),
     arch("mistral3", mistral3::translate),
+    Arch { ignores: modern_bert::is_unused_head, ..arch("modern-bert", modern_bert::translate) },
     arch("nemotron_h", nemotron_h::translate),
     arch("olmo2", olmo2::translate),
     arch("phi3", phi3::translate),

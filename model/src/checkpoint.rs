@@ -1,8 +1,7 @@
 //! Reads the folder of a Hugging Face repository as the GGUF that it would convert to: `config.json`, the weights
-//! in `model.safetensors` or in the files of `model.safetensors.index.json`, and the files of the tokenizer. BERT
-//! encoders have `vocab.txt` and `1_Pooling/config.json` instead of `tokenizer.json`.
+//! in `model.safetensors` or in the files of `model.safetensors.index.json`, and the files of the tokenizer. Encoders
+//! have `1_Pooling/config.json`, and older ones `vocab.txt` instead of `tokenizer.json`.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -12,16 +11,18 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use crate::Error;
-use crate::header::{Contents, TensorInfo};
+use crate::header::Contents;
 use crate::safetensors;
 use config::{Config, Keys};
 use families::Family;
-use metadata::{Metadata, Strings, Value};
-use weights::StoredTensors;
+use metadata::Metadata;
+use rerank::Ranker;
 
+mod bert;
 mod config;
 mod families;
 mod names;
+mod rerank;
 mod text_files;
 mod weights;
 
@@ -31,7 +32,7 @@ pub use weights::{INDEX, MAX_FILES, SINGLE};
 /// Settings of the model.
 pub const CONFIG: &str = "config.json";
 /// Files beside the weights and [`CONFIG`] that are read if they are there.
-pub const TEXT_FILES: [&str; 8] = [
+pub const TEXT_FILES: [&str; 11] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -40,6 +41,9 @@ pub const TEXT_FILES: [&str; 8] = [
     "chat_template.jinja",
     "vocab.txt",
     POOLING,
+    rerank::MODULES,
+    rerank::LOGIT_SCORE,
+    rerank::README,
 ];
 /// Longest file beside the weights, in bytes.
 pub const FILE_BYTES: u64 = 64 << 20;
@@ -106,26 +110,27 @@ pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
     };
     let folder = Folder { path: folder };
     let config = Config::read(&folder)?;
-    let is_bert = config.model_types().any(|kind| kind == "bert");
-    let family = if is_bert { None } else { Some(Family::of(&config)?) };
-    let unused = if is_bert { names::is_left_out } else { |_: &str| false };
-    let (files, stored) = weights::open(&weights::files(&folder, only)?, &config.quantisation()?, unused)?;
-    let Some(family) = family else {
-        let metadata = folder.metadata()?;
-        let tensors = bert_tensors(stored)?;
-        return Ok(Contents { files, metadata, tensors });
-    };
+    if config.model_types().any(|kind| bert::TYPES.contains(&kind)) {
+        return bert::open(&folder, &config, only);
+    }
+    let family = Family::of(&config)?;
+    let (files, stored) = weights::open(&weights::files(&folder, only)?, &config.quantisation()?, |_| false)?;
     let mut metadata = match folder.path.join("tokenizer.json").exists() {
         true => tokenizer_metadata(folder.path)?,
         false => Metadata::default(),
     };
     metadata.insert("general.architecture", family.arch);
+    let encodes = ["modern-bert", "qwen3"].contains(&family.arch);
+    let ranker = if encodes { Ranker::of(&folder, &config, &mut metadata)? } else { None };
     let mut keys = Keys { config: &config, arch: family.arch, metadata };
-    let made = (family.keys)(&mut keys, &stored)?;
-    let pools = folder.path.join(POOLING).exists();
-    if pools {
-        if family.arch != "qwen3" {
-            let needs = "a model of BERT or Qwen 3 beside it";
+    let mut made = (family.keys)(&mut keys, &stored)?;
+    let mut pools = ranker.is_some();
+    if let Some(ranker) = ranker {
+        made.extend(ranker.read(&folder, &mut keys, &stored)?);
+    } else if folder.path.join(POOLING).exists() {
+        pools = true;
+        if !encodes {
+            let needs = "a model of BERT, ModernBERT or Qwen 3 beside it";
             return Err(folder.setting(POOLING, "pooling_mode_*", family.arch.to_owned(), needs));
         }
         keys.set("pooling_type", folder.pooling(config.need_count("hidden_size")?)?);
@@ -138,38 +143,8 @@ pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
     Ok(Contents { files, metadata, tensors })
 }
 
-fn bert_tensors(stored: StoredTensors) -> Result<Vec<TensorInfo>, Error> {
-    let mut originals = HashMap::new();
-    let mut tensors = Vec::with_capacity(stored.len());
-    for (name, tensor) in stored {
-        let to = names::of_gguf(&name);
-        if let Some(first) = originals.insert(to.clone(), name.clone()) {
-            return Err(CheckpointError::SameTensor { first, second: name }.into());
-        }
-        tensors.push(tensor.vector_as_floats()?.info(to, name)?);
-    }
-    Ok(tensors)
-}
-
 struct Folder<'a> {
     path: &'a Path,
-}
-
-/// `config.json` of a BERT model.
-#[derive(Deserialize)]
-struct BertConfig {
-    model_type: String,
-    hidden_size: u64,
-    num_hidden_layers: u64,
-    num_attention_heads: u64,
-    intermediate_size: u64,
-    max_position_embeddings: u64,
-    type_vocab_size: u64,
-    layer_norm_eps: f32,
-    hidden_act: String,
-    position_embedding_type: Option<String>,
-    #[serde(rename = "_name_or_path")]
-    name: Option<String>,
 }
 
 /// `1_Pooling/config.json` of sentence-transformers.
@@ -190,47 +165,7 @@ struct PoolingConfig {
     weighted: bool,
 }
 
-/// `tokenizer_config.json`.
-#[derive(Deserialize)]
-struct TokenizerConfig {
-    #[serde(default = "yes")]
-    do_lower_case: bool,
-    #[serde(default = "yes")]
-    tokenize_chinese_chars: bool,
-    strip_accents: Option<bool>,
-}
-
-const fn yes() -> bool {
-    true
-}
-
 impl Folder<'_> {
-    /// Metadata of the files under GGUF keys.
-    fn metadata(&self) -> Result<Metadata, Error> {
-        let config: BertConfig = self.json(CONFIG)?;
-        self.only(CONFIG, "model_type", &config.model_type, "bert")?;
-        self.only(CONFIG, "hidden_act", &config.hidden_act, "gelu")?;
-        let positions = config.position_embedding_type.as_deref().unwrap_or("absolute");
-        self.only(CONFIG, "position_embedding_type", positions, "absolute")?;
-        let mut metadata = Metadata::from_iter([
-            ("general.architecture", Value::from("bert")),
-            ("bert.block_count", config.num_hidden_layers.into()),
-            ("bert.context_length", config.max_position_embeddings.into()),
-            ("bert.embedding_length", config.hidden_size.into()),
-            ("bert.feed_forward_length", config.intermediate_size.into()),
-            ("bert.attention.head_count", config.num_attention_heads.into()),
-            ("bert.attention.layer_norm_epsilon", config.layer_norm_eps.into()),
-            ("bert.attention.causal", false.into()),
-            ("bert.pooling_type", self.pooling(config.hidden_size)?.into()),
-            ("tokenizer.ggml.token_type_count", config.type_vocab_size.into()),
-        ]);
-        if let Some(name) = config.name {
-            metadata.insert("general.name", name);
-        }
-        self.tokenizer(&mut metadata)?;
-        Ok(metadata)
-    }
-
     /// GGUF's number of the pooling kind.
     fn pooling(&self, hidden: u64) -> Result<u32, Error> {
         let file = POOLING;
@@ -249,46 +184,6 @@ impl Folder<'_> {
                 Err(self.setting(file, "pooling_mode_*", "another choice".to_owned(), needs))
             }
         }
-    }
-
-    fn tokenizer(&self, metadata: &mut Metadata) -> Result<(), Error> {
-        let file = "tokenizer_config.json";
-        let config = match self.path.join(file).exists() {
-            true => self.json(file)?,
-            false => {
-                TokenizerConfig { do_lower_case: true, tokenize_chinese_chars: true, strip_accents: None }
-            }
-        };
-        if !config.tokenize_chinese_chars {
-            return Err(self.setting(file, "tokenize_chinese_chars", "false".to_owned(), "true"));
-        }
-        if let Some(strip) = config.strip_accents.filter(|strip| *strip != config.do_lower_case) {
-            let needs = format!("{}, as do_lower_case", config.do_lower_case);
-            return Err(self.setting(file, "strip_accents", strip.to_string(), &needs));
-        }
-        let text = self.text("vocab.txt")?;
-        let lines = || text.lines().map(|line| line.trim_end_matches('\r'));
-        metadata.insert("tokenizer.ggml.model", "bert");
-        metadata.insert("tokenizer.ggml.normalizer.lowercase", config.do_lower_case);
-        metadata.insert("tokenizer.ggml.add_bos_token", true);
-        metadata.insert("tokenizer.ggml.add_eos_token", true);
-        let special = [
-            ("[CLS]", "bos"),
-            ("[SEP]", "eos"),
-            ("[SEP]", "seperator"),
-            ("[UNK]", "unknown"),
-            ("[PAD]", "padding"),
-            ("[MASK]", "mask"),
-        ];
-        for (token, role) in special {
-            if let Some(id) = lines().position(|line| line == token) {
-                metadata.insert(format!("tokenizer.ggml.{role}_token_id"), id as u64);
-            }
-        }
-        let kinds = lines().map(|line| if special.iter().any(|(token, _)| *token == line) { 3 } else { 1 });
-        metadata.insert("tokenizer.ggml.token_type", kinds.collect::<Vec<i32>>());
-        metadata.insert("tokenizer.ggml.tokens", lines().map(names::piece_of_gguf).collect::<Strings>());
-        Ok(())
     }
 
     fn only(&self, file: &str, key: &'static str, found: &str, needs: &str) -> Result<(), Error> {

@@ -100,10 +100,22 @@ pub enum Pooling {
     Last,
 }
 
-/// `scores = out tanh(dense v)`, or `out v` without `dense`.
+/// Activation between a classifier's layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PoolerActivation {
+    Tanh,
+    GeluErf,
+}
+
+/// `scores = out norm(activation(dense v))`, or `out v` without `dense`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ClassifierSpec {
+    /// The first score less the second is the only score: the logits of two answers, of which one is right.
+    pub difference: bool,
     pub dense: Option<LinearSpec>,
+    pub activation: PoolerActivation,
+    /// Norm of the activations; of BERT none.
+    pub norm: Option<NormSpec>,
     /// One row per score.
     pub out: LinearSpec,
 }
@@ -215,6 +227,13 @@ pub struct PerLayerSpec {
     pub projection: LinearSpec,
     /// Norm of the value added to the residual.
     pub norm: NormSpec,
+}
+
+impl ClassifierSpec {
+    /// Number of scores.
+    pub fn scores(&self) -> usize {
+        if self.difference { 1 } else { self.out.rows }
+    }
 }
 
 impl ModelSpec {

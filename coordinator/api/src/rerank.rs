@@ -58,11 +58,11 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<EncodePlan<RerankForma
     let fits = |text: &String| check_text(&model, text.len(), Some(served.max_model_len));
     fits(&query)?;
     documents.iter().try_for_each(fits)?;
-    let query = tokenizer.encode(&query, false);
+    let pairs = tokenizer.pairs(&query);
     let pair = |(at, document): (usize, &String)| {
-        let (tokens, second) = tokenizer.pair(query.clone(), &tokenizer.encode(document, false));
+        let (tokens, second) = pairs.with(document);
         check_length(&format!("documents[{at}]"), &tokens, served.max_model_len)?;
-        Ok(EncodeText { tokens, segment_start: u32::try_from(second).ok() })
+        Ok(EncodeText { tokens, segment_start: second.and_then(|second| u32::try_from(second).ok()) })
     };
     let texts = documents.iter().enumerate().map(pair).collect::<Result<_, ApiError>>()?;
     let top_n = match fields.get("top_n")?.unwrap_or(0) {

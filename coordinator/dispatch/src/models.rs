@@ -197,7 +197,8 @@ impl Models {
                 None => tokenizer_metadata(path).map_err(|error| file(error.into()))?,
             };
             let tokenizer = Tokenizer::from_metadata(&metadata).map_err(|error| file(error.into()))?;
-            let tokenizer = tokenizer.remembering(MEMO_BYTES);
+            let pairs = text::pairs::template(&metadata, &tokenizer).map_err(|error| file(error.into()))?;
+            let tokenizer = tokenizer.comparing(pairs).remembering(MEMO_BYTES);
             let template = ChatTemplate::from_metadata(&metadata, &tokenizer).unwrap_or_else(|error| {
                 // Completions need no template.
                 tracing::warn!(model = %id, %error, "the model serves no chats: its template cannot be used");

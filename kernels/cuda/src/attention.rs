@@ -82,14 +82,15 @@ impl AttentionKernels {
     /// Returns the source for a shape.
     ///
     /// # Errors
-    /// As [`KvBlock::new`]; [`Error::EmptyWindow`], [`Error::Unsupported`] for a window that is not causal.
+    /// As [`KvBlock::new`]; [`Error::EmptyWindow`], [`Error::Unsupported`] for a window on both sides of wide heads.
     pub fn source(shape: &KvShape) -> Result<&'static Source, Error> {
         check(shape)?;
         let kv_type = type_number(shape.kv_type);
-        match shape.latent {
-            true => Ok(&source::LATENT_ATTENTION[kv_type]),
-            false => Ok(&source::ATTENTION[kv_type][width_class(shape)]),
-        }
+        Ok(match shape.latent {
+            true => &source::LATENT_ATTENTION[kv_type],
+            false if is_around(shape) => &source::ATTENTION_AROUND[kv_type],
+            false => &source::ATTENTION[kv_type][width_class(shape)],
+        })
     }
 
     /// Loads the compiled [`Self::source`].
@@ -120,7 +121,9 @@ impl AttentionKernels {
     /// Returns the bytes of device memory that a call needs besides its buffers, for sequences of at most
     /// `positions`.
     pub fn scratch_bytes(&self, positions: usize) -> usize {
-        self.row_scratch(self.splits(0..positions.max(1)).len()).max(SCRATCH_BYTES)
+        let positions = positions.max(1);
+        let start = self.window().map_or(0, |window| positions.saturating_sub(window));
+        self.row_scratch(splits(start..positions).len()).max(SCRATCH_BYTES)
     }
 
     /// Processes the step's rows. [`AttentionCall::scratch`] has `scratch_bytes` bytes.
@@ -157,7 +160,7 @@ impl AttentionKernels {
                 let end = sequence.context + sequence.rows.len();
                 sequence.rows.clone().map(move |row| {
                     let own = sequence.context + (row - sequence.rows.start) + 1;
-                    (row, self.splits(0..if self.shape.causal { own } else { end }).len())
+                    (row, splits(self.seen(own, end)).len())
                 })
             });
             // The step orders single rows itself, so any of them may be at any index.
@@ -204,7 +207,7 @@ impl AttentionKernels {
         call: &AttentionCall<'_>,
         launch: &Rows,
     ) -> Result<(), CudaError> {
-        let KvShape { heads, kv_heads, head_dim, v_head_dim, window, causal, .. } = self.shape;
+        let KvShape { heads, kv_heads, head_dim, v_head_dim, causal, .. } = self.shape;
         let rows = launch.rows.len();
         let partial_bytes = rows * heads * launch.splits * v_head_dim * size_of::<f32>();
         let vectors = self.together * launch.tile.min(rows);
@@ -240,7 +243,7 @@ impl AttentionKernels {
             self.block.block_shift().into(),
             number(self.block.k_stripe()),
             number(self.block.v_stripe()),
-            (window.unwrap_or(ALL).min(ALL) as u32).into(),
+            (self.window().unwrap_or(ALL).min(ALL) as u32).into(),
             u32::from(causal).into(),
             number(launch.splits),
             (call.scale * std::f32::consts::LOG2_E).into(),
@@ -266,16 +269,32 @@ impl AttentionKernels {
         Ok(())
     }
 
-    /// Returns the splits of a row that sees the positions `keys`, limited by its window.
-    fn splits(&self, keys: Range<usize>) -> Range<usize> {
-        let start = self.shape.window.map_or(0, |window| keys.end.saturating_sub(window));
-        start / SPLIT..keys.end.div_ceil(SPLIT)
+    /// Returns the number of keys that a row sees, on both sides if it sees those around it.
+    fn window(&self) -> Option<usize> {
+        let around = is_around(&self.shape);
+        self.shape.window.map(|window| if around { window.saturating_mul(2) - 1 } else { window })
+    }
+
+    /// Returns the positions that a row sees whose position is before `own`, in a sequence that ends at `end`.
+    fn seen(&self, own: usize, end: usize) -> Range<usize> {
+        let KvShape { window, causal, .. } = self.shape;
+        let start = window.map_or(0, |window| own.saturating_sub(window));
+        match (causal, window) {
+            (true, _) => start..own,
+            (false, None) => start..end,
+            (false, Some(window)) => start..own.saturating_add(window - 1).min(end),
+        }
     }
 
     /// Returns the bytes of partial results of a row with `splits` splits.
     fn row_scratch(&self, splits: usize) -> usize {
         self.shape.heads * splits * (self.shape.v_head_dim + 2) * size_of::<f32>()
     }
+}
+
+/// Returns the splits that have some of the positions `keys`.
+fn splits(keys: Range<usize>) -> Range<usize> {
+    keys.start / SPLIT..keys.end.div_ceil(SPLIT)
 }
 
 fn not_served(error: Error) -> CudaError {
@@ -286,9 +305,16 @@ fn check(shape: &KvShape) -> Result<(), Error> {
     KvBlock::new(shape)?;
     match (shape.window, shape.causal) {
         (Some(0), _) => Err(Error::EmptyWindow),
-        (Some(_), false) => Err(Error::Unsupported { what: "a window that is not causal" }),
+        (Some(_), false) if shape.latent || width_class(shape) > 0 => {
+            Err(Error::Unsupported { what: "a window on both sides of heads wider than 64" })
+        }
         _ => Ok(()),
     }
+}
+
+/// Whether a row sees the keys around it, and no others.
+fn is_around(shape: &KvShape) -> bool {
+    !shape.causal && shape.window.is_some()
 }
 
 /// Returns the index of the narrowest of [`WIDTHS`] that fits keys and values.
@@ -304,6 +330,7 @@ fn vectors(shape: &KvShape) -> &'static [usize] {
         return &[1, 2];
     }
     match (shape.kv_type, WIDTHS[width_class(shape)]) {
+        (_, 64) if is_around(shape) => &[1, 2, 4],
         (KvType::F16, 64 | 128 | 256) => &[16],
         (_, 512) => &[1, 2, 4],
         _ => &[1, 2, 4, 8],

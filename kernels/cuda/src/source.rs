@@ -39,13 +39,16 @@ pub const ROWWISE: Source = Source {
 /// cores.
 macro_rules! attention {
     ($kv_type:literal, $width:literal, $how:literal, $($attend:literal),*) => {
-        attention_source!($kv_type, $width, 0, "", $how, $($attend),*)
+        attention_source!($kv_type, $width, 0, 0, "", $how, $($attend),*)
     };
 }
 
-/// The same, with LATENT and the beginning of the name.
+/// The same, with LATENT, AROUND and the beginning of the name.
 macro_rules! attention_source {
-    ($kv_type:literal, $width:literal, $latent:literal, $what:literal, $how:literal, $($attend:literal),*) => {
+    (
+        $kv_type:literal, $width:literal, $latent:literal, $around:literal, $what:literal, $how:literal,
+        $($attend:literal),*
+    ) => {
         Source {
             name: concat!($what, "attention, type ", $kv_type, ", width ", $width),
             text: concat!(
@@ -53,6 +56,8 @@ macro_rules! attention_source {
                 $kv_type,
                 "\n#define LATENT ",
                 $latent,
+                "\n#define AROUND ",
+                $around,
                 "\n#define WIDTH ",
                 $width,
                 "\n#line 1 \"common.cuh\"\n",
@@ -93,12 +98,21 @@ pub static ATTENTION: [[Source; 4]; 3] = [
 
 macro_rules! latent_attention {
     ($kv_type:literal) => {
-        attention_source!($kv_type, 768, 1, "latent ", "lanes.cu", "attend_1", "attend_2")
+        attention_source!($kv_type, 768, 1, 0, "latent ", "lanes.cu", "attend_1", "attend_2")
     };
 }
 
 /// Attention over latent caches, by element type.
 pub static LATENT_ATTENTION: [Source; 3] = [latent_attention!(0), latent_attention!(1), latent_attention!(2)];
+
+macro_rules! attention_around {
+    ($kv_type:literal) => {
+        attention_source!($kv_type, 64, 0, 1, "two-sided ", "lanes.cu", "attend_1", "attend_2", "attend_4")
+    };
+}
+
+/// Attention to the keys around each row, of heads up to 64 wide, by element type.
+pub static ATTENTION_AROUND: [Source; 3] = [attention_around!(0), attention_around!(1), attention_around!(2)];
 
 /// Norm and rotation of heads, and writes to the cache, for one element type.
 macro_rules! qkv {
@@ -189,5 +203,5 @@ const PLAIN: &[Source] = &[
 /// Returns every source that a worker may compile.
 pub fn all() -> impl Iterator<Item = &'static Source> {
     let latent = LATENT_QKV.iter().chain(&LATENT_ATTENTION);
-    PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten()).chain(latent)
+    PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten()).chain(latent).chain(&ATTENTION_AROUND)
 }

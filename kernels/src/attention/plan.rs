@@ -86,6 +86,8 @@ pub enum Visible {
     Window(NonZeroU32),
     /// All keys. A step contains the whole input of a sequence, from position 0 on.
     Whole,
+    /// Of all keys those less than w positions before or behind the query.
+    Around(NonZeroU32),
 }
 
 /// A row of the step in the plan's order.
@@ -163,7 +165,7 @@ impl StepPlan {
     ///
     /// # Errors
     /// [`Error::HeadGroups`], [`Error::OutOfRange`] (a row of a sequence without placement),
-    /// [`Error::MissingBlock`], [`Error::PartialSequence`] (only with [`Visible::Whole`]).
+    /// [`Error::MissingBlock`], [`Error::PartialSequence`] (only with [`Visible::Whole`] and [`Visible::Around`]).
     pub fn new(
         shape: AttentionShape,
         rows: &[QueryRow],
@@ -179,14 +181,18 @@ impl StepPlan {
             }
             let end = position + 1;
             let start = match shape.visible {
-                Visible::Window(window) => end.saturating_sub(window.get() as usize),
+                Visible::Window(window) | Visible::Around(window) => {
+                    end.saturating_sub(window.get() as usize)
+                }
                 Visible::Causal | Visible::Whole => 0,
             };
             planned.push(PlannedRow { query, sequence, position, start, end, partial: None });
         }
         planned.sort_unstable_by_key(|row| (row.sequence, row.position, row.query));
-        if shape.visible == Visible::Whole {
-            see_all(&mut planned)?;
+        match shape.visible {
+            Visible::Causal | Visible::Window(_) => {}
+            Visible::Whole => see_ahead(&mut planned, usize::MAX)?,
+            Visible::Around(window) => see_ahead(&mut planned, window.get() as usize - 1)?,
         }
         let mut plan = Self {
             shape,
@@ -435,14 +441,14 @@ impl StepPlan {
 }
 
 /// Makes the whole sequence visible to every row.
-fn see_all(rows: &mut [PlannedRow]) -> Result<(), Error> {
+fn see_ahead(rows: &mut [PlannedRow], ahead: usize) -> Result<(), Error> {
     for rows in rows.chunk_by_mut(|a, b| a.sequence == b.sequence) {
         let len = rows.len();
         for (position, row) in rows.iter_mut().enumerate() {
             if row.position != position {
                 return Err(Error::PartialSequence { sequence: row.sequence, position });
             }
-            row.end = len;
+            row.end = row.end.saturating_add(ahead).min(len);
         }
     }
     Ok(())

@@ -18,10 +18,11 @@ pub struct KvShape {
     /// Positions per block: 16, 32 or 64.
     pub block_tokens: usize,
     pub kv_type: KvType,
-    /// `Some(w)`: the query at position p sees keys j with p - j < w, and only these have blocks.
+    /// `Some(w)`: the query at position p sees keys j with p - j < w, and only these have blocks. Without causality also
+    /// j - p < w, and all keys have blocks.
     pub window: Option<usize>,
     /// If true, a query sees only keys at its own position and before. If false, a sequence's whole input
-    /// must be in one step, and every row sees all of it.
+    /// must be in one step, and every row sees all of it, or the window around it.
     pub causal: bool,
 }
 

@@ -30,14 +30,13 @@ pub(super) fn create_layer(
     shape: KvShape,
     offset: usize,
 ) -> Result<KvLayerId, Error> {
+    let window =
+        |window| NonZeroU32::new(u32::try_from(window).unwrap_or(u32::MAX)).ok_or(Error::EmptyWindow);
     let visible = match (shape.causal, shape.window) {
         (true, None) => Visible::Causal,
-        (true, Some(window)) => {
-            let window = u32::try_from(window).unwrap_or(u32::MAX);
-            Visible::Window(NonZeroU32::new(window).ok_or(Error::EmptyWindow)?)
-        }
+        (true, Some(size)) => Visible::Window(window(size)?),
         (false, None) => Visible::Whole,
-        (false, Some(_)) => return Err(Error::Unsupported { what: "a window that is not causal" }),
+        (false, Some(size)) => Visible::Around(window(size)?),
     };
     let shape = AttentionShape { layout: layout(shape)?, heads: shape.heads, visible };
     backend.kv_layers.push(KvLayer { group, offset, shape });

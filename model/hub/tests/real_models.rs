@@ -122,6 +122,6 @@ fn an_encoder_is_read_from_its_checkpoint() {
         assert_eq!(found, ids(&item["ids"]), "{text:?}");
     }
     assert_eq!(tokenizer.decode(&tokenizer.encode("Hello, world!", false), true), "hello , world !");
-    let pair = tokenizer.pair(tokenizer.encode("who", false), &tokenizer.encode("me", false)).0;
+    let pair = tokenizer.pairs("who").with("me").0;
     assert_eq!(pair, [101, 2040, 102, 2033, 102]);
 }

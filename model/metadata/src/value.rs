@@ -193,7 +193,7 @@ macro_rules! from_integers {
         }
     )*};
 }
-from_integers!(U32 u32, I32 i32, U64 u64);
+from_integers!(U8 u8, U32 u32, I32 i32, U64 u64);
 
 impl FromValue<'_> for f32 {
     const NAME: &'static str = "f32";

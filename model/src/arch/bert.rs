@@ -7,7 +7,8 @@ use super::source::Source;
 use crate::Error;
 use crate::spec::{
     Activation, AttentionSpec, ClassifierSpec, EmbeddingSpec, FfnPart, FfnSpec, KvSpec, LayerSpec,
-    LinearSpec, MixerSpec, ModelSpec, NormSpec, OutputSpec, OwnKvSpec, PooledSpec, Pooling, TableSpec,
+    LinearSpec, MixerSpec, ModelSpec, NormSpec, OutputSpec, OwnKvSpec, PooledSpec, PoolerActivation, Pooling,
+    TableSpec,
 };
 use metadata::Strings;
 
@@ -52,6 +53,17 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
         layers: widths.into_iter().enumerate().map(layer).collect::<Result<_, _>>()?,
         output: OutputSpec::Pooled(encoder.pooled()?),
     })
+}
+
+/// Number of a classifier's outputs.
+pub(super) fn labels(source: &Source<'_>) -> Result<usize, Error> {
+    let key = "classifier.output_labels";
+    let labels = source.metadata().get::<&Strings>(&source.key(key))?.map_or(1, Strings::len);
+    if !(1..=limits::LABELS).contains(&labels) {
+        let needs = format_args!("a list of 1 to {}", limits::LABELS).to_string();
+        return Err(source.refuse(key, format_args!("a list of {labels}"), needs));
+    }
+    Ok(labels)
 }
 
 struct Encoder<'a> {
@@ -145,15 +157,13 @@ impl Encoder<'_> {
     }
 
     fn classifier(&self) -> Result<ClassifierSpec, Error> {
-        let (source, key) = (self.source, "classifier.output_labels");
-        let labels = source.metadata().get::<&Strings>(&source.key(key))?.map_or(1, Strings::len);
-        if !(1..=limits::LABELS).contains(&labels) {
-            let needs = format_args!("a list of 1 to {}", limits::LABELS).to_string();
-            return Err(source.refuse(key, format_args!("a list of {labels}"), needs));
-        }
+        let (source, labels) = (self.source, labels(self.source)?);
         let dense = source.has("cls.weight").then(|| source.linear("cls", self.hidden, self.hidden));
         Ok(ClassifierSpec {
+            difference: false,
             dense: dense.transpose()?,
+            activation: PoolerActivation::Tanh,
+            norm: None,
             out: source.linear("cls.output", self.hidden, labels)?,
         })
     }

@@ -45,7 +45,11 @@ fn rope(decoder: &Decoder<'_>) -> Result<RopeSpec, Error> {
 }
 
 /// Rows of all query heads, of all key heads, of all value heads.
-fn attention(decoder: &Decoder<'_>, layer: usize, options: AttentionOptions) -> Result<AttentionSpec, Error> {
+pub(super) fn attention(
+    decoder: &Decoder<'_>,
+    layer: usize,
+    options: AttentionOptions,
+) -> Result<AttentionSpec, Error> {
     let ((heads, kv_heads), dims) = (decoder.heads(layer), decoder.shape.dims);
     let (q, k, v) = (heads * dims.k, kv_heads * dims.k, kv_heads * dims.v);
     let of = q + k + v;

@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::CheckpointError;
+use super::bert;
 use super::config::{Config, Keys};
 use super::weights::{StoredTensor, StoredTensors};
 use crate::conversion::{Conversion, FloatMap, FloatType, Scaled, Turned};
@@ -21,11 +22,12 @@ mod gpt_oss;
 mod granite;
 mod lfm2;
 mod mixtures;
+mod modern_bert;
 mod nemotron_h;
 mod qwen_hybrid;
 
 /// Tensors by the GGUF's names, which may have `{l}` for the layer.
-type NamedTensors = Vec<(&'static str, StoredTensor)>;
+pub(super) type NamedTensors = Vec<(&'static str, StoredTensor)>;
 
 pub(super) struct Family {
     /// Values of `model_type`.
@@ -64,6 +66,7 @@ const FAMILIES: &[&Family] = &[
     &mixtures::ERNIE4_5_MOE,
     &mixtures::GLM4_MOE,
     &mixtures::MINIMAX_M2,
+    &modern_bert::MODERN_BERT,
     &nemotron_h::NEMOTRON_H,
     &qwen_hybrid::QWEN3_NEXT,
     &qwen_hybrid::QWEN3_5,
@@ -150,7 +153,7 @@ impl Family {
         let family = found.iter().find_map(|found| families().find(|family| family.types.contains(found)));
         family.ok_or_else(|| {
             let mut needs: Vec<&str> = families().flat_map(|family| family.types).copied().collect();
-            needs.push("bert");
+            needs.extend(bert::TYPES);
             needs.sort_unstable();
             let found = found.first().map_or("absent".to_owned(), |found| format!("{found:?}"));
             config.refuse("model_type", found, needs.join(", "))
@@ -367,7 +370,7 @@ impl StoredTensor {
     }
 
     /// Rows (of the second last dimension) of each matrix, in the order of `runs`.
-    fn rows(&self, runs: &[(u64, u64)]) -> Self {
+    pub(super) fn rows(&self, runs: &[(u64, u64)]) -> Self {
         let (mut shape, depth) = (self.shape.clone(), self.shape.len().saturating_sub(2));
         let matrices = elements(&shape[..depth]);
         let rows = shape.get(depth).copied().unwrap_or(1);

@@ -1,4 +1,4 @@
-//! GGUF names of a BERT's tensors and word pieces.
+//! GGUF names of the tensors of BERT and RoBERTa, and of word pieces.
 
 /// Names without `.weight` and `.bias`.
 const MODEL: [(&str, &str); 4] = [
@@ -19,16 +19,31 @@ const LAYER: [(&str, &str); 8] = [
     ("output.LayerNorm", "layer_output_norm"),
 ];
 
+/// The layers of a classifier; those of BERT, and those of RoBERTa.
+const CLASSIFIER: [(&str, &str); 4] = [
+    ("pooler.dense", "cls"),
+    ("classifier", "cls.output"),
+    ("classifier.dense", "cls"),
+    ("classifier.out_proj", "cls.output"),
+];
+
+/// Names of the matrices with a row for each label.
+pub(super) const CLASSIFIERS: [&str; 2] = ["classifier.weight", "classifier.out_proj.weight"];
+
 /// Strips the prefix that models with a head add.
 fn of_body(name: &str) -> &str {
-    name.strip_prefix("bert.").unwrap_or(name)
+    ["bert.", "roberta."].iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
+}
+
+/// True for position numbers.
+pub(super) fn is_number(name: &str) -> bool {
+    of_body(name) == "embeddings.position_ids"
 }
 
 /// True if the tensor does not affect a pooled vector: position numbers, and the training layer on the first
 /// token's vector.
 pub(super) fn is_left_out(name: &str) -> bool {
-    let name = of_body(name);
-    name == "embeddings.position_ids" || name.starts_with("pooler.dense.")
+    is_number(name) || of_body(name).starts_with("pooler.dense.")
 }
 
 /// The GGUF name. An unknown name stays unchanged, and the translator refuses it.
@@ -41,7 +56,7 @@ fn translated(name: &str) -> Option<String> {
     let among = |names: &[(&str, &'static str)], stem: &str| {
         names.iter().find(|(hf, _)| *hf == stem).map(|(_, gguf)| *gguf)
     };
-    if let Some(gguf) = among(&MODEL, stem) {
+    if let Some(gguf) = among(&MODEL, stem).or_else(|| among(&CLASSIFIER, stem)) {
         return Some(format!("{gguf}.{part}"));
     }
     let (layer, stem) = stem.strip_prefix("encoder.layer.")?.split_once('.')?;
@@ -73,6 +88,11 @@ mod tests {
             ("bert.encoder.layer.3.intermediate.dense.weight", "blk.3.ffn_up.weight"),
             ("encoder.layer.x.output.dense.weight", "encoder.layer.x.output.dense.weight"),
             ("encoder.layer.1.crossattention.self.key.bias", "encoder.layer.1.crossattention.self.key.bias"),
+            ("bert.pooler.dense.bias", "cls.bias"),
+            ("classifier.weight", "cls.output.weight"),
+            ("roberta.encoder.layer.2.output.dense.bias", "blk.2.ffn_down.bias"),
+            ("classifier.dense.weight", "cls.weight"),
+            ("classifier.out_proj.weight", "cls.output.weight"),
             ("cls.predictions.bias", "cls.predictions.bias"),
             ("", ""),
         ] {

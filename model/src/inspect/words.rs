@@ -44,7 +44,7 @@ pub(super) fn output(spec: &ModelSpec) -> String {
                 Pooling::Last => "last token",
             };
             match &pooled.classifier {
-                Some(classifier) => format!("{pooling}, scores: {}", classifier.out.rows),
+                Some(classifier) => format!("{pooling}, scores: {}", classifier.scores()),
                 None => pooling.to_owned(),
             }
         }
@@ -54,7 +54,8 @@ pub(super) fn output(spec: &ModelSpec) -> String {
 fn attention(attention: &AttentionSpec) -> String {
     let AttentionSpec { causal, window, heads, kv_heads, head_dim, .. } = attention;
     let kind = match (window, causal) {
-        (Some(window), _) => format!("attention over the last {window}"),
+        (Some(window), true) => format!("attention over the last {window}"),
+        (Some(window), false) => format!("attention to {} on each side", window.saturating_sub(1)),
         (None, true) => "full attention".to_owned(),
         (None, false) => "attention to all".to_owned(),
     };

@@ -40,8 +40,9 @@ impl ModelSpec {
                 linear.push_tensors(&mut names);
             }
             OutputSpec::Pooled(PooledSpec { pooling: _, classifier }) => {
-                if let Some(ClassifierSpec { dense, out }) = classifier {
+                if let Some(ClassifierSpec { difference: _, dense, activation: _, norm, out }) = classifier {
                     push_linear(dense, &mut names);
+                    push_norm(norm, &mut names);
                     out.push_tensors(&mut names);
                 }
             }

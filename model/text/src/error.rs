@@ -11,4 +11,7 @@ pub enum Error {
     /// The chat template is invalid, or it rejects the messages.
     #[error(transparent)]
     ChatTemplate(#[from] crate::chat_template::TemplateError),
+    /// The prompt for two texts has other places for them.
+    #[error("{key} must have the places {{query}} and {{document}} once each")]
+    PairTemplate { key: &'static str },
 }

@@ -8,6 +8,7 @@ pub mod cpu_time;
 pub mod dialect;
 mod error;
 pub mod json_schema;
+pub mod pairs;
 pub mod recent;
 pub mod sampling;
 pub mod tokenizer;

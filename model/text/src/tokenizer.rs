@@ -36,9 +36,11 @@ const UNCHECKED_BYTES: usize = 4 << 10;
 pub use detokenizer::{Detokenizer, Utf8Stream};
 pub use hf::HfFiles;
 pub use memo::KnownPart;
+pub use pairs::{PairTemplate, Pairs};
 
 mod bpe;
 mod char_bpe;
+mod charsmap;
 mod classes;
 mod decode;
 mod detokenizer;
@@ -47,10 +49,12 @@ mod memo;
 mod merge;
 mod merges;
 mod normalize;
+mod pairs;
 mod pieces;
 mod pretokenize;
 mod read;
 mod regex;
+mod sentence_piece;
 mod special;
 mod splitters;
 mod spm;
@@ -88,6 +92,8 @@ pub struct Tokenizer {
     cutting: Option<Cutting>,
     digest: [u8; 32],
     memo: Option<Memo>,
+    /// Prompt for two texts that a model compares. `None`: special tokens are around them.
+    pair_template: Option<PairTemplate>,
 }
 
 /// Where texts may be cut for the memo.
@@ -445,9 +451,19 @@ impl Tokenizer {
         &self.ends.before
     }
 
+    /// Sets the prompt of [`pairs`](Self::pairs).
+    pub fn comparing(self, template: Option<PairTemplate>) -> Self {
+        Self { pair_template: template, ..self }
+    }
+
+    /// Encodes texts to be compared with `first`, for a model that compares two.
+    pub fn pairs<'a>(&'a self, first: &'a str) -> Pairs<'a> {
+        Pairs::new(self, first)
+    }
+
     /// Two texts as one sequence for a cross-encoder: `[CLS] first [SEP] second [SEP]`. Also returns the
     /// index where the second begins.
-    pub fn pair(&self, mut first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
+    fn pair(&self, mut first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
         let [before, between, after] = &self.ends.pair;
         first.splice(0..0, before.iter().copied());
         first.extend(between);

@@ -80,6 +80,44 @@ fn embedding_folders_give_the_vectors_of_their_references() {
     }
 }
 
+/// One or more texts in, one or more rows of values out.
+fn embed_texts(arguments: &[&str]) -> Vec<Value> {
+    let found: Value = serde_json::from_str(&binary::stdout(arguments).unwrap()).unwrap();
+    found["texts"].as_array().unwrap().clone()
+}
+
+/// Folders with texts or pairs of texts in `encoded.json`, which `tests/fixtures/hf/make.py` wrote.
+#[test]
+fn folders_give_the_values_of_texts_and_of_pairs() {
+    let root = kvasir_cluster_tests::fixtures::root().join("hf");
+    let folders = std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().path());
+    for folder in folders.filter(|path| path.join("encoded.json").exists()) {
+        let name = folder.display();
+        let encoded = std::fs::read_to_string(folder.join("encoded.json")).unwrap();
+        let encoded: Value = serde_json::from_str(&encoded).unwrap();
+        let common = ["embed", word(&folder), "--activations", "f32", "--json"];
+        let compare = |expected: &Value, found: &Value, values: &[f32], ours: &str| {
+            assert_eq!(found["tokens"], expected["ids"].as_array().unwrap().len(), "{name}: {expected}");
+            let ours: Vec<f32> = serde_json::from_value(found[ours].clone()).unwrap();
+            let difference = worst(&ours, values);
+            println!("{name}: {difference:e}");
+            assert!(difference <= MAX_DIFFERENCE, "{name}: {difference}, {expected}");
+        };
+        for expected in encoded["pairs"].as_array().into_iter().flatten() {
+            let [query, document] = ["query", "document"].map(|key| expected[key].as_str().unwrap());
+            let (query, document) = (format!("--query={query}"), format!("--text={document}"));
+            let found = embed_texts(&[&common[..], &[&query, &document]].concat());
+            compare(expected, &found[0], &[expected["score"].as_f64().unwrap() as f32], "scores");
+        }
+        for expected in encoded["texts"].as_array().into_iter().flatten() {
+            let text = format!("--text={}", expected["text"].as_str().unwrap());
+            let found = embed_texts(&[&common[..], &[&text]].concat());
+            let values: Vec<f32> = serde_json::from_value(expected["embedding"].clone()).unwrap();
+            compare(expected, &found[0], &values, "embedding");
+        }
+    }
+}
+
 #[test]
 fn scores_of_pairs_are_the_references_with_and_without_token_types() {
     let (model, reference) = tiny("bert-rerank");

@@ -106,7 +106,7 @@ pub fn task(spec: &ModelSpec) -> ModelTask {
         OutputSpec::Logits(_) => ModelTask::Generate,
         OutputSpec::Pooled(pooled) => match &pooled.classifier {
             None => ModelTask::Embed { width: number(spec.hidden) },
-            Some(classifier) => ModelTask::Rerank { scores: number(classifier.out.rows) },
+            Some(classifier) => ModelTask::Rerank { scores: number(classifier.scores()) },
         },
     }
 }

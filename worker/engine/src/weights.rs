@@ -292,6 +292,7 @@ pub(crate) enum Head {
 #[derive(Debug)]
 pub(crate) struct Classifier {
     pub(crate) dense: Option<Linear>,
+    pub(crate) norm: Option<Norm>,
     pub(crate) out: Linear,
 }
 

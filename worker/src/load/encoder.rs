@@ -63,7 +63,9 @@ impl Read {
                 format!("the model returns {width} values for a text, must be 1 to {MAX_ENCODED_WIDTH}");
             return Err(engine::Error::Config { option: "model", reason }.into());
         }
-        let tokenizer = Arc::new(Tokenizer::from_metadata(file.metadata())?);
+        let tokenizer = Tokenizer::from_metadata(file.metadata())?;
+        let template = text::pairs::template(file.metadata(), &tokenizer)?;
+        let tokenizer = Arc::new(tokenizer.comparing(template));
         let Plan { defaults, .. } = plan_for(&file, &spec, options)?;
         let positions = spec.embedding.positions.as_ref().map_or(usize::MAX, |table| table.rows);
         let text_tokens = spec.context_length.min(positions).min(MAX_CONTEXT);

@@ -43,7 +43,7 @@ struct Call {
     u32 head_dim, v_head_dim;
     u32 block_shift;           // a KV block has 1 << block_shift tokens
     u32 k_stripe, v_stripe;        // bytes of one head's keys and values in a KV block
-    u32 window;                // number of most recent keys that a row sees; ALL for every key
+    u32 window;                // number of most recent keys that a row sees, or of those around it; ALL for every key
     u32 causal;
     u32 row_splits;            // maximum number of splits of a row
     float scale;               // of scores, times log2 e
@@ -55,9 +55,22 @@ __device__ __forceinline__ u32 start_of(u32 end, u32 window) { return end > wind
 // Row at index `place` of the launch.
 __device__ __forceinline__ u32 row_at(const Call &call, u32 place) { return call.order[call.first_row + place]; }
 
+// End (exclusive) of the positions that a row would see in a sequence without an end.
+__device__ __forceinline__ u32 reach_of(const Call &call, u32 row) {
+#if AROUND
+    return call.positions[row] + 1 + call.window / 2;
+#else
+    return call.causal ? call.positions[row] + 1 : call.sequence_ends[call.row_sequences[row]];
+#endif
+}
+
 // End (exclusive) of a row's visible positions.
 __device__ __forceinline__ u32 end_of(const Call &call, u32 row) {
-    return call.causal ? call.positions[row] + 1 : call.sequence_ends[call.row_sequences[row]];
+#if AROUND
+    return min(reach_of(call, row), call.sequence_ends[call.row_sequences[row]]);
+#else
+    return reach_of(call, row);
+#endif
 }
 
 // One element of a row: the sum of weighted values divided by the sum of weights. The sink adds to the
@@ -99,14 +112,14 @@ struct Part {
 // A query vector of a `Part`.
 struct Vector {
     const float *q;            // null if the vector does not exist
-    u32 last;                  // last position that it sees; SAME (-1) if the vector does not exist
+    u32 last;                  // last position that it reaches; SAME (-1) if the vector does not exist
 };
 
 __device__ __forceinline__ Vector vector_of(const Call &call, const Part &part, u32 v) {
     const u32 r = v / call.together, h = v % call.together;
     if (r >= part.count || h >= part.heads) return {nullptr, SAME};
     const u32 row = row_at(call, part.place + r);
-    return {call.q + ((u64)row * call.heads + part.head + h) * call.head_dim, end_of(call, row) - 1};
+    return {call.q + ((u64)row * call.heads + part.head + h) * call.head_dim, reach_of(call, row) - 1};
 }
 
 // Destination of a vector's result: `out` if no other split has keys for it, else its slot in `parts`.
@@ -121,7 +134,7 @@ __device__ __forceinline__ Goal goal_of(const Call &call, const Part &part, u32 
     Goal goal = {};
     if (r >= part.count || h >= part.heads) return goal;
     const u32 row = row_at(call, part.place + r), end = end_of(call, row);
-    const u32 first = start_of(end, call.window) / SPLIT, last = (end - 1) / SPLIT;
+    const u32 first = start_of(reach_of(call, row), call.window) / SPLIT, last = (end - 1) / SPLIT;
     goal.wanted = part.split >= first && part.split <= last;
     goal.alone = first == last;
     goal.head = part.head + h;
@@ -167,7 +180,7 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
         if (!(begins & 1)) continue;
 
         const u32 row = row_at(call, part.place);
-        const u32 start = start_of(end_of(call, row), call.window);
+        const u32 start = start_of(reach_of(call, row), call.window);
         const u32 end = end_of(call, row_at(call, part.place + part.count - 1));
         part.split = start / SPLIT + blockIdx.z;
         part.from = max(start, part.split * SPLIT);
@@ -190,7 +203,7 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
 extern "C" __global__ void __launch_bounds__(128) combine(PARAMETERS) {
     const Call call = CALL;
     const u32 head = blockIdx.y, row = row_at(call, blockIdx.x), end = end_of(call, row);
-    const u32 splits = (end - 1) / SPLIT - start_of(end, window) / SPLIT + 1;
+    const u32 splits = (end - 1) / SPLIT - start_of(reach_of(call, row), window) / SPLIT + 1;
     if (splits == 1) return;
     const u64 slot = ((u64)blockIdx.x * heads + head) * row_splits;
     float top = LOWEST;

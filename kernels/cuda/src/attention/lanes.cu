@@ -2,9 +2,9 @@
 // precedes this text.
 //
 // The includer defines KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32), WIDTH (the widest head
-// supported: 64, 128, 256, 512, 768) and LATENT (1: the cache has keys only, and a value is the last elements of its
-// key). The place of a key in its tile decides which group of lanes processes it. A group of lanes processes its keys
-// in order. Both hold for every kernel below.
+// supported: 64, 128, 256, 512, 768), LATENT (1: the cache has keys only, and a value is the last elements of its key)
+// and AROUND (1: a row sees keys on both sides). The place of a key in its tile decides which group of lanes processes
+// it. A group of lanes processes its keys in order. Both hold for every kernel below.
 
 // Lanes that share a key. Each lane has eight elements of every chunk.
 #define LANES (WIDTH >= 256 ? 32 : WIDTH / 8)
@@ -194,7 +194,9 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
                 const float sum = sum_lanes(score[s][u], LANES);
                 // For a key behind `lasts[s]` the difference wraps around and is not below the window. A tile
                 // never crosses its split's end.
-                score[s][u] = lasts[s] - key < call.window ? sum : -__int_as_float(0x7f800000);
+                // But around its end a vector reaches further than there are keys.
+                const bool seen = lasts[s] - key < call.window && (!AROUND || key < to);
+                score[s][u] = seen ? sum : -__int_as_float(0x7f800000);
                 top = fmaxf(top, score[s][u]);
             }
             const float factor = exp2_fast(__fsub_rn(highest[s], top));
@@ -268,6 +270,6 @@ extern "C" __global__ void __launch_bounds__(128) attend_2(PARAMETERS) { const C
 #if WIDTH < 768
 extern "C" __global__ void __launch_bounds__(128) attend_4(PARAMETERS) { const Call call = CALL; ATTEND(4); }
 #endif
-#if WIDTH < 512
+#if WIDTH < 512 && !AROUND
 extern "C" __global__ void __launch_bounds__(128) attend_8(PARAMETERS) { const Call call = CALL; ATTEND(8); }
 #endif

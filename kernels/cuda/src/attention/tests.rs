@@ -73,8 +73,13 @@ impl Case {
     /// Returns the expected output of a row.
     fn expected(&self, sequence: usize, position: usize) -> Vec<f64> {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, window, causal, .. } = self.shape;
-        let end = if causal { position + 1 } else { self.lengths[sequence] };
-        let start = window.map_or(0, |window| end.saturating_sub(window));
+        let start = window.map_or(0, |window| (position + 1).saturating_sub(window));
+        let end = match (causal, window) {
+            (true, _) => position + 1,
+            (false, window) => {
+                window.map_or(usize::MAX, |window| position + window).min(self.lengths[sequence])
+            }
+        };
         let cached: Vec<_> = (start..end)
             .map(|key| {
                 let at = self.tables[sequence][key / block_tokens] as usize * 64 + LAYER_OFFSET;
@@ -199,6 +204,10 @@ fn windows_sinks_and_encoders() {
         case.check(&mut sim, &[(0, 18..20), (1, 2..3)]);
         let encoder = KvShape { causal: false, heads: 2, ..SHAPE };
         Case::new(encoder, &[9, 1]).check(&mut sim, &[(0, 0..9), (1, 0..1)]);
+        for kv_type in [KvType::F32, KvType::F16] {
+            let around = KvShape { window: Some(4), kv_type, ..encoder };
+            Case::new(around, &[13, 1]).check(&mut sim, &[(0, 0..13), (1, 0..1)]);
+        }
     }
 }
 
@@ -292,7 +301,7 @@ fn decoding_is_within_the_instruction_budget() {
 fn unsupported_shapes_are_refused() {
     let refused = |shape: KvShape| AttentionKernels::source(&shape).unwrap_err();
     assert_eq!(refused(KvShape { window: Some(0), ..SHAPE }), Error::EmptyWindow);
-    let window = refused(KvShape { window: Some(3), causal: false, ..SHAPE });
+    let window = refused(KvShape { window: Some(3), causal: false, head_dim: 65, ..SHAPE });
     assert!(matches!(window, Error::Unsupported { .. }));
     assert!(matches!(refused(KvShape { head_dim: 513, ..SHAPE }), Error::KvLayout { .. }));
 }

@@ -293,7 +293,8 @@ fn visible(shape: &KvShape) -> Visible {
 
 fn wider(a: Visible, b: Visible) -> Visible {
     match (a, b) {
-        (Visible::Whole, _) | (_, Visible::Whole) => Visible::Whole,
+        // A window on both sides needs the blocks of all keys.
+        (Visible::Whole | Visible::Around(_), _) | (_, Visible::Whole | Visible::Around(_)) => Visible::Whole,
         (Visible::Causal, _) | (_, Visible::Causal) => Visible::Causal,
         (Visible::Window(a), Visible::Window(b)) => Visible::Window(a.max(b)),
     }

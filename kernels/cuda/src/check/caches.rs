@@ -39,7 +39,7 @@ const PLAIN: KvLayer = KvLayer {
     causal: true,
 };
 
-pub(super) const KV_LAYERS: [KvLayer; 10] = [
+pub(super) const KV_LAYERS: [KvLayer; 11] = [
     PLAIN,
     KvLayer { kv_type: KvType::F32, heads: 3, kv_heads: 1, ..PLAIN },
     KvLayer { kv_type: KvType::Q8_0, heads: 2, head_dim: 128, v_head_dim: 128, ..PLAIN },
@@ -47,6 +47,7 @@ pub(super) const KV_LAYERS: [KvLayer; 10] = [
     KvLayer { head_dim: 96, v_head_dim: 80, ..PLAIN },
     KvLayer { kv_type: KvType::F32, head_dim: 256, v_head_dim: 256, heads: 2, kv_heads: 1, ..PLAIN },
     KvLayer { kv_type: KvType::F32, heads: 2, head_dim: 32, v_head_dim: 32, causal: false, ..PLAIN },
+    KvLayer { heads: 2, head_dim: 32, v_head_dim: 32, causal: false, window: Some(9), ..PLAIN },
     KvLayer { kv_heads: 1, head_dim: 72, v_head_dim: 64, latent: true, ..PLAIN },
     KvLayer { kv_type: KvType::F32, kv_heads: 1, head_dim: 48, v_head_dim: 40, latent: true, ..PLAIN },
     KvLayer { kv_type: KvType::Q8_0, kv_heads: 1, head_dim: 80, v_head_dim: 56, latent: true, ..PLAIN },
@@ -132,7 +133,9 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
 /// Returns a layer for each element type and head width that kernels are compiled for.
 pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
     let types = [KvType::F32, KvType::F16, KvType::Q8_0];
-    types.into_iter().flat_map(|kv_type| {
+    let around = KvLayer { heads: 1, kv_heads: 1, window: Some(9), causal: false, ..PLAIN };
+    let arounds = types.map(|kv_type| KvLayer { kv_type, ..around });
+    let others = types.into_iter().flat_map(|kv_type| {
         [(64, 64), (128, 128), (256, 256), (512, 512), (576, 512)].map(|(head_dim, v_head_dim)| KvLayer {
             kv_type,
             heads: 1,
@@ -142,19 +145,23 @@ pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
             latent: head_dim > v_head_dim,
             ..PLAIN
         })
-    })
+    });
+    others.chain(arounds)
 }
 
-/// Single and multiple rows that see more keys than one split has.
+/// Single and multiple rows that see more keys than one split has. Without causality whole sequences, one of which is
+/// longer than a split.
 pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
     const ROWS: [usize; 5] = [515, 1, 2, 4, 8];
+    const WHOLE: [usize; 3] = [520, 1, 2];
     let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, latent, window, causal } = layer;
     let block_tokens = 64;
     let shape =
         KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens, kv_type, window, causal };
     let block = inputs.backend.kv_block_bytes(shape)?;
     let id = inputs.backend.create_kv_layer(0, shape, 0)?;
-    let end: usize = ROWS.iter().sum();
+    let steps = if causal { &ROWS[..] } else { &WHOLE };
+    let end: usize = steps.iter().sum();
     let blocks = end.div_ceil(block_tokens);
     inputs.backend.create_kv_arena(blocks * block, &[block])?;
     let table: Vec<u32> = (0..blocks).rev().map(|block_index| (block_index * block / 64) as u32).collect();
@@ -163,7 +170,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
     let weight = Some(inputs.vector(head_dim / 2)?);
     let norm = Norm { rms: true, weight, bias: None, eps: 1e-6, width: head_dim / 2 };
     let mut context = 0;
-    for rows in ROWS {
+    for &rows in steps {
         let sequences = [StepSequence { rows: 0..rows, context, segment_start: None }];
         let tokens = vec![0; rows];
         let step = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
@@ -174,7 +181,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
         let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
         inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: None, q_growth: None, layer: id })?;
         // The first step only fills the cache; its keys are what the later steps see.
-        if context > 0 {
+        if context > 0 || !causal {
             let out = inputs.backend.create_buffer(rows, heads * v_head_dim)?;
             inputs.backend.attention(&AttentionOp {
                 q,
@@ -196,7 +203,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
                 )?;
             }
         }
-        context += rows;
+        context += if causal { rows } else { 0 };
     }
     Ok(())
 }

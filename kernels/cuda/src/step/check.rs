@@ -37,8 +37,10 @@ impl KvGroup {
             let first = match self.visible {
                 Visible::Causal => 0,
                 Visible::Window(window) => (context + 1).saturating_sub(window.get() as usize),
-                Visible::Whole if context == 0 => 0,
-                Visible::Whole => return Err(Error::PartialSequence { sequence: index, position: 0 }),
+                Visible::Whole | Visible::Around(_) if context == 0 => 0,
+                Visible::Whole | Visible::Around(_) => {
+                    return Err(Error::PartialSequence { sequence: index, position: 0 });
+                }
             };
             for block in first / self.block_tokens..end.div_ceil(self.block_tokens) {
                 let missing = Error::MissingBlock { sequence: index, block };

@@ -28,7 +28,7 @@ impl KvGroup {
         let of_split = match self.visible {
             Visible::Causal => SPLIT / self.block_tokens,
             // Here, rows of several sequences see no whole split in common, or are whole texts.
-            Visible::Window(_) | Visible::Whole => 0,
+            Visible::Window(_) | Visible::Whole | Visible::Around(_) => 0,
         };
         // Returns the blocks of a split, if the row sees all of it.
         let whole = |sequence: usize, split: usize| {

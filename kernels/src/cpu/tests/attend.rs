@@ -258,25 +258,30 @@ fn a_layer_may_read_the_cache_of_another_one() {
 }
 
 #[test]
-fn without_causality_every_row_sees_the_whole_sequence() {
+fn without_causality_every_row_sees_the_whole_sequence_or_what_is_around_it() {
+    for window in [None, Some(1), Some(5), Some(POSITIONS + 3)] {
+        let input = Input::new(Layer { causal: false, window, ..FULL }, 6);
+        let out = on_every_isa(ActivationMode::F32, |backend| {
+            let tables = arena(backend, &[&input]);
+            let placed = Placed::new(backend, &input, 0);
+            begin(backend, &tables, 0..POSITIONS).unwrap();
+            placed.run(backend, &input, 0..POSITIONS, true)
+        });
+        let reach = window.unwrap_or(POSITIONS);
+        let around = |p: usize| (p + 1).saturating_sub(reach)..(p + reach).min(POSITIONS);
+        let expected: Vec<f64> = (0..POSITIONS).flat_map(|p| input.reference(&input, p, around(p))).collect();
+        assert_close(&out, &expected, 3e-6);
+    }
     let input = Input::new(Layer { causal: false, ..FULL }, 6);
-    let out = on_every_isa(ActivationMode::F32, |backend| {
-        let tables = arena(backend, &[&input]);
-        let placed = Placed::new(backend, &input, 0);
-        begin(backend, &tables, 0..POSITIONS).unwrap();
-        placed.run(backend, &input, 0..POSITIONS, true)
-    });
-    let expected: Vec<f64> = (0..POSITIONS).flat_map(|p| input.reference(&input, p, 0..POSITIONS)).collect();
-    assert_close(&out, &expected, 3e-6);
     let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
     let tables = arena(&mut backend, &[&input]);
     Placed::new(&mut backend, &input, 0);
     let partial = begin(&mut backend, &tables, 1..POSITIONS);
     assert_eq!(partial, Err(Error::PartialSequence { sequence: 0, position: 0 }));
-    let window = KvShape { window: Some(3), ..input.shape() };
-    assert!(matches!(backend.create_kv_layer(0, window, 0), Err(Error::Unsupported { .. })));
-    let window = KvShape { window: Some(0), causal: true, ..input.shape() };
-    assert_eq!(backend.create_kv_layer(0, window, 0), Err(Error::EmptyWindow));
+    for causal in [false, true] {
+        let window = KvShape { window: Some(0), causal, ..input.shape() };
+        assert_eq!(backend.create_kv_layer(0, window, 0), Err(Error::EmptyWindow));
+    }
 }
 
 #[test]

@@ -32,7 +32,7 @@ fn bert() {
         let OutputSpec::Pooled(pooled) = &spec.output else { panic!("{:?}", spec.output) };
         match &pooled.classifier {
             None => assert_eq!((arch, pooled.pooling), ("bert", Pooling::Mean)),
-            Some(ClassifierSpec { dense, out }) => {
+            Some(ClassifierSpec { dense, out, .. }) => {
                 assert_eq!((arch, pooled.pooling), ("bert-rerank", Pooling::First));
                 assert_eq!(dense.as_ref().unwrap().rows, spec.hidden);
                 assert_eq!((out.rows, out.bias.as_deref()), (1, Some("cls.output.bias")));
@@ -64,4 +64,40 @@ fn a_model_without_segments_has_no_table_of_them() {
         .without("token_types.weight")
         .unset("tokenizer.ggml.token_type_count");
     assert_eq!(ModelSpec::from_file(&plan.open()).unwrap().embedding.token_types, None);
+}
+
+#[test]
+fn modern_bert() {
+    let plan = Plan::of_fixture("hf/modernbert");
+    let read = |plan: &Plan| ModelSpec::from_file(&plan.open());
+    let spec = read(&plan).unwrap();
+    let base = |layer: usize| spec.attention(layer).unwrap().rope.as_ref().unwrap().base;
+    assert_eq!([base(0), base(1)], [160_000.0, 10_000.0]);
+    // Of 8 positions around a token, 4 are on each side.
+    let windows = |spec: &ModelSpec| [0, 1, 2].map(|layer| spec.attention(layer).unwrap().window);
+    assert_eq!(windows(&spec), [None, Some(5), Some(5)]);
+    assert!(spec.layers.iter().all(|layer| !layer.attention().unwrap().causal));
+    assert_eq!((&spec.layers[0].mixer_norm, spec.layers[1].mixer_norm.is_some()), (&None, true));
+    let key = "modern-bert.attention.sliding_window_pattern";
+    assert_eq!(windows(&read(&plan.clone().set(key, 2_u32)).unwrap()), [None, Some(5), None]);
+    assert_eq!(windows(&read(&plan.clone().unset(key)).unwrap()), [None, Some(5), Some(5)]);
+    // Heads that are not used.
+    read(&plan.clone().tensor("cls.weight", &[8, 8])).unwrap();
+    for (key, value) in [("attention.causal", metadata::Value::from(true)), ("pooling_type", 7_u32.into())] {
+        let key = format!("modern-bert.{key}");
+        let error = read(&plan.clone().set(&key, value)).unwrap_err().to_string();
+        assert!(error.contains(&key), "{error}");
+    }
+    let plan = Plan::of_fixture("hf/modernbert-rerank");
+    let pooled = |plan: &Plan| match read(plan).unwrap().output {
+        OutputSpec::Pooled(pooled) => pooled,
+        other => panic!("{other:?}"),
+    };
+    let found = pooled(&plan);
+    let classifier = found.classifier.unwrap();
+    assert_eq!((found.pooling, classifier.activation), (Pooling::Mean, PoolerActivation::GeluErf));
+    assert!(classifier.norm.unwrap().bias.is_some() && classifier.dense.unwrap().bias.is_some());
+    let key = "modern-bert.classifier.pooling_type";
+    assert_eq!(pooled(&plan.clone().set(key, 2_u32)).pooling, Pooling::First);
+    assert_eq!(pooled(&plan.clone().unset(key)).pooling, Pooling::Mean);
 }

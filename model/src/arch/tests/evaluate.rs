@@ -105,13 +105,20 @@ impl<'a> Model<'a> {
                 .map(|at| x.iter().map(|row| row[at]).sum::<f64>() / x.len() as f64)
                 .collect(),
         };
-        let Some(ClassifierSpec { dense, out }) = &pooled.classifier else { return vector };
+        let Some(ClassifierSpec { difference, dense, activation, norm, out }) = &pooled.classifier else {
+            return vector;
+        };
         let mut rows = vec![vector];
         if let Some(dense) = dense {
             rows = self.linear(dense, &rows);
-            rows[0].iter_mut().for_each(|x| *x = x.tanh());
+            rows[0].iter_mut().for_each(|x| match activation {
+                PoolerActivation::Tanh => *x = x.tanh(),
+                PoolerActivation::GeluErf => *x = activate(Activation::GeluErf, *x),
+            });
+            rows = self.maybe_norm(norm, &rows);
         }
-        self.linear(out, &rows).remove(0)
+        let scores = self.linear(out, &rows).remove(0);
+        if *difference { vec![scores[0] - scores[1]] } else { scores }
     }
 
     fn embed(&self, ids: &[u32]) -> Rows {

@@ -111,9 +111,7 @@ fn scores_of_pairs() {
     assert_eq!(expected.len(), 10);
     for (pair, expected) in expected.iter().enumerate() {
         let text = |key: &str| texts["pairs"][pair][key].as_str().unwrap();
-        let ids = tokenizer
-            .pair(tokenizer.encode(text("query"), false), &tokenizer.encode(text("document"), false))
-            .0;
+        let ids = tokenizer.pairs(text("query")).with(text("document")).0;
         assert_eq!(ids, reference.ids(&format!("pair{pair}.ids")));
         let vectors = model.forward(&ids);
         assert!((model.pool(&vectors)[0] - expected).abs() < 1e-6, "pair {pair}");

@@ -42,7 +42,12 @@ pub(super) const QWEN2_MOE: Family = Family {
     rules: &[MODEL, ATTENTION, EXPERTS, PRE_NORMS],
 };
 
-pub(super) const QWEN3: Family = Family { types: &["qwen3"], arch: "qwen3", ..QWEN2 };
+pub(super) const QWEN3: Family = Family {
+    types: &["qwen3"],
+    arch: "qwen3",
+    rules: &[MODEL, ATTENTION, MLP, PRE_NORMS, &[rule("score.*", "cls.output.*")]],
+    ..QWEN2
+};
 
 pub(super) const QWEN3_MOE: Family = Family {
     types: &["qwen3_moe"],

@@ -6,6 +6,7 @@ use std::fs;
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
+use crate::spec::{OutputSpec, Pooling};
 use crate::{Error, GgmlType, ModelFile, ModelSpec};
 
 /// A checkpoint to write: settings, and tensors by name with their shapes, in BF16.
@@ -319,4 +320,83 @@ fn long_factors_are_taken_for_contexts_longer_than_the_original() {
         ["rope_factors_short.weight", "rope_factors_long.weight"].iter().all(|name| tensors.contains(name))
     );
     assert_eq!(Plan::llama().spec().unwrap().context_class(), None);
+}
+
+/// A reranker's folder with further files.
+fn reranker(plan: &Plan, files: &[(&str, &str)]) -> Result<(ModelSpec, Option<String>), Error> {
+    let dir = plan.write(1);
+    for (name, text) in files {
+        let path = dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+    let file = ModelFile::open(dir.path())?;
+    let prompt = file.metadata().get::<&str>("tokenizer.chat_template.rerank")?.map(str::to_owned);
+    Ok((ModelSpec::from_file(&file)?, prompt))
+}
+
+fn qwen3() -> Plan {
+    let norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"];
+    let plan = Plan::llama().set("model_type", json!("qwen3"));
+    norms.iter().fold(plan, |plan, name| plan.with(&format!("model.layers.0.{name}"), &[16]))
+}
+
+#[test]
+fn rerankers_of_all_forms() {
+    let scores = |plan: &Plan, files: &[(&str, &str)]| {
+        let (spec, prompt) = reranker(plan, files).unwrap();
+        let OutputSpec::Pooled(pooled) = spec.output else { panic!("{:?}", spec.output) };
+        assert_eq!(pooled.pooling, Pooling::Last);
+        let classifier = pooled.classifier.unwrap();
+        (classifier.scores(), classifier.out.rows, classifier.difference, prompt)
+    };
+    // A language model that sentence-transformers reads the logits of.
+    let module =
+        r#"[{"path": "", "type": "s.Transformer"}, {"path": "1_LogitScore", "type": "s.LogitScore"}]"#;
+    let config = r#"{"true_token_id": 7, "false_token_id": 47}"#;
+    let tokenizer = r#"{"model": {"type": "BPE", "vocab": {"yes": 7, "no": 8}, "merges": []}}"#;
+    let roles = r#"{"chat_template": "{{ 'query' }} {{ 'document' }}"}"#;
+    let files = |module, config, roles| {
+        let names = ["modules.json", "1_LogitScore/config.json", "tokenizer_config.json", "tokenizer.json"];
+        names.into_iter().zip([module, config, roles, tokenizer]).collect::<Vec<_>>()
+    };
+    assert_eq!(scores(&qwen3(), &files(module, config, roles)), (1, 2, true, None));
+    let one = r#"{"true_token_id": 7, "false_token_id": null}"#;
+    assert_eq!(scores(&qwen3(), &files(module, one, roles)), (1, 1, false, None));
+    let tied = qwen3().set("tie_word_embeddings", json!(true)).without("lm_head.weight");
+    assert_eq!(scores(&tied, &files(module, config, roles)), (1, 2, true, None));
+    // One whose description names it.
+    let readme = [("README.md", "---\nx\n---\n# Qwen3-Reranker-0.6B\n"), ("tokenizer.json", tokenizer)];
+    let (score, rows, difference, prompt) = scores(&qwen3(), &readme);
+    assert_eq!((score, rows, difference), (1, 2, true));
+    let prompt = prompt.unwrap();
+    assert!(prompt.contains("\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"), "{prompt}");
+    // A classifier.
+    let classifier = qwen3().set("architectures", json!(["Qwen3ForSequenceClassification"]));
+    let classifier =
+        |labels| classifier.clone().without("lm_head.weight").with("score.weight", &[labels, 32]);
+    assert_eq!(scores(&classifier(1), &[]), (1, 1, false, None));
+    assert_eq!(scores(&classifier(3), &[]), (3, 3, false, None));
+    assert_eq!(scores(&classifier(1), &readme).3.unwrap(), prompt);
+    assert_eq!(scores(&classifier(1), &[readme[0], readme[1], ("tokenizer_config.json", roles)]).3, None);
+    for (module, config, roles, expected) in [
+        (module, r#"{"true_token_id": 48}"#, roles, "true_token_id is 48, expected less than 48"),
+        (
+            module,
+            config,
+            "{}",
+            "type is LogitScore, expected a chat template of the roles query and document",
+        ),
+        (
+            &*module.replace("1_L", "../L"),
+            config,
+            roles,
+            "path is \"../LogitScore\", expected the name of a folder",
+        ),
+    ] {
+        let error = reranker(&qwen3(), &files(module, config, roles)).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    let error = reranker(&qwen3(), &[readme[0], ("tokenizer.json", r#"{"model": {"vocab": {"no": 1}}}"#)]);
+    assert!(error.unwrap_err().to_string().contains("yes is absent"));
 }

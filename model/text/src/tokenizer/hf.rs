@@ -290,6 +290,7 @@ fn build(file: TokenizerFile, named: &Named) -> Result<Tokenizer, TokenizerError
         cutting,
         digest: hash.finish(),
         memo: None,
+        pair_template: None,
     })
 }
 

@@ -6,6 +6,7 @@ use unicode_general_category::{GeneralCategory, get_general_category};
 use unicode_normalization::UnicodeNormalization;
 
 use super::bpe::byte_char;
+use super::charsmap::Charsmap;
 use super::classes::{is_ideograph, is_mark, is_other};
 use super::regex::Regex;
 
@@ -30,6 +31,8 @@ pub(super) enum Normalizer {
         pattern: Pattern,
         content: Box<str>,
     },
+    /// Replaces characters by a table.
+    Charsmap(Box<Charsmap>),
     /// Writes every byte as its character in byte-level vocabularies.
     ByteLevel,
     Bert {
@@ -76,6 +79,7 @@ pub(super) fn apply<'a>(normalizers: &[Normalizer], text: &'a str, begins: bool)
 /// Whether `normalizers` keep the first character of a text, maybe as another one.
 pub(super) fn keep_start(normalizers: &[Normalizer], text: &str) -> bool {
     let removed = |normalizer: &Normalizer| match (normalizer, text.chars().next()) {
+        (Normalizer::Charsmap(map), Some(first)) => map.replace(first.encode_utf8(&mut [0; 4])).is_empty(),
         (Normalizer::Strip { left: true, .. }, Some(first)) => first.is_whitespace(),
         (Normalizer::StripAccents, Some(first)) => is_mark(first),
         (Normalizer::Bert { clean: true, .. }, Some(first)) => is_removed(first),
@@ -112,6 +116,7 @@ impl Normalizer {
                 changed.push_str(text.get(at..).unwrap_or_default());
                 Some(changed)
             }
+            Self::Charsmap(map) => Some(map.replace(text)),
             Self::ByteLevel => Some(text.bytes().map(byte_char).collect()),
             Self::Bert { clean, ideographs, strip_accents, lowercase } => {
                 let mut changed: String = match clean {
@@ -154,7 +159,7 @@ impl Normalizer {
             | Self::Prepend(_)
             | Self::ByteLevel => true,
             Self::Replace { pattern: Pattern::Text(text), .. } => text.chars().count() == 1,
-            Self::Replace { .. } | Self::Strip { .. } | Self::Bert { .. } => false,
+            Self::Replace { .. } | Self::Strip { .. } | Self::Charsmap(_) | Self::Bert { .. } => false,
         }
     }
 

@@ -58,6 +58,7 @@ const fn llama3(name: &'static str) -> PreTokenizer {
 pub(super) const TABLE: &[PreTokenizer] = &[
     row("default", Style::PunctuationThenGpt2),
     row("gpt-2", Style::Gpt2),
+    row("modern-bert", Style::Gpt2),
     row("smollm", Style::DigitsThenGpt2),
     row("refact", Style::DigitsThenGpt2),
     row("starcoder", Style::DigitsThenGpt2),

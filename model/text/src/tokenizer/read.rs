@@ -14,13 +14,14 @@ use super::hf::{self, HfFiles};
 use super::normalize::{Normalizer, Pattern};
 use super::pieces::Pieces;
 use super::pretokenize::{self, PreTokenizer};
+use super::sentence_piece;
 use super::special::{Precedence, Special, Specials};
 use super::splitters::Splitter;
 use super::spm::{SPACE, Spm};
 use super::word_piece::WordPiece;
 use super::{Cutting, Ends, Kind, Model, Tokenizer, TokenizerError};
 
-const MODELS: &[&str] = &["bert", "gemma4", "gpt2", "llama"];
+const MODELS: &[&str] = &["bert", "gemma4", "gpt2", "llama", "t5"];
 
 /// Tokens that end a generation in every model, whatever the file says.
 const END_TEXTS: &[&str] = &[
@@ -70,6 +71,9 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         return hf::tokenizer(&files);
     }
     let model: &str = metadata.require("tokenizer.ggml.model")?;
+    if model == "t5" {
+        return sentence_piece::tokenizer(metadata);
+    }
     let tokens: &Strings = metadata.require("tokenizer.ggml.tokens")?;
     let mut vocabulary = Vocabulary::read(metadata, tokens)?;
     let defaults = Defaults::of(model);
@@ -177,6 +181,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         cutting,
         digest: hash.finish(),
         memo: None,
+        pair_template: None,
     })
 }
 
@@ -189,7 +194,7 @@ fn pre_tokenizer(metadata: &Metadata) -> Result<PreTokenizer, Error> {
 }
 
 /// One score per token. Some writers store integers.
-fn scores(metadata: &Metadata, tokens: usize) -> Result<Vec<f32>, Error> {
+pub(super) fn scores(metadata: &Metadata, tokens: usize) -> Result<Vec<f32>, Error> {
     let key = "tokenizer.ggml.scores";
     let scores: Vec<f32> = match metadata.value(key) {
         None => vec![0.0; tokens],
@@ -200,7 +205,7 @@ fn scores(metadata: &Metadata, tokens: usize) -> Result<Vec<f32>, Error> {
     Ok(scores)
 }
 
-fn same_length(key: &'static str, found: usize, tokens: usize) -> Result<(), TokenizerError> {
+pub(super) fn same_length(key: &'static str, found: usize, tokens: usize) -> Result<(), TokenizerError> {
     if found == tokens { Ok(()) } else { Err(TokenizerError::Length { key, found, tokens }) }
 }
 

@@ -3,7 +3,8 @@
 use super::{Decoder, job};
 use crate::Error;
 use crate::weights::Head;
-use model::spec::{OutputSpec, Pooling};
+use kernels::backend::{GateActivation, GateOp};
+use model::spec::{OutputSpec, PooledSpec, PoolerActivation, Pooling};
 use std::ops::Range;
 
 impl Decoder {
@@ -35,23 +36,38 @@ impl Decoder {
     fn classify(&mut self, vector: Vec<f32>) -> Result<Vec<f32>, Error> {
         let Some(Head::Pooled { classifier }) = &self.weights.head else { return Err(Error::NoOutputHead) };
         let Some(classifier) = classifier else { return Ok(vector) };
-        let OutputSpec::Pooled(spec) = &self.spec.output else { return Err(Error::NoOutputHead) };
-        let scores = spec.classifier.as_ref().map_or(0, |classifier| classifier.out.rows);
+        let OutputSpec::Pooled(PooledSpec { classifier: Some(spec), .. }) = &self.spec.output else {
+            return Err(Error::NoOutputHead);
+        };
         let (backend, b) = (self.backend.as_mut(), &self.buffers);
         backend.write_rows(b.picked, &vector)?;
         let mut input = b.picked;
         if let Some(dense) = &classifier.dense {
             backend.matmul(b.picked, &[job(dense, b.picked_normed, false)])?;
-            let mut inner = vector;
-            backend.read_row(b.picked_normed, 0, &mut inner)?;
-            inner.iter_mut().for_each(|value| *value = value.tanh());
-            backend.write_rows(b.picked_normed, &inner)?;
+            match spec.activation {
+                PoolerActivation::Tanh => {
+                    let mut inner = vector;
+                    backend.read_row(b.picked_normed, 0, &mut inner)?;
+                    inner.iter_mut().for_each(|value| *value = value.tanh());
+                    backend.write_rows(b.picked_normed, &inner)?;
+                }
+                PoolerActivation::GeluErf => {
+                    let activation = GateActivation::GeluErf;
+                    backend.gate(&GateOp { gate: b.picked_normed, up: None, up_from: 0, activation })?;
+                }
+            }
+            if let Some(norm) = &classifier.norm {
+                backend.norm(b.picked_normed, norm, b.picked_normed)?;
+            }
             input = b.picked_normed;
         }
         backend.matmul(input, &[job(&classifier.out, b.logits, false)])?;
-        let mut out = vec![0f32; scores];
+        let mut out = vec![0f32; spec.out.rows];
         backend.read_row(b.logits, 0, &mut out)?;
-        Ok(out)
+        match (spec.difference, &out[..]) {
+            (true, [yes, no, ..]) => Ok(vec![yes - no]),
+            _ => Ok(out),
+        }
     }
 }
 

@@ -130,6 +130,7 @@ impl<'a> Loader<'a> {
                 let classifier = match &pooled.classifier {
                     Some(classifier) => Some(Classifier {
                         dense: classifier.dense.as_ref().map(|dense| self.linear(dense)).transpose()?,
+                        norm: self.optional_norm(classifier.norm.as_ref())?,
                         out: self.linear(&classifier.out)?,
                     }),
                     None => None,

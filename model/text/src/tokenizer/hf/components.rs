@@ -1,8 +1,14 @@
 //! Reads normalizers, pre-tokenizers, post-processors and decoders.
 
+use std::fmt::Display;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+
 use super::known;
 use super::node::{Fields, Node};
 use crate::tokenizer::TokenizerError;
+use crate::tokenizer::charsmap::Charsmap;
 use crate::tokenizer::decode::TokenDecoder;
 use crate::tokenizer::normalize::{Normalizer, Pattern};
 use crate::tokenizer::pretokenize::Style;
@@ -60,6 +66,7 @@ pub(super) fn normalizers(node: Node<'_>) -> Read<Vec<Normalizer>> {
             "Lowercase" => Normalizer::Lowercase,
             "StripAccents" => Normalizer::StripAccents,
             "ByteLevel" => Normalizer::ByteLevel,
+            "Precompiled" => Normalizer::Charsmap(Box::new(charsmap(node, &mut fields)?)),
             "Strip" => Normalizer::Strip {
                 left: fields.flag("strip_left")?.unwrap_or(true),
                 right: fields.flag("strip_right")?.unwrap_or(true),
@@ -87,6 +94,14 @@ pub(super) fn normalizers(node: Node<'_>) -> Read<Vec<Normalizer>> {
         Ok(())
     })?;
     Ok(normalizers)
+}
+
+fn charsmap(node: &Node<'_>, fields: &mut Fields<'_>) -> Read<Charsmap> {
+    let field = "precompiled_charsmap";
+    let refused = |reason: &dyn Display| node.refused(format!("{field} {reason}"));
+    let text = fields.text(field)?.unwrap_or_default();
+    let bytes = STANDARD.decode(text).map_err(|_| refused(&"is not base64"))?;
+    Charsmap::read(&bytes).map_err(|reason| refused(&reason))
 }
 
 fn replacement(node: &Node<'_>, fields: &mut Fields<'_>) -> Read<(Pattern, Box<str>)> {

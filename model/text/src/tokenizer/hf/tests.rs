@@ -145,7 +145,7 @@ fn what_is_not_supported_is_named_with_its_place() {
         (
             "/normalizer",
             json!({"type": "Precompiled", "precompiled_charsmap": ""}),
-            r#"normalizer: type "Precompiled" is not supported"#,
+            "normalizer: precompiled_charsmap is shorter than a number",
         ),
         (
             "/normalizer",
