@@ -6,8 +6,10 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::mmap::MappedFile;
+use crate::parallel::on_all_cpus;
 use crate::{Error, GgmlType};
 
 /// Bytes of a file.
@@ -138,6 +140,9 @@ impl FloatMap {
     }
 }
 
+/// Bytes of a result that a thread makes at once.
+const PIECE: u64 = 1 << 20;
+
 /// Bytes of a block's codes and scales, and of the block itself.
 const NVFP4: (usize, usize) = (32, 4);
 const MXFP4: (usize, usize) = (16, 1);
@@ -205,7 +210,7 @@ impl Conversion {
 
     /// The whole result: mapped if it is a file's bytes, else a copy.
     pub(crate) fn bytes<'a>(&self, files: &'a [MappedFile]) -> Result<Cow<'a, [u8]>, Error> {
-        let Self::Stored(region) = self else { return self.read(files, 0..self.len()).map(Cow::Owned) };
+        let Self::Stored(region) = self else { return self.made(files).map(Cow::Owned) };
         let file = region.file(files)?;
         file.check_size()?;
         let range = usize::try_from(region.offset).ok().zip(usize::try_from(region.bytes).ok());
@@ -227,8 +232,33 @@ impl Conversion {
                 scaled.codes.reads_parts() && scaled.scales.reads_parts()
             }
             Self::Unpacked { of, packing, .. } => {
-                matches!(packing, Packing::Columns { .. }) && of.reads_parts()
+                matches!(packing, Packing::Columns { .. } | Packing::Rows { .. }) && of.reads_parts()
             }
+        }
+    }
+
+    /// The whole result, made by all CPUs if it is large.
+    fn made(&self, files: &[MappedFile]) -> Result<Vec<u8>, Error> {
+        let len = self.len();
+        if len <= PIECE || !self.reads_parts() {
+            return self.read(files, 0..len);
+        }
+        let mut result = vec![0; len as usize];
+        let pieces = result.chunks_mut(PIECE as usize).enumerate();
+        let (count, pieces, failed) = (pieces.len(), Mutex::new(pieces), OnceLock::new());
+        let next = || pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+        on_all_cpus(count, || {
+            while let Some((number, piece)) = next() {
+                let start = number as u64 * PIECE;
+                match self.read(files, start..start + piece.len() as u64) {
+                    Ok(made) => piece.copy_from_slice(&made),
+                    Err(error) => drop(failed.set(error)),
+                }
+            }
+        });
+        match failed.into_inner() {
+            Some(error) => Err(error),
+            None => Ok(result),
         }
     }
 
@@ -286,6 +316,15 @@ impl Conversion {
                 let words = of.read(files, first * row_bytes..end * row_bytes)?;
                 let codes = packing.unpack(&words, (end - first) as usize, *cols as usize);
                 return Ok(cut(codes, first * cols, range));
+            }
+            Self::Unpacked { of, packing: packing @ Packing::Rows { bits }, cols, .. } if *cols > 0 => {
+                let per_word = 32 / u64::from(*bits);
+                let (first, end) =
+                    (range.start / cols / per_word, range.end.div_ceil(*cols).div_ceil(per_word));
+                let words = of.read(files, 4 * first * cols..4 * end * cols)?;
+                let rows = ((end - first) * per_word) as usize;
+                let codes = packing.unpack(&words, rows, *cols as usize);
+                return Ok(cut(codes, first * per_word * cols, range));
             }
             Self::Literal(bytes) => bytes.clone(),
             Self::Unpacked { of, packing, rows, cols } => {
@@ -422,18 +461,21 @@ impl Scaled {
         };
         let scales = self.scales.read(files, 4 * grid.start..4 * grid.end)?;
         let codes = self.codes.read(files, rows.start * self.cols..rows.end * self.cols)?;
-        let zeros = self.zeros.as_ref().map(|zeros| zeros.whole(files)).transpose()?;
+        let one_zero = self.zeros.as_ref().is_some_and(|zeros| zeros.len() == 1);
+        let zeros = self.zeros.as_ref();
+        let zeros = zeros.map(|zeros| zeros.read(files, if one_zero { 0..1 } else { grid.clone() }));
+        let zeros = zeros.transpose()?;
         let (first, cols) = (rows.start as usize, self.cols as usize);
         let mut result = Vec::with_capacity(codes.len() / 32 * self.ty.block_bytes());
         for (row, codes) in (first..).zip(codes.chunks_exact(cols)) {
             for (block, codes) in codes.as_chunks::<32>().0.iter().enumerate() {
-                let at = self.scale_at(row, block);
-                let scale = 4 * (at - grid.start as usize);
-                result.extend_from_slice(scales.get(scale..scale + 4).unwrap_or(&[0; 4]));
-                let zero = zeros.as_ref().map_or(0, |zeros| match zeros.as_slice() {
-                    [one] => *one,
-                    zeros => zeros.get(at).copied().unwrap_or(0).wrapping_add(self.more),
-                });
+                let at = self.scale_at(row, block) - grid.start as usize;
+                result.extend_from_slice(scales.get(4 * at..4 * at + 4).unwrap_or(&[0; 4]));
+                let zero = match zeros.as_deref() {
+                    None => 0,
+                    Some(zeros) if one_zero => zeros.first().copied().unwrap_or(0),
+                    Some(zeros) => zeros.get(at).copied().unwrap_or(0).wrapping_add(self.more),
+                };
                 if self.ty == GgmlType::INT4 && zeros.is_some() && zero != 8 {
                     let (tensor, found) = (self.tensor.clone(), zero);
                     return Err(Error::ZeroPoint { tensor, found });
@@ -532,11 +574,21 @@ fn blocks(codes: &[u8], scales: &[u8], (code_bytes, scale_bytes): (usize, usize)
     for (codes, scales) in codes.chunks_exact(code_bytes).zip(scales.chunks_exact(scale_bytes)) {
         result.extend_from_slice(scales);
         for group in codes.chunks_exact(group) {
-            let level = |value: usize| group[value / 2] >> (value % 2 * 4) & 15;
-            result.extend((0..group.len()).map(|low| level(low) | level(low + group.len()) << 4));
+            let (low, high) = group.split_at(group.len() / 2);
+            for (low, high) in low.as_chunks::<4>().0.iter().zip(high.as_chunks::<4>().0) {
+                result.extend_from_slice(&(spread(*low) | spread(*high) << 4).to_le_bytes());
+            }
         }
     }
     result
+}
+
+/// The eight values of 4 bits to a byte each.
+fn spread(codes: [u8; 4]) -> u64 {
+    let halves = u64::from(u32::from_le_bytes(codes));
+    let quarters = (halves | halves << 16) & 0x0000_ffff_0000_ffff;
+    let bytes = (quarters | quarters << 8) & 0x00ff_00ff_00ff_00ff;
+    (bytes | bytes << 4) & 0x0f0f_0f0f_0f0f_0f0f
 }
 
 #[cfg(test)]
@@ -569,6 +621,30 @@ mod tests {
         let rows = Conversion::Rows { of: literal(0..12), row_bytes: 3, runs: vec![(2, 4), (0, 1)] };
         let both = Conversion::Concat(vec![rows, *literal([100, 101])]);
         assert_eq!(made(&both), [6, 7, 8, 9, 10, 11, 0, 1, 2, 100, 101]);
+    }
+
+    #[test]
+    fn a_large_result_is_made_in_pieces_and_an_error_in_one_is_reported() {
+        let rows = (3 * PIECE / 64) as usize;
+        let codes: Vec<u8> = (0..rows * 64).map(|at| (at % 127) as u8).collect();
+        let large = |codes: Vec<u8>| {
+            let scales = (0..2 * rows).flat_map(|at| (at as f32).to_le_bytes()).collect();
+            Conversion::Scaled(Box::new(Scaled {
+                rows: rows as u64,
+                scales: Conversion::Literal(scales),
+                ..scaled(GgmlType::FP8, codes, None)
+            }))
+        };
+        let conversion = large(codes.clone());
+        let bytes = conversion.bytes(&[]).unwrap();
+        for (at, (block, codes)) in bytes.chunks_exact(36).zip(codes.chunks_exact(32)).enumerate() {
+            assert!(block[..4] == (at as f32).to_le_bytes() && block[4..] == *codes, "{at}");
+        }
+        assert_eq!(bytes.len() as u64, conversion.len());
+        let mut not_a_number = codes;
+        not_a_number[rows * 64 - 1] = 0x7f;
+        let error = large(not_a_number).bytes(&[]).unwrap_err().to_string();
+        assert!(error.contains("not a number"), "{error}");
     }
 
     #[test]

@@ -2,12 +2,12 @@
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
 use super::{CHUNK_BYTES, ChunkId};
 use crate::gguf::ALIGNMENT_KEY;
 use crate::gguf::writer::encode_value;
 use crate::header::ModelHeader;
+use crate::parallel::on_all_cpus;
 
 /// Identifies the layout below; a new layout needs a new tag.
 const TAG: &str = "kvasir model 1";
@@ -58,16 +58,8 @@ pub(crate) fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
             hash.get_or_init(|| blake3::hash(chunk));
         }
     };
-    let cpus = thread::available_parallelism().map_or(1, usize::from);
     let bytes: usize = chunks.iter().map(|chunk| chunk.len()).sum();
-    let others = bytes.div_ceil(CHUNK_BYTES).min(cpus).saturating_sub(1);
-    thread::scope(|scope| {
-        for _ in 0..others {
-            // If a thread cannot be started, the other threads do its work.
-            let _ = thread::Builder::new().name("model-digest".to_owned()).spawn_scoped(scope, work);
-        }
-        work();
-    });
+    on_all_cpus(bytes.div_ceil(CHUNK_BYTES), work);
     hashes
         .into_iter()
         .zip(chunks)
