@@ -61,7 +61,9 @@ fn embedding_folders_give_the_vectors_of_their_references() {
     let root = kvasir_cluster_tests::fixtures::root().join("hf");
     let folders: Vec<PathBuf> =
         std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().path()).collect();
-    let folders: Vec<&PathBuf> = folders.iter().filter(|path| path.join("1_Pooling").exists()).collect();
+    let of_oracle =
+        |path: &&PathBuf| ["1_Pooling", "ref.safetensors"].iter().all(|file| path.join(file).exists());
+    let folders: Vec<&PathBuf> = folders.iter().filter(of_oracle).collect();
     assert!(!folders.is_empty());
     for folder in folders {
         let reference = Tensors::read(&folder.join("ref.safetensors")).unwrap();
