@@ -53,6 +53,9 @@ pub(crate) struct Bench {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
+    /// Element type of cached values, if another than that of keys
+    #[arg(long, value_enum)]
+    kv_type_v: Option<KvTypeArg>,
     /// Element type of recurrent states
     #[arg(long, value_enum, default_value = "f32")]
     state_type: StateTypeArg,
@@ -146,7 +149,7 @@ impl Bench {
         let needed = blocks(single).max(widest * blocks(batched));
         let options = EngineOptions {
             threads: Some(usize::from(self.threads)),
-            kv_type: self.kv_type.into(),
+            kv_type: self.kv_type.with_values(self.kv_type_v),
             state_type: self.state_type.with_tau(self.state_tau)?,
             activations: self.activations.into(),
             block_tokens: BLOCK_TOKENS,

@@ -97,7 +97,7 @@ impl Embed {
         let path = resolve_or_pull(&self.model)?.path;
         let options = EngineOptions {
             threads: self.threads.map(usize::from),
-            kv_type: self.kv_type.into(),
+            kv_type: self.kv_type.with_values(None),
             activations: self.activations.into(),
             digests: home::digests(),
             device: self.device.into(),

@@ -26,6 +26,9 @@ pub(crate) struct EngineArgs {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     pub(crate) kv_type: KvTypeArg,
+    /// Element type of cached values, if another than that of keys
+    #[arg(long, value_enum)]
+    pub(crate) kv_type_v: Option<KvTypeArg>,
     /// Element type of recurrent states
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) state_type: StateTypeArg,
@@ -45,7 +48,7 @@ impl EngineArgs {
     pub(crate) fn options(&self) -> Result<EngineOptions, ConfigError> {
         Ok(EngineOptions {
             threads: self.threads.map(usize::from),
-            kv_type: self.kv_type.into(),
+            kv_type: self.kv_type.with_values(self.kv_type_v),
             state_type: self.state_type.with_tau(self.state_tau)?,
             activations: self.activations.into(),
             max_model_len: numerics::model_len(self.max_model_len)?,

@@ -3,6 +3,7 @@
 use crate::config::ConfigError;
 use engine::decoder::StateType;
 use engine::scheduler::MAX_CONTEXT;
+use kernels::backend::{KvType, KvTypes};
 use serde::{Deserialize, Serialize};
 use worker::load::DeviceChoice;
 
@@ -18,6 +19,12 @@ pub(crate) enum KvTypeArg {
     #[value(name = "q8_0")]
     #[serde(rename = "q8_0")]
     Q8_0,
+    /// 8-bit floats (E4M3) with a scale per head of a token.
+    Fp8,
+    /// 4 bits with a scale per 32 values, of heads that a Hadamard matrix has rotated.
+    #[value(name = "q4_0")]
+    #[serde(rename = "q4_0")]
+    Q4_0,
 }
 
 /// Activation type that quantised matrices are multiplied with.
@@ -30,13 +37,22 @@ pub(crate) enum ActivationsArg {
     F32,
 }
 
-impl From<KvTypeArg> for kernels::backend::KvType {
+impl From<KvTypeArg> for KvType {
     fn from(arg: KvTypeArg) -> Self {
         match arg {
             KvTypeArg::F16 => Self::F16,
             KvTypeArg::F32 => Self::F32,
             KvTypeArg::Q8_0 => Self::Q8_0,
+            KvTypeArg::Fp8 => Self::Fp8,
+            KvTypeArg::Q4_0 => Self::Q4_0,
         }
+    }
+}
+
+impl KvTypeArg {
+    /// The types of a cache with these keys. `values`: the type of values if it is another.
+    pub(crate) fn with_values(self, values: Option<Self>) -> KvTypes {
+        KvTypes { k: self.into(), v: values.unwrap_or(self).into() }
     }
 }
 

@@ -12,9 +12,8 @@ use crate::numerics::KvTypeArg;
 use crate::spec::SpecArg;
 use anyhow::Result;
 use group::placement::{Placement, Replica, Workload, check_shards, max_shards};
-use kernels::backend::KvType;
-use model::costs::{DrafterStage, ModelCosts};
-use model::{GgmlType, ModelFile, ModelSpec};
+use model::costs::{DrafterStage, KvSize, ModelCosts};
+use model::{ModelFile, ModelSpec};
 use serde::Serialize;
 use std::path::PathBuf;
 use workers::{LayersOf, Workers};
@@ -59,6 +58,9 @@ pub(crate) struct Plan {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
+    /// Element type of cached values, if another than that of keys
+    #[arg(long, value_enum)]
+    kv_type_v: Option<KvTypeArg>,
     /// `--spec` of the workers. A drafter's bytes count at the stage where it runs, and the last stage gets the layers whose
     /// caches it reads. The prediction contains no time for drafts
     #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
@@ -183,9 +185,10 @@ impl Plan {
             Some(file) => workers::read(file)?,
             None => workers::this_machine(path, self.shards.unwrap_or(1))?,
         };
+        let types = self.kv_type.with_values(self.kv_type_v);
         let workload = Workload {
             sequences: u64::from(self.sequences),
-            kv_type: stored(self.kv_type.into()),
+            kv_size: KvSize { k: types.k.bytes_of_32(), v: types.v.bytes_of_32() },
             ..Workload::of_context(context as u64)
         };
         let placement = Placement { model: &costs, workload, workers: &workers };
@@ -260,15 +263,6 @@ impl Plan {
             return Err(ConfigError::field("replicas", self.replicas, limit).into());
         }
         Ok(())
-    }
-}
-
-/// Element type of a cache, as a GGUF type.
-fn stored(kv_type: KvType) -> GgmlType {
-    match kv_type {
-        KvType::F32 => GgmlType::F32,
-        KvType::F16 => GgmlType::F16,
-        KvType::Q8_0 => GgmlType::Q8_0,
     }
 }
 

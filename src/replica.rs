@@ -61,6 +61,9 @@ pub(crate) fn start(
                 format!("draft-mtp:{}", drafter.to_str().context("the drafter's path is not UTF-8")?),
             );
         }
+        if let Some(kv_type) = engine.kv_type_v {
+            flag("kv-type-v", value_name(kv_type));
+        }
         if let Some(tau) = engine.state_tau {
             flag("state-tau", tau.to_string());
         }

@@ -136,6 +136,9 @@ struct UpSettings {
     /// Element type of the KV cache [default: f16]
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     kv_type: Option<KvTypeArg>,
+    /// Element type of cached values, if another than that of keys
+    #[arg(long, value_enum, env = "KVASIR_KV_TYPE_V")]
+    kv_type_v: Option<KvTypeArg>,
     /// Element type of recurrent states [default: f32]
     #[arg(long, value_enum, env = "KVASIR_STATE_TYPE")]
     state_type: Option<StateTypeArg>,
@@ -321,6 +324,7 @@ impl Plan {
                 kv_host_bytes: self.settings.kv_host_bytes,
                 kv_disk: self.settings.kv_disk.as_ref().map(|disk| disk.below(&name)),
                 kv_type: self.settings.kv_type,
+                kv_type_v: self.settings.kv_type_v,
                 state_type: self.settings.state_type,
                 state_tau: self.settings.state_tau,
                 activations: self.settings.activations,

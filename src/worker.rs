@@ -178,6 +178,9 @@ pub(crate) struct WorkerSettings {
     /// Element type of the KV cache [default: f16].
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     pub(crate) kv_type: Option<KvTypeArg>,
+    /// Element type of cached values, if another than that of keys.
+    #[arg(long, value_enum, env = "KVASIR_KV_TYPE_V")]
+    pub(crate) kv_type_v: Option<KvTypeArg>,
     /// Element type of recurrent states [default: f32].
     #[arg(long, value_enum, env = "KVASIR_STATE_TYPE")]
     pub(crate) state_type: Option<StateTypeArg>,
@@ -449,6 +452,7 @@ impl WorkerSettings {
                 "the size of the hash unit, which wastes the least memory"
             ),
             kv_type: or!(kv_type, kv_type, kv_reason),
+            kv_type_v: self.kv_type_v,
             state_type: or!(state_type, StateTypeArg::F32, "bf16 is smaller but changes results"),
             state_tau: match self.state_type {
                 Some(StateTypeArg::AutoBf16) => {
@@ -500,6 +504,7 @@ impl WorkerSettings {
             ("pin_bytes", some(self.pin_bytes)),
             ("block_tokens", self.block_tokens.is_some_and(|tokens| tokens != BLOCK_TOKENS[0])),
             ("kv_type", self.kv_type.is_some_and(|ty| ty != KvTypeArg::F16)),
+            ("kv_type_v", self.kv_type_v.is_some()),
             ("state_type", self.state_type.is_some_and(|ty| ty != StateTypeArg::F32)),
             ("activations", self.activations.is_some_and(|ty| ty != ActivationsArg::Int8)),
             ("max_model_len", self.max_model_len.is_some()),
@@ -559,7 +564,7 @@ impl WorkerSettings {
                 .cpus
                 .as_ref()
                 .map(|set| set.cpus().iter().copied().take(self.threads.unwrap_or(usize::MAX)).collect()),
-            kv_type: self.kv_type.map_or(default.kv_type, Into::into),
+            kv_type: self.kv_type.unwrap_or(KvTypeArg::F16).with_values(self.kv_type_v),
             state_type: self.state_type.unwrap_or(StateTypeArg::F32).with_tau(self.state_tau)?,
             activations: self.activations.map_or(default.activations, Into::into),
             block_tokens: self.block_tokens.unwrap_or(default.block_tokens),

@@ -26,7 +26,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-pub use layout::{KvLayout, KvType};
+pub use layout::{KvLayout, KvType, KvTypes};
 pub use plan::{AttentionShape, BlockTable, NO_BLOCK, OFFSET_UNIT, QueryRow, StepPlan, Visible};
 
 use crate::aligned::{AlignedBuf, CACHE_LINE};

@@ -15,7 +15,7 @@ mod shape;
 use crate::Error;
 use std::ops::{ControlFlow, Range};
 
-pub use crate::attention::{BlockTable, KvType};
+pub use crate::attention::{BlockTable, KvType, KvTypes};
 pub use crate::matmul::{ActivationMode, SharedBytes};
 pub use handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 pub use op::{

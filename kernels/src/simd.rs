@@ -109,6 +109,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `p` must be readable for sixteen i8.
     unsafe fn load_i8(self, p: *const i8) -> Self::V;
+    /// Sixteen E4M3 values that are numbers.
+    /// # Safety
+    /// `p` must be readable for sixteen bytes.
+    unsafe fn load_e4m3(self, p: *const u8) -> Self::V;
+    /// The lower or upper four bits of sixteen bytes, less 8.
+    /// # Safety
+    /// `p` must be readable for sixteen bytes.
+    unsafe fn load_i4<const UPPER: bool>(self, p: *const u8) -> Self::V;
 
     /// Prefetches the cache line at `p`, which may be any address, to the L2 cache. Affects only time.
     fn prefetch(self, p: *const u8);

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::spec::{ExpertGateUp, FfnSpec, LayerSpec, MoeSpec};
-use crate::{GgmlType, ModelFile, ModelSpec};
+use crate::{ModelFile, ModelSpec};
 
 mod drafter;
 #[cfg(test)]
@@ -42,12 +42,25 @@ struct PartCosts {
     state_elements: u64,
 }
 
+/// Bytes that 32 elements of cached keys and of values take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvSize {
+    pub k: u64,
+    pub v: u64,
+}
+
+impl KvSize {
+    pub const F16: Self = Self { k: 64, v: 64 };
+}
+
 /// Costs of one layer's attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct AttentionCosts {
     window: Option<usize>,
     /// Elements of one position's keys and values.
     kv_elements: u64,
+    /// Those of values.
+    v_elements: u64,
     /// True if the layer keeps its own keys and values, false if it reads another layer's.
     own: bool,
     /// Multiply-adds of one row per position attended to.
@@ -228,26 +241,22 @@ impl ModelCosts {
 }
 
 impl RangeCosts {
-    /// Bytes of keys and values of a sequence of `tokens` tokens, stored as `ty`. A sliding window keeps
+    /// Bytes of keys and values of a sequence of `tokens` tokens, stored in `size`. A sliding window keeps
     /// `slack` tokens more than it attends to, for the step that computes them.
-    pub fn kv_bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
+    pub fn kv_bytes(&self, tokens: u64, slack: u64, size: KvSize) -> u64 {
         let own = self.attention.iter().filter(|layer| layer.own);
-        let own: u64 =
-            own.map(|layer| layer.visible(tokens, slack) * element_bytes(layer.kv_elements, ty)).sum();
-        own.saturating_add(self.drafter_kv_bytes(tokens, slack, ty))
+        let own: u64 = own.map(|layer| layer.visible(tokens, slack) * layer.token_bytes(size)).sum();
+        own.saturating_add(self.drafter_kv_bytes(tokens, slack, size))
     }
 
     /// The drafter's share of [`Self::kv_bytes`].
-    pub fn drafter_kv_bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
-        self.drafter_kv.bytes(tokens, slack, ty)
+    pub fn drafter_kv_bytes(&self, tokens: u64, slack: u64, size: KvSize) -> u64 {
+        self.drafter_kv.bytes(tokens, slack, size)
     }
 
     /// Bytes of keys and values that one token at position `depth` reads.
-    pub fn kv_token_bytes(&self, depth: u64, ty: GgmlType) -> u64 {
-        self.attention
-            .iter()
-            .map(|layer| layer.visible(depth, 0) * element_bytes(layer.kv_elements, ty))
-            .sum()
+    pub fn kv_token_bytes(&self, depth: u64, size: KvSize) -> u64 {
+        self.attention.iter().map(|layer| layer.visible(depth, 0) * layer.token_bytes(size)).sum()
     }
 
     /// Multiply-adds of one row at position `depth` without weights: attention and recurrent states.
@@ -262,10 +271,13 @@ impl AttentionCosts {
     fn visible(&self, tokens: u64, slack: u64) -> u64 {
         self.window.map_or(tokens, |window| tokens.min(window as u64 + slack))
     }
-}
 
-fn element_bytes(elements: u64, ty: GgmlType) -> u64 {
-    elements.div_ceil(ty.block_len() as u64).saturating_mul(ty.block_bytes() as u64)
+    /// Bytes of one position.
+    fn token_bytes(&self, size: KvSize) -> u64 {
+        let keys = self.kv_elements.saturating_sub(self.v_elements);
+        let (keys, values) = (keys.saturating_mul(size.k), self.v_elements.saturating_mul(size.v));
+        keys.saturating_add(values).div_ceil(32)
+    }
 }
 
 fn share(amount: u64, used: usize, of: usize) -> u64 {
@@ -274,12 +286,11 @@ fn share(amount: u64, used: usize, of: usize) -> u64 {
 
 fn attention(layer: &LayerSpec) -> Option<AttentionCosts> {
     let attention = layer.attention()?;
+    let v_width = if attention.latent().is_some() { 0 } else { attention.v_width() };
     Some(AttentionCosts {
         window: attention.window,
-        kv_elements: match attention.latent() {
-            Some(_) => attention.k_width(),
-            None => attention.k_width() + attention.v_width(),
-        } as u64,
+        kv_elements: (attention.k_width() + v_width) as u64,
+        v_elements: v_width as u64,
         own: attention.cache_width() > 0,
         products: (attention.heads * (attention.head_dim + attention.v_head_dim)) as u64,
     })

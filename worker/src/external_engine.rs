@@ -16,8 +16,8 @@ use external::{
 };
 use metadata::Metadata;
 use model::checkpoint::tokenizer_metadata;
-use model::costs::ModelCosts;
-use model::{GgmlType, ModelFile, ModelSpec};
+use model::costs::{KvSize, ModelCosts};
+use model::{ModelFile, ModelSpec};
 use process::EngineProcess;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::ModelId;
@@ -90,7 +90,7 @@ impl ModelFiles {
             let spec = ModelSpec::from_file(&file).ok();
             let token_bytes = |spec: &ModelSpec| {
                 let costs = ModelCosts::of_file(spec, &file).range(0..spec.layers.len());
-                costs.kv_token_bytes(1, GgmlType::F16)
+                costs.kv_token_bytes(1, KvSize::F16)
             };
             return Ok(Self {
                 tokenizer: Arc::new(Tokenizer::from_metadata(file.metadata())?),

@@ -14,7 +14,7 @@ use engine::snapshot::Origin;
 use engine::speculation::{Speculation, SpeculativeMethod};
 use engine::tiers::{Tiers, TiersConfig};
 use engine::weights::{Packs, TensorSource, TensorView};
-use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, SharedBytes};
+use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, KvTypes, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use metadata::Metadata;
@@ -66,7 +66,7 @@ pub struct EngineOptions {
     /// CPU of each thread. `None`: the operating system places the threads.
     pub cpus: Option<Vec<usize>>,
     /// Element type of the KV cache.
-    pub kv_type: KvType,
+    pub kv_type: KvTypes,
     /// Element type of recurrent states.
     pub state_type: StateType,
     /// Type that quantized matrices are multiplied with.
@@ -116,7 +116,7 @@ impl Default for EngineOptions {
         Self {
             threads: None,
             cpus: None,
-            kv_type: KvType::F16,
+            kv_type: KvType::F16.into(),
             state_type: StateType::F32,
             activations: ActivationMode::Int8,
             block_tokens: 16,
@@ -154,7 +154,7 @@ pub struct Prepared {
     cache: CacheSpec,
     scheduler: SchedulerConfig,
     max_model_len: usize,
-    kv_type: KvType,
+    kv_type: KvTypes,
     tiers: TiersConfig,
     pull_timeout: Option<Duration>,
     drafter: LoadedDrafter,
@@ -466,7 +466,7 @@ fn describe(
     decoder: &Decoder,
     (model_digest, tokenizer_digest): ([u8; 32], [u8; 32]),
     (max_model_len, block_tokens): (usize, usize),
-    kv_type: KvType,
+    kv_type: KvTypes,
 ) -> ServedModel {
     let numeric_class = numeric_class(decoder, &model_digest, kv_type);
     ServedModel {
@@ -484,7 +484,7 @@ fn describe(
 }
 
 /// The numeric class, as text.
-fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) -> String {
+fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvTypes) -> String {
     let class = base_class(decoder.backend().info(), model_digest, decoder.spec(), kv_type);
     match decoder.state_class() {
         Some(state) => format!("{class}/{state}"),
@@ -493,9 +493,9 @@ fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) ->
 }
 
 /// The numeric class without the state type.
-fn base_class(info: &BackendInfo, model_digest: &[u8; 32], spec: &ModelSpec, kv_type: KvType) -> String {
+fn base_class(info: &BackendInfo, model_digest: &[u8; 32], spec: &ModelSpec, kv_type: KvTypes) -> String {
     let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    let class = format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name());
+    let class = format!("{digest}/{}/{}/{}/kv-{kv_type}", info.device, info.isa, info.weight_path);
     match spec.context_class() {
         Some(factors) => format!("{class}/{factors}"),
         None => class,
@@ -638,19 +638,19 @@ pub fn host(options: &EngineOptions) -> Result<Host, Error> {
 
 fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
     let host = host(options)?;
-    let element = match options.kv_type {
-        KvType::F32 => 4.0,
-        KvType::F16 => 2.0,
-        KvType::Q8_0 => 34.0 / 32.0,
-    };
     let mtp_head = match &options.speculative_method {
         SpeculativeMethod::MtpHead if spec.logits().is_some() => Some(drafter::mtp_head(gguf, &spec.arch)?),
         // Encoders have no drafter.
         _ => None,
     };
     let layers = spec.layers.iter().chain(mtp_head.iter().map(|mtp_head| &mtp_head.layer));
-    let kv_elements: usize =
-        layers.filter_map(|layer| layer.attention().map(AttentionSpec::cache_width)).sum();
+    let types = options.kv_type;
+    let token_bytes = |attention: &AttentionSpec| {
+        let all = attention.cache_width() as u64;
+        let keys = all.min(attention.k_width() as u64);
+        (keys * types.k.bytes_of_32() + (all - keys) * types.v.bytes_of_32()).div_ceil(32)
+    };
+    let kv_bytes: u64 = layers.filter_map(|layer| layer.attention().map(token_bytes)).sum();
     // An MTP head adds a hidden state to each recurrent state, and its own activations to each row.
     let (past, mtp_head_rows) =
         mtp_head.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
@@ -664,7 +664,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         // step.
         active_weight_bytes: costs.token_bytes.saturating_sub(head),
         row_products: costs.row_products,
-        kv_bytes_per_token: (kv_elements as f64 * element) as u64,
+        kv_bytes_per_token: kv_bytes,
         // Upper bound: which heads can use a narrower state type is known only once the weights are loaded.
         state_bytes: spec.layers.iter().map(|layer| layer.state_elements() as u64 * 4).sum::<u64>() + past,
         activation_bytes_per_row: activation_bytes(spec) + mtp_head_rows,

@@ -11,8 +11,7 @@ mod tests;
 
 pub use explicit::{ExplicitError, check_ranges};
 
-use model::GgmlType;
-use model::costs::{DrafterStage, ModelCosts, RangeCosts};
+use model::costs::{DrafterStage, KvSize, ModelCosts, RangeCosts};
 use std::ops::Range;
 
 /// Prompt rows of one step; the weights are read once per step.
@@ -43,7 +42,7 @@ pub struct Workload {
     /// Number of concurrent sequences of that length.
     pub sequences: u64,
     /// Element type of keys and values.
-    pub kv_type: GgmlType,
+    pub kv_size: KvSize,
     /// Prompt tokens of a typical request.
     pub prompt: u64,
     /// Generated tokens of a typical request.
@@ -56,7 +55,7 @@ impl Workload {
     pub fn of_context(context: u64) -> Self {
         let total = context.clamp(2, 1152);
         let output = (total / 9).max(1);
-        Self { context, sequences: 1, kv_type: GgmlType::F16, prompt: total - output, output }
+        Self { context, sequences: 1, kv_size: KvSize::F16, prompt: total - output, output }
     }
 }
 
@@ -245,14 +244,14 @@ pub(crate) fn stage_weights(costs: &RangeCosts) -> u64 {
 pub(crate) fn stage_cache(costs: &RangeCosts, context: u64) -> u64 {
     let elements = costs.state_elements.saturating_add(costs.drafter_state_elements);
     let states = elements.saturating_mul(STATE_ELEMENT * STATE_SLOTS);
-    costs.kv_bytes(context, CHUNK_ROWS, GgmlType::F16).saturating_add(states)
+    costs.kv_bytes(context, CHUNK_ROWS, KvSize::F16).saturating_add(states)
 }
 
 /// The part of [`stage_cache`] that a draft model keeps in an arena of its own. Other drafters use the
 /// stage's arena.
 pub(crate) fn draft_model_cache(model: &ModelCosts, costs: &RangeCosts, context: u64) -> u64 {
     match model.drafter().map(|drafter| drafter.stage) {
-        Some(DrafterStage::First) => costs.drafter_kv_bytes(context, CHUNK_ROWS, GgmlType::F16),
+        Some(DrafterStage::First) => costs.drafter_kv_bytes(context, CHUNK_ROWS, KvSize::F16),
         Some(DrafterStage::Last { .. }) | None => 0,
     }
 }
@@ -341,16 +340,16 @@ impl Placement<'_> {
     }
 
     fn needs(&self, costs: &RangeCosts) -> StageBytes {
-        let Workload { context, sequences, kv_type, .. } = self.workload;
+        let Workload { context, sequences, kv_size, .. } = self.workload;
         let weights = costs.weight_bytes;
         let held_weights = stage_weights(costs);
-        let kv = costs.kv_bytes(context, CHUNK_ROWS, kv_type).saturating_mul(sequences);
+        let kv = costs.kv_bytes(context, CHUNK_ROWS, kv_size).saturating_mul(sequences);
         let slots = STATE_SLOTS.saturating_mul(sequences);
         let of_states = |elements: u64| elements.saturating_mul(STATE_ELEMENT).saturating_mul(slots);
         let drafter_states = of_states(costs.drafter_state_elements);
         let states = of_states(costs.state_elements).saturating_add(drafter_states);
         let held = held_weights.saturating_add(kv).saturating_add(states);
-        let drafter_kv = costs.drafter_kv_bytes(context, CHUNK_ROWS, kv_type).saturating_mul(sequences);
+        let drafter_kv = costs.drafter_kv_bytes(context, CHUNK_ROWS, kv_size).saturating_mul(sequences);
         StageBytes {
             weights,
             kv,
@@ -362,7 +361,7 @@ impl Placement<'_> {
     }
 
     fn times(&self, worker: &Worker, costs: &RangeCosts) -> Times {
-        let Workload { prompt, output, kv_type, .. } = self.workload;
+        let Workload { prompt, output, kv_size, .. } = self.workload;
         let product_time = |products: u64| products as f64 / worker.compute;
         let read_time = |bytes: u64| bytes as f64 / worker.bandwidth;
 
@@ -373,7 +372,7 @@ impl Placement<'_> {
         let depth = prompt + output / 2;
         let decode_products = costs.row_products + costs.head_products + costs.mixing_products(depth);
         let state_bytes = 2 * STATE_ELEMENT * costs.state_elements;
-        let decode_bytes = costs.token_bytes + costs.kv_token_bytes(depth, kv_type) + state_bytes;
+        let decode_bytes = costs.token_bytes + costs.kv_token_bytes(depth, kv_size) + state_bytes;
         let decode_step = product_time(decode_products).max(read_time(decode_bytes));
 
         let request = prompt as f64 * prefill_row + output as f64 * decode_step;

@@ -1,7 +1,7 @@
 //! Paged attention on a device: `softmax(scale * q k^T) v` over the visible keys of each row.
 
-use super::kv::{KvBlock, type_number};
-use super::source::{self, Source};
+use super::kv::KvBlock;
+use super::source::{AttentionKind, CacheSource, Source};
 use super::step::{StepPointers, has_several};
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use kernels::Error;
@@ -29,6 +29,7 @@ const MAX_GRID: usize = 65_535;
 
 /// Head widths that the kernels are compiled for.
 const WIDTHS: [usize; 4] = [64, 128, 256, 512];
+const LATENT_WIDTH: usize = 768;
 
 /// Kernels for layers of one shape.
 #[derive(Debug, Clone)]
@@ -84,13 +85,13 @@ impl AttentionKernels {
     /// # Errors
     /// As [`KvBlock::new`]; [`Error::EmptyWindow`], [`Error::Unsupported`] for a window on both sides of wide heads.
     pub fn source(shape: &KvShape) -> Result<&'static Source, Error> {
-        check(shape)?;
-        let kv_type = type_number(shape.kv_type);
-        Ok(match shape.latent {
-            true => &source::LATENT_ATTENTION[kv_type],
-            false if is_around(shape) => &source::ATTENTION_AROUND[kv_type],
-            false => &source::ATTENTION[kv_type][width_class(shape)],
-        })
+        let types = check(shape)?.type_numbers();
+        let (width, kind) = match shape.latent {
+            true => (LATENT_WIDTH, AttentionKind::Latent),
+            false if is_around(shape) => (WIDTHS[width_class(shape)], AttentionKind::TwoSided),
+            false => (WIDTHS[width_class(shape)], AttentionKind::Plain),
+        };
+        Ok(CacheSource::Attention { types, width, kind }.get())
     }
 
     /// Loads the compiled [`Self::source`].
@@ -301,14 +302,14 @@ fn not_served(error: Error) -> CudaError {
     CudaError::Invalid { what: error.to_string() }
 }
 
-fn check(shape: &KvShape) -> Result<(), Error> {
-    KvBlock::new(shape)?;
+fn check(shape: &KvShape) -> Result<KvBlock, Error> {
+    let block = KvBlock::new(shape)?;
     match (shape.window, shape.causal) {
         (Some(0), _) => Err(Error::EmptyWindow),
         (Some(_), false) if shape.latent || width_class(shape) > 0 => {
             Err(Error::Unsupported { what: "a window on both sides of heads wider than 64" })
         }
-        _ => Ok(()),
+        _ => Ok(block),
     }
 }
 
@@ -329,9 +330,9 @@ fn vectors(shape: &KvShape) -> &'static [usize] {
     if shape.latent {
         return &[1, 2];
     }
-    match (shape.kv_type, WIDTHS[width_class(shape)]) {
+    match (shape.kv_type == KvType::F16.into(), WIDTHS[width_class(shape)]) {
         (_, 64) if is_around(shape) => &[1, 2, 4],
-        (KvType::F16, 64 | 128 | 256) => &[16],
+        (true, 64 | 128 | 256) => &[16],
         (_, 512) => &[1, 2, 4],
         _ => &[1, 2, 4, 8],
     }

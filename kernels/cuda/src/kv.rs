@@ -1,7 +1,7 @@
 //! Layout of keys and values in a cache block on a device.
 
 use kernels::Error;
-use kernels::attention::KvType;
+use kernels::attention::{KvType, KvTypes};
 use kernels::backend::KvShape;
 
 #[cfg(test)]
@@ -16,18 +16,18 @@ const MAX_LATENT_DIM: usize = 576;
 /// Rows are padded to a multiple of this number of elements, which one lane loads at a time.
 const ROW_STEP: usize = 8;
 
-/// Elements that share a scale in [`KvType::Q8_0`].
-const Q8_RUN: usize = 32;
+/// Elements that share a scale in [`KvType::Q8_0`] and [`KvType::Q4_0`].
+const RUN: usize = 32;
 
 /// Layout of one layer's part of a block: the keys of all heads, then the values of all heads.
 ///
 /// A head's *stripe* is `[block_tokens][width]`. Rows are padded with zeroes to a multiple of eight
-/// elements, so that a warp reads neighbouring tokens from contiguous memory and every load is aligned. In
-/// [`KvType::Q8_0`] the scales follow the bytes, `[block_tokens][width / 32]`. Stripes start at multiples
-/// of 16 bytes. A latent block has keys only; a value is the last `v_head_dim` elements of its key.
+/// elements, so that a warp reads neighbouring tokens from contiguous memory and every load is aligned. Scales
+/// follow: `[block_tokens][width / 32]`, or `[block_tokens]` in [`KvType::Fp8`]. [`KvType::Q4_0`] has two elements in a
+/// byte, the first in the lower bits. Stripes start at multiples of 16 bytes. A latent block has keys only; a value is the last `v_head_dim` elements of its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvBlock {
-    kv_type: KvType,
+    types: KvTypes,
     block_tokens: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -58,7 +58,9 @@ impl KvBlock {
             let what = "latent values that do not begin at a multiple of 8, on a GPU";
             return Err(Error::Unsupported { what });
         }
-        Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim, latent })
+        // A latent block has no values of its own.
+        let types = if latent { KvTypes::both(kv_type.k) } else { kv_type };
+        Ok(Self { types, block_tokens, kv_heads, head_dim, v_head_dim, latent })
     }
 
     /// Returns the bytes of one layer's part of a block; a multiple of 64.
@@ -66,18 +68,25 @@ impl KvBlock {
         (self.kv_heads * (self.k_stripe() + self.v_stripe())).next_multiple_of(64)
     }
 
-    pub fn kv_type(&self) -> KvType {
-        self.kv_type
+    /// Returns the numbers by which the kernels identify the types of keys and values.
+    pub(super) fn type_numbers(&self) -> [usize; 2] {
+        [self.types.k, self.types.v].map(|ty| match ty {
+            KvType::F32 => 0,
+            KvType::F16 => 1,
+            KvType::Q8_0 => 2,
+            KvType::Fp8 => 3,
+            KvType::Q4_0 => 4,
+        })
     }
 
     /// Returns the bytes of one head's keys.
     pub(super) fn k_stripe(&self) -> usize {
-        self.stripe(self.head_dim)
+        self.stripe(self.types.k, self.head_dim)
     }
 
     /// Returns the bytes of one head's values; 0 in a latent block.
     pub(super) fn v_stripe(&self) -> usize {
-        if self.latent { 0 } else { self.stripe(self.v_head_dim) }
+        if self.latent { 0 } else { self.stripe(self.types.v, self.v_head_dim) }
     }
 
     /// Returns the base-2 logarithm of the tokens per block.
@@ -85,25 +94,25 @@ impl KvBlock {
         self.block_tokens.trailing_zeros()
     }
 
-    fn stripe(&self, width: usize) -> usize {
-        let elements = self.block_tokens * width.next_multiple_of(ROW_STEP);
-        match self.kv_type {
-            KvType::F32 => 4 * elements,
-            KvType::F16 => 2 * elements,
-            KvType::Q8_0 => {
-                let scales = self.block_tokens * width.div_ceil(Q8_RUN) * 2;
-                elements.next_multiple_of(16) + scales.next_multiple_of(16)
-            }
-        }
+    /// Returns the elements that the Hadamard matrix of keys, or of values, mixes: see
+    /// `kernels::attention::KvLayout`.
+    pub(super) fn rotation(&self, keys: bool) -> usize {
+        let (ty, width) = if keys { (self.types.k, self.head_dim) } else { (self.types.v, self.v_head_dim) };
+        let widths = if self.latent { self.head_dim | self.v_head_dim } else { width };
+        if ty == KvType::Q4_0 { 1 << widths.trailing_zeros() } else { 1 }
     }
-}
 
-/// Returns the number by which the kernels identify an element type.
-pub(super) const fn type_number(kv_type: KvType) -> usize {
-    match kv_type {
-        KvType::F32 => 0,
-        KvType::F16 => 1,
-        KvType::Q8_0 => 2,
+    fn stripe(&self, ty: KvType, width: usize) -> usize {
+        let elements = self.block_tokens * width.next_multiple_of(ROW_STEP);
+        let runs = self.block_tokens * width.div_ceil(RUN);
+        let (elements, scales) = match ty {
+            KvType::F32 => (4 * elements, 0),
+            KvType::F16 => (2 * elements, 0),
+            KvType::Q8_0 => (elements, 2 * runs),
+            KvType::Fp8 => (elements, 2 * self.block_tokens),
+            KvType::Q4_0 => (elements / 2, 2 * runs),
+        };
+        elements.next_multiple_of(16) + usize::next_multiple_of(scales, 16)
     }
 }
 
@@ -113,7 +122,7 @@ mod tests {
 
     fn shape(kv_type: KvType, head_dim: usize, v_head_dim: usize) -> KvShape {
         let (heads, kv_heads, block_tokens) = (6, 3, 16);
-        let (window, latent) = (None, false);
+        let (window, latent, kv_type) = (None, false, kv_type.into());
         KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens, kv_type, window, causal: true }
     }
 
@@ -124,6 +133,8 @@ mod tests {
             (KvType::F16, 20, 16 * 24 * 2),
             (KvType::Q8_0, 128, 16 * 128 + 16 * 4 * 2),
             (KvType::Q8_0, 33, 16 * 40 + 16 * 2 * 2),
+            (KvType::Fp8, 33, 16 * 40 + 16 * 2),
+            (KvType::Q4_0, 33, 16 * 20 + 16 * 2 * 2),
         ] {
             let block = KvBlock::new(&shape(kv_type, width, width)).unwrap();
             assert_eq!((block.k_stripe(), block.v_stripe()), (stripe, stripe));

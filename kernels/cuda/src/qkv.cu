@@ -1,8 +1,10 @@
 // Work between the projections and attention: norms of heads, rotary embedding, storing keys and values in
 // the cache.
 //
-// The includer defines KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32 elements), LATENT (1: values are
-// part of the keys, and there are no heads of v) and MAX_DIM (the widest head).
+// The includer defines K_TYPE and V_TYPE (types of keys and values: 0 f32, 1 binary16, 2 bytes with a binary16 scale per
+// 32 elements, 3 E4M3 with a binary16 scale per head, 4 four bits with a binary16 scale per 32 elements of a head that a
+// Hadamard matrix has turned), LATENT (1: values are part of the keys, and there are no heads of v) and MAX_DIM (the
+// widest head).
 #include "prelude.cuh"
 
 #define WARPS 4
@@ -51,31 +53,102 @@ struct Norm {
     float eps;
 };
 
+// Rounds a value of at most 448 to E4M3, ties to even.
+__device__ __forceinline__ u32 e4m3(float x) {
+    const u32 bits = __float_as_uint(x), size = bits & 0x7fffffff;
+    // Below the normal range, multiples of 2^-9.
+    const u32 code = size < 0x3c800000 ? (u32)rintf(__fmul_rn(fabsf(x), 512.0f))
+                                       : (size + 0x7ffff + (size >> 20 & 1) >> 20) - 960;
+    return code | bits >> 24 & 0x80;
+}
+
+// The scale with which `largest` becomes `most`, and its inverse.
+__device__ __forceinline__ u16 scale_of(float largest, float most, float &inverse) {
+    const u16 scale = f16_bits(fminf(__fdiv_rn(largest, most), 65504.0f));
+    const float value = f16_value(scale);
+    inverse = value > 0 ? __fdiv_rn(1.0f, value) : 0.0f;
+    return scale;
+}
+
+// Multiplies each run of `len` elements, a power of two, by the normalised Hadamard matrix. x[i]: element 32 i + lane.
+// Element 32 i + lane with `bit` set in its number takes the difference from its partner, the other the sum.
+__device__ __forceinline__ void hadamard(float (&x)[MAX_DIM / 32], u32 lane, u32 len) {
+    for (u32 bit = 1; bit < min(len, 32u); bit *= 2) {
+#pragma unroll
+        for (u32 i = 0; i < MAX_DIM / 32; i++) {
+            const float other = __shfl_xor_sync(0xffffffff, x[i], bit);
+            x[i] = lane & bit ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
+        }
+    }
+#pragma unroll
+    for (u32 apart = 1; apart < MAX_DIM / 32; apart *= 2) {
+        if (32 * apart >= len) break;
+#pragma unroll
+        for (u32 i = 0; i < MAX_DIM / 32; i++) {
+            if (i & apart || i + apart >= MAX_DIM / 32) continue;
+            const float low = x[i], high = x[i + apart];
+            x[i] = __fadd_rn(low, high);
+            x[i + apart] = __fsub_rn(low, high);
+        }
+    }
+    const float factor = __fdiv_rn(1.0f, __fsqrt_rn((float)len));
+#pragma unroll
+    for (u32 i = 0; i < MAX_DIM / 32; i++) x[i] = __fmul_rn(x[i], factor);
+}
+
 // Writes one head of one token to its stripe: [tokens][width rounded up to 8 elements], padded with zeroes.
-// For bytes, the scales of all tokens follow, one per 32 elements. x[i]: element 32 i + lane.
+// Scales of all tokens follow. x[i]: element 32 i + lane.
+template <u32 TYPE>
 __device__ __forceinline__ void store(u8 *stripe, u32 token, u32 tokens, u32 width, u32 lane,
                                       const float (&x)[MAX_DIM / 32]) {
     const u32 stride = (width + 7) / 8 * 8;
+    u16 *scales = (u16 *)(stripe + (tokens * stride / (TYPE == 4 ? 2 : 1) + 15) / 16 * 16);
+    float row_inverse = 0;
+    if constexpr (TYPE == 3) {
+        float largest = 0;
+#pragma unroll
+        for (u32 i = 0; i < MAX_DIM / 32; i++) largest = fmaxf(largest, fabsf(x[i]));
+        for (u32 apart = 16; apart > 0; apart /= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, apart));
+        const u16 scale = scale_of(largest, 448.0f, row_inverse);
+        if (lane == 0) scales[token] = scale;
+    }
 #pragma unroll
     for (u32 i = 0; i < MAX_DIM / 32; i++) {
         const u32 d = 32 * i + lane;
         if (32 * i >= stride) break;
-#if KV_TYPE == 0
-        if (d < stride) ((float *)stripe)[token * stride + d] = x[i];
-#elif KV_TYPE == 1
-        if (d < stride) ((u16 *)stripe)[token * stride + d] = f16_bits(fminf(65504.0f, fmaxf(-65504.0f, x[i])));
-#else
-        float largest = fabsf(x[i]);
-        for (u32 apart = 16; apart > 0; apart /= 2)
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, apart));
-        const u16 scale = f16_bits(fminf(__fdiv_rn(largest, 127.0f), 65504.0f));
-        const float value = f16_value(scale);
-        const float inverse = value > 0 ? __fdiv_rn(1.0f, value) : 0.0f;
-        const float scaled = fminf(127.0f, fmaxf(-127.0f, rintf(__fmul_rn(x[i], inverse))));
-        if (d < stride) ((i8 *)stripe)[token * stride + d] = (i8)(i32)scaled;
-        u16 *scales = (u16 *)(stripe + (tokens * stride + 15) / 16 * 16);
-        if (lane == 0) scales[token * ((width + 31) / 32) + i] = scale;
-#endif
+        if constexpr (TYPE == 0) {
+            if (d < stride) ((float *)stripe)[token * stride + d] = x[i];
+        } else if constexpr (TYPE == 1) {
+            if (d < stride) ((u16 *)stripe)[token * stride + d] = f16_bits(fminf(65504.0f, fmaxf(-65504.0f, x[i])));
+        } else if constexpr (TYPE == 2) {
+            float largest = fabsf(x[i]), inverse;
+            for (u32 apart = 16; apart > 0; apart /= 2)
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, apart));
+            const u16 scale = scale_of(largest, 127.0f, inverse);
+            const float scaled = fminf(127.0f, fmaxf(-127.0f, rintf(__fmul_rn(x[i], inverse))));
+            if (d < stride) ((i8 *)stripe)[token * stride + d] = (i8)(i32)scaled;
+            if (lane == 0) scales[token * ((width + 31) / 32) + i] = scale;
+        } else if constexpr (TYPE == 3) {
+            const float scaled = fminf(448.0f, fmaxf(-448.0f, __fmul_rn(x[i], row_inverse)));
+            if (d < stride) stripe[token * stride + d] = (u8)e4m3(scaled);
+        } else {
+            // The value that is farthest from zero becomes -8; of two, the one with the lower number.
+            float farthest = x[i];
+            for (u32 apart = 1; apart < 32; apart *= 2) {
+                const float other = __shfl_xor_sync(0xffffffff, farthest, apart);
+                const bool lower = lane & apart;  // the partner's numbers are lower
+                const float a = lower ? other : farthest, b = lower ? farthest : other;
+                farthest = fabsf(b) > fabsf(a) ? b : a;
+            }
+            const u16 scale = f16_bits(fminf(65504.0f, fmaxf(-65504.0f, __fdiv_rn(farthest, -8.0f))));
+            const float value = f16_value(scale);
+            const float inverse = value == 0 ? 0.0f : __fdiv_rn(1.0f, value);
+            const u32 code = (u32)(i32)(fminf(7.0f, fmaxf(-8.0f, rintf(__fmul_rn(x[i], inverse)))) + 8.0f);
+            const u32 next = __shfl_down_sync(0xffffffff, code, 1);
+            if (d < stride && lane % 2 == 0) stripe[(token * stride + d) / 2] = (u8)(code | next << 4);
+            if (lane == 0) scales[token * ((width + 31) / 32) + i] = scale;
+        }
     }
 }
 
@@ -91,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(128)
         u8 *arena, const u32 *tables, const u32 *table_starts, const u32 *positions, const u32 *row_sequences,
         u64 layer_offset, u32 q_run, u32 q_len, float q_eps, u32 k_run, u32 k_len, float k_eps, u32 v_run, u32 v_len,
         float v_eps, u32 pairs, u32 interleaved, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim,
-        u32 block_shift, u32 k_stripe, u32 v_stripe) {
+        u32 block_shift, u32 k_stripe, u32 v_stripe, u32 k_rotation, u32 v_rotation) {
     __shared__ float shared[WARPS][MAX_DIM];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x;
     u32 head = blockIdx.y * WARPS + warp;
@@ -159,5 +232,8 @@ extern "C" __global__ void __launch_bounds__(128)
     const u32 entry = tables[table_starts[row_sequences[row]] + (position >> block_shift)];
     u8 *stripe = arena + (u64)entry * 64 + layer_offset;
     stripe += part == 1 ? (u64)head * k_stripe : (u64)kv_heads * k_stripe + (u64)head * v_stripe;
-    store(stripe, position & tokens - 1, tokens, width, lane, x);
+    if (K_TYPE == 4 && part == 1) hadamard(x, lane, k_rotation);
+    if (V_TYPE == 4 && part == 2) hadamard(x, lane, v_rotation);
+    if (part == 1) store<K_TYPE>(stripe, position & tokens - 1, tokens, width, lane, x);
+    else store<V_TYPE>(stripe, position & tokens - 1, tokens, width, lane, x);
 }

@@ -1,8 +1,8 @@
 //! Operations between the projections and attention: head norms, rotation, and writes of keys and values to
 //! the cache.
 
-use super::kv::{KvBlock, type_number};
-use super::source::{self, Source};
+use super::kv::KvBlock;
+use super::source::{CacheSource, QKV_KERNELS, Source};
 use super::step::StepPointers;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use kernels::Error;
@@ -124,9 +124,8 @@ impl QkvKernels {
     /// # Errors
     /// As [`KvBlock::new`].
     pub fn source(shape: &KvShape) -> Result<&'static Source, Error> {
-        KvBlock::new(shape)?;
-        let kv_type = type_number(shape.kv_type);
-        Ok(if shape.latent { &source::LATENT_QKV[kv_type] } else { &source::QKV[kv_type] })
+        let types = KvBlock::new(shape)?.type_numbers();
+        Ok(CacheSource::Qkv { types, latent: shape.latent }.get())
     }
 
     /// Loads the compiled [`Self::source`].
@@ -136,7 +135,7 @@ impl QkvKernels {
     /// shape; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
         let block = KvBlock::new(&shape).map_err(|error| CudaError::Invalid { what: error.to_string() })?;
-        let kernels = device.load(compiled, source::QKV[0].kernels)?;
+        let kernels = device.load(compiled, QKV_KERNELS)?;
         let [rope_angles, run_factors, qkv] = kernels[..] else {
             return Err(CudaError::NoKernel {
                 name: "qkv".into(),
@@ -254,6 +253,7 @@ impl QkvKernels {
         arguments.extend([heads, kv_heads, head_dim, v_head_dim].map(number));
         arguments.push(self.block.block_shift().into());
         arguments.extend([self.block.k_stripe(), self.block.v_stripe()].map(number));
+        arguments.extend([true, false].map(|keys| number(self.block.rotation(keys))));
         let of_each = if latent { 1 } else { 2 };
         let all = if call.kv.is_some() { heads + of_each * kv_heads } else { heads };
         device.launch(&Launch {

@@ -209,6 +209,38 @@ extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *inde
     if (i < cols) out[(u64)blockIdx.x * cols + i] = x[(u64)index[blockIdx.x] * cols + i];
 }
 
+// out = x, each run of `len` elements, a power of two of at most 512, multiplied by the normalised Hadamard matrix. A
+// warp has max(len, 32) elements: x[i] is element 32 i + lane. `out` may be `x`. 128 threads.
+extern "C" __global__ void __launch_bounds__(128) hadamard(float *out, const float *x, u32 len, u64 count) {
+    const u32 lane = threadIdx.x % 32, held = max(len, 32u) / 32;
+    const u64 first = ((u64)blockIdx.x * 4 + threadIdx.x / 32) * 32 * held + lane;
+    float v[16];
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) v[i] = i < held && first + 32 * i < count ? x[first + 32 * i] : 0.0f;
+    for (u32 bit = 1; bit < min(len, 32u); bit *= 2) {
+#pragma unroll
+        for (u32 i = 0; i < 16; i++) {
+            const float other = __shfl_xor_sync(0xffffffff, v[i], bit);
+            v[i] = lane & bit ? __fsub_rn(other, v[i]) : __fadd_rn(v[i], other);
+        }
+    }
+#pragma unroll
+    for (u32 apart = 1; apart < 16; apart *= 2) {
+        if (apart >= held) break;
+#pragma unroll
+        for (u32 i = 0; i < 16; i++) {
+            if (i & apart) continue;
+            const float low = v[i], high = v[i + apart];
+            v[i] = __fadd_rn(low, high);
+            v[i + apart] = __fsub_rn(low, high);
+        }
+    }
+    const float factor = __fdiv_rn(1.0f, __fsqrt_rn((float)len));
+#pragma unroll
+    for (u32 i = 0; i < 16; i++)
+        if (i < held && first + 32 * i < count) out[first + 32 * i] = __fmul_rn(v[i], factor);
+}
+
 // out[row][i] = x[row][order[i]]; `order` has whole numbers below `cols`. One thread per value.
 extern "C" __global__ void gather_cols(float *out, const float *x, const float *order, u32 cols, u64 count) {
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;

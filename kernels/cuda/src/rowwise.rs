@@ -44,6 +44,7 @@ pub struct RowwiseKernels {
     add: KernelId,
     scale_rows: KernelId,
     scale: KernelId,
+    hadamard: KernelId,
     gather_cols: KernelId,
     gather_rows: KernelId,
     place_heads: KernelId,
@@ -106,6 +107,7 @@ impl RowwiseKernels {
             add,
             scale_rows,
             scale,
+            hadamard,
             gather_cols,
             gather_rows,
             place_heads,
@@ -124,6 +126,7 @@ impl RowwiseKernels {
             add,
             scale_rows,
             scale,
+            hadamard,
             gather_cols,
             gather_rows,
             place_heads,
@@ -308,6 +311,23 @@ impl RowwiseKernels {
         let cap = softcap.unwrap_or(0.0);
         let arguments = [x.into(), factor.into(), cap.into(), (count as u64).into()];
         launch(device, self.scale, [count.div_ceil(THREADS), 1], THREADS, &arguments)
+    }
+
+    /// `out = x`, each run of `len` of the `count` values multiplied by the normalised Hadamard matrix. `len` is a power
+    /// of two of at most 512. `out` may be `x`.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn hadamard(
+        &self,
+        device: &mut dyn Device,
+        (x, out): (DevicePtr, DevicePtr),
+        len: usize,
+        count: usize,
+    ) -> Result<(), CudaError> {
+        const WARPS: usize = 4;
+        let arguments = [out.into(), x.into(), (len as u32).into(), (count as u64).into()];
+        launch(device, self.hadamard, [count.div_ceil(WARPS * len.max(32)), 1], 32 * WARPS, &arguments)
     }
 
     /// `out[row][i] = x[row][order[i]]`. `order` is f32; its values must be columns of `x` and are not checked.

@@ -1,5 +1,8 @@
 //! Sources of the kernels.
 
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
 pub mod matmul;
 
 /// Headers that every source may include, by name: types and conversions, elementary functions.
@@ -28,6 +31,7 @@ pub const ROWWISE: Source = Source {
         "add",
         "scale_rows",
         "scale",
+        "hadamard",
         "gather_cols",
         "gather_rows",
         "place_heads",
@@ -35,114 +39,105 @@ pub const ROWWISE: Source = Source {
     ],
 };
 
-/// Attention for one element type (a number of `kv::type_number`) and one head width, by lanes or on tensor
-/// cores.
-macro_rules! attention {
-    ($kv_type:literal, $width:literal, $how:literal, $($attend:literal),*) => {
-        attention_source!($kv_type, $width, 0, 0, "", $how, $($attend),*)
-    };
+/// A source for the element types of a cache, see `KvBlock::type_numbers`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CacheSource {
+    /// Paged attention for heads up to `width`: 64, 128, 256 or 512; 768 if latent.
+    Attention { types: [usize; 2], width: usize, kind: AttentionKind },
+    /// Operations between projections and attention.
+    Qkv { types: [usize; 2], latent: bool },
 }
 
-/// The same, with LATENT, AROUND and the beginning of the name.
-macro_rules! attention_source {
-    (
-        $kv_type:literal, $width:literal, $latent:literal, $around:literal, $what:literal, $how:literal,
-        $($attend:literal),*
-    ) => {
-        Source {
-            name: concat!($what, "attention, type ", $kv_type, ", width ", $width),
-            text: concat!(
-                "#define KV_TYPE ",
-                $kv_type,
-                "\n#define LATENT ",
-                $latent,
-                "\n#define AROUND ",
-                $around,
-                "\n#define WIDTH ",
-                $width,
-                "\n#line 1 \"common.cuh\"\n",
-                include_str!("attention/common.cuh"),
-                "#line 1 \"",
-                $how,
-                "\"\n",
-                include_str!(concat!("attention/", $how)),
-            ),
-            kernels: &["combine", $($attend),*],
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum AttentionKind {
+    Plain,
+    /// Over latent caches.
+    Latent,
+    /// To the keys on both sides of each row, of heads up to 64 wide.
+    TwoSided,
+}
+
+/// Names of a source's kernels between projections and attention.
+pub const QKV_KERNELS: &[&str] = &["rope_angles", "run_factors", "qkv"];
+
+impl CacheSource {
+    /// The source, which is made once.
+    pub fn get(self) -> &'static Source {
+        static MADE: Mutex<BTreeMap<String, &'static Source>> = Mutex::new(BTreeMap::new());
+        let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (name, text, kernels) = self.parts();
+        made.entry(name.clone()).or_insert_with(|| {
+            Box::leak(Box::new(Source { name: name.leak(), text: text().leak(), kernels }))
+        })
+    }
+
+    fn parts(self) -> (String, Box<dyn Fn() -> String>, &'static [&'static str]) {
+        let (types, kind) = match self {
+            Self::Attention { types, kind, .. } => (types, kind),
+            Self::Qkv { types, latent: true } => (types, AttentionKind::Latent),
+            Self::Qkv { types, latent: false } => (types, AttentionKind::Plain),
+        };
+        let (what, latent, around) = match kind {
+            AttentionKind::Plain => ("", 0, 0),
+            AttentionKind::Latent => ("latent ", 1, 0),
+            AttentionKind::TwoSided => ("two-sided ", 0, 1),
+        };
+        let [k, v] = types;
+        let named = if k == v { format!("type {k}") } else { format!("types {k} and {v}") };
+        let defines = move |rest: String| {
+            format!("#define K_TYPE {k}\n#define V_TYPE {v}\n#define LATENT {latent}\n{rest}")
+        };
+        match self {
+            Self::Qkv { latent, .. } => {
+                let max_dim = if latent { 576 } else { 512 };
+                let text = move || {
+                    defines(format!("#define MAX_DIM {max_dim}\n#line 1\n{}", include_str!("qkv.cu")))
+                };
+                (format!("{what}qkv.cu, {named}"), Box::new(text), QKV_KERNELS)
+            }
+            Self::Attention { width, .. } => {
+                // Tensor cores take binary16.
+                let tensor = types == [1, 1] && width <= 256 && kind == AttentionKind::Plain;
+                let (how, text, kernels): (_, _, &[&str]) = match width {
+                    _ if tensor => {
+                        ("tensor.cu", include_str!("attention/tensor.cu"), &["combine", "attend_16"])
+                    }
+                    ..=256 if kind == AttentionKind::Plain => {
+                        ("lanes.cu", LANES, &["combine", "attend_1", "attend_2", "attend_4", "attend_8"])
+                    }
+                    ..=512 => ("lanes.cu", LANES, &["combine", "attend_1", "attend_2", "attend_4"]),
+                    _ => ("lanes.cu", LANES, &["combine", "attend_1", "attend_2"]),
+                };
+                let text = move || {
+                    let common = include_str!("attention/common.cuh");
+                    defines(format!(
+                        "#define AROUND {around}\n#define WIDTH {width}\n#line 1 \"common.cuh\"\n{common}\
+                         #line 1 \"{how}\"\n{text}"
+                    ))
+                };
+                (format!("{what}attention, {named}, width {width}"), Box::new(text), kernels)
+            }
         }
-    };
+    }
+
+    /// All sources of caches with one type, and two of the many with two. Two-sided attention without the smallest
+    /// types, which encoders have no use for.
+    fn checked() -> impl Iterator<Item = Self> {
+        use AttentionKind::{Latent, Plain, TwoSided};
+        let one = (0..5).flat_map(|ty| {
+            let types = [ty; 2];
+            let forms = [(64, Plain), (128, Plain), (256, Plain), (512, Plain), (768, Latent)];
+            let attention = forms.map(|(width, kind)| Self::Attention { types, width, kind });
+            attention.into_iter().chain([false, true].map(|latent| Self::Qkv { types, latent }))
+        });
+        let around = (0..3).map(|ty| Self::Attention { types: [ty; 2], width: 64, kind: TwoSided });
+        let types = [2, 4];
+        let apart = [Self::Attention { types, width: 128, kind: Plain }, Self::Qkv { types, latent: false }];
+        one.chain(around).chain(apart)
+    }
 }
 
-/// Attention for heads up to 64, 128, 256 and 512 wide.
-macro_rules! attention_by_lanes {
-    ($kv_type:literal) => {
-        [
-            attention!($kv_type, 64, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
-            attention!($kv_type, 128, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
-            attention!($kv_type, 256, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
-            attention!($kv_type, 512, "lanes.cu", "attend_1", "attend_2", "attend_4"),
-        ]
-    };
-}
-
-/// Paged attention, by element type of the cache and by head width.
-pub static ATTENTION: [[Source; 4]; 3] = [
-    attention_by_lanes!(0),
-    [
-        attention!(1, 64, "tensor.cu", "attend_16"),
-        attention!(1, 128, "tensor.cu", "attend_16"),
-        attention!(1, 256, "tensor.cu", "attend_16"),
-        attention!(1, 512, "lanes.cu", "attend_1", "attend_2", "attend_4"),
-    ],
-    attention_by_lanes!(2),
-];
-
-macro_rules! latent_attention {
-    ($kv_type:literal) => {
-        attention_source!($kv_type, 768, 1, 0, "latent ", "lanes.cu", "attend_1", "attend_2")
-    };
-}
-
-/// Attention over latent caches, by element type.
-pub static LATENT_ATTENTION: [Source; 3] = [latent_attention!(0), latent_attention!(1), latent_attention!(2)];
-
-macro_rules! attention_around {
-    ($kv_type:literal) => {
-        attention_source!($kv_type, 64, 0, 1, "two-sided ", "lanes.cu", "attend_1", "attend_2", "attend_4")
-    };
-}
-
-/// Attention to the keys around each row, of heads up to 64 wide, by element type.
-pub static ATTENTION_AROUND: [Source; 3] = [attention_around!(0), attention_around!(1), attention_around!(2)];
-
-/// Norm and rotation of heads, and writes to the cache, for one element type.
-macro_rules! qkv {
-    ($kv_type:literal) => {
-        qkv!($kv_type, 0, 512, "")
-    };
-    ($kv_type:literal, $latent:literal, $max_dim:literal, $what:literal) => {
-        Source {
-            name: concat!($what, "qkv.cu, type ", $kv_type),
-            text: concat!(
-                "#define KV_TYPE ",
-                $kv_type,
-                "\n#define LATENT ",
-                $latent,
-                "\n#define MAX_DIM ",
-                $max_dim,
-                "\n#line 1\n",
-                include_str!("qkv.cu")
-            ),
-            kernels: &["rope_angles", "run_factors", "qkv"],
-        }
-    };
-}
-
-/// Operations between projections and attention, by element type of the cache.
-pub static QKV: [Source; 3] = [qkv!(0), qkv!(1), qkv!(2)];
-
-/// The same for latent caches.
-pub static LATENT_QKV: [Source; 3] =
-    [qkv!(0, 1, 576, "latent "), qkv!(1, 1, 576, "latent "), qkv!(2, 1, 576, "latent ")];
+const LANES: &str = include_str!("attention/lanes.cu");
 
 /// Convolution, delta net, Mamba-2.
 pub const RECURRENT: Source = Source {
@@ -200,8 +195,8 @@ const PLAIN: &[Source] = &[
     matmul::INT4,
 ];
 
-/// Returns every source that a worker may compile.
+/// Returns every source that a worker may compile, but those of caches whose keys and values have different types: of
+/// these, two.
 pub fn all() -> impl Iterator<Item = &'static Source> {
-    let latent = LATENT_QKV.iter().chain(&LATENT_ATTENTION);
-    PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten()).chain(latent).chain(&ATTENTION_AROUND)
+    PLAIN.iter().chain(CacheSource::checked().map(CacheSource::get))
 }

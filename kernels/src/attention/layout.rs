@@ -8,14 +8,14 @@ use crate::simd::LANES;
 /// Number of tokens whose keys share a vector. Every block is a whole number of such groups.
 pub(crate) const GROUP: usize = LANES;
 
-/// Elements of a Q8_0 row that share a scale. The last run of a row may be shorter.
+/// Elements of a Q8_0 or Q4_0 row that share a scale. The last run of a row may be shorter.
 pub(crate) const Q8_RUN: usize = 32;
 
-const MAX_HEAD_DIM: usize = 1024;
+pub(super) const MAX_HEAD_DIM: usize = 1024;
 
 const MAX_KV_HEADS: usize = 4096;
 
-/// Element type of a KV cache.
+/// Element type of cached keys or values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KvType {
     F32,
@@ -23,21 +23,69 @@ pub enum KvType {
     F16,
     /// Signed bytes with one binary16 scale per 32 elements of one head of one token.
     Q8_0,
+    /// E4M3 with one binary16 scale per head of one token.
+    Fp8,
+    /// Four bits with one binary16 scale per 32 elements of one head of one token, which has been rotated by a Hadamard
+    /// matrix: see [`KvLayout::rotation`].
+    Q4_0,
 }
 
 impl KvType {
-    /// The name used on the command line: `f32`, `f16`, `q8_0`.
+    pub const ALL: [Self; 5] = [Self::F32, Self::F16, Self::Q8_0, Self::Fp8, Self::Q4_0];
+
+    /// The name used on the command line: `f32`, `f16`, `q8_0`, `fp8`, `q4_0`.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::Q8_0 => "q8_0",
+            Self::Fp8 => "fp8",
+            Self::Q4_0 => "q4_0",
         }
     }
 
     /// The inverse of [`KvType::name`].
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::F32, Self::F16, Self::Q8_0].into_iter().find(|ty| ty.name() == name)
+        Self::ALL.into_iter().find(|ty| ty.name() == name)
+    }
+
+    /// Bytes of 32 elements; of [`Self::Fp8`] in a head of 64.
+    pub const fn bytes_of_32(self) -> u64 {
+        match self {
+            Self::F32 => 128,
+            Self::F16 => 64,
+            Self::Q8_0 => 34,
+            Self::Fp8 => 33,
+            Self::Q4_0 => 18,
+        }
+    }
+}
+
+/// Element types of a KV cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct KvTypes {
+    pub k: KvType,
+    pub v: KvType,
+}
+
+impl KvTypes {
+    /// The same type for keys and values.
+    pub const fn both(ty: KvType) -> Self {
+        Self { k: ty, v: ty }
+    }
+}
+
+impl From<KvType> for KvTypes {
+    fn from(ty: KvType) -> Self {
+        Self::both(ty)
+    }
+}
+
+impl std::fmt::Display for KvTypes {
+    /// `f16`, or `q8_0+q4_0` for keys and values apart.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.k.name())?;
+        if self.k == self.v { Ok(()) } else { write!(f, "+{}", self.v.name()) }
     }
 }
 
@@ -45,12 +93,13 @@ impl KvType {
 ///
 /// The parts of the heads follow each other. Each is contiguous: first the head's keys, then its values, both
 /// in groups of 16 tokens. In a group keys are transposed, `[head_dim][16 tokens]`, so that a vector holds
-/// one element of 16 keys; values are `[16 tokens][v_head_dim]`. In Q8_0 each group starts with its scales,
-/// `[runs][16 tokens]` for keys and `[16 tokens][runs]` for values. There is no padding. A latent layout has keys
-/// only; a value is the last `v_head_dim` elements of its key.
+/// one element of 16 keys; values are `[16 tokens][v_head_dim]`. In Q8_0 and Q4_0 each group starts with its
+/// scales, `[runs][16 tokens]` for keys and `[16 tokens][runs]` for values, in FP8 with `[16 tokens]`. Q4_0 has bytes of
+/// two elements, 16 of a run: `[runs][16][16 tokens]` and `[16 tokens][runs][16]`; only there the last run is padded. A
+/// latent layout has keys only; a value is the last `v_head_dim` elements of its key, of the keys' type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvLayout {
-    kv_type: KvType,
+    types: KvTypes,
     block_tokens: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -64,7 +113,7 @@ impl KvLayout {
     /// # Errors
     /// [`Error::KvLayout`] for any other block size, no heads, or a head width of zero or above 1,024.
     pub fn new(
-        kv_type: KvType,
+        types: impl Into<KvTypes>,
         block_tokens: usize,
         kv_heads: usize,
         head_dim: usize,
@@ -78,7 +127,7 @@ impl KvLayout {
         if !served {
             return Err(Error::KvLayout { block_tokens, kv_heads, head_dim, v_head_dim });
         }
-        Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim, latent: false })
+        Ok(Self { types: types.into(), block_tokens, kv_heads, head_dim, v_head_dim, latent: false })
     }
 
     /// The layout without values: they are the last elements of the keys.
@@ -86,9 +135,9 @@ impl KvLayout {
     /// # Errors
     /// [`Error::KvLayout`] if values are wider than keys.
     pub fn latent(self) -> Result<Self, Error> {
-        let Self { block_tokens, kv_heads, head_dim, v_head_dim, .. } = self;
+        let Self { block_tokens, kv_heads, head_dim, v_head_dim, types, .. } = self;
         match v_head_dim <= head_dim {
-            true => Ok(Self { latent: true, ..self }),
+            true => Ok(Self { latent: true, types: types.k.into(), ..self }),
             false => Err(Error::KvLayout { block_tokens, kv_heads, head_dim, v_head_dim }),
         }
     }
@@ -108,8 +157,20 @@ impl KvLayout {
         self.kv_heads * self.head_bytes()
     }
 
-    pub fn kv_type(&self) -> KvType {
-        self.kv_type
+    /// Of a latent layout both are the keys'.
+    pub fn types(&self) -> KvTypes {
+        self.types
+    }
+
+    /// Elements that the Hadamard matrix of keys, or of values, mixes: 1 unless they are Q4_0. The largest power of two
+    /// that divides the head's width, and of a latent layout also the value's.
+    pub(crate) fn rotation(&self, keys: bool) -> usize {
+        let (ty, width) = match keys {
+            true => (self.types.k, self.head_dim),
+            false => (self.types.v, self.v_head_dim),
+        };
+        let widths = if self.latent { self.head_dim | self.v_head_dim } else { width };
+        if ty == KvType::Q4_0 { 1 << widths.trailing_zeros() } else { 1 }
     }
 
     pub fn block_tokens(&self) -> usize {
@@ -144,30 +205,38 @@ impl KvLayout {
 
     /// Size of one head's part of a block.
     pub(crate) fn head_bytes(&self) -> usize {
-        self.groups() * (self.group_bytes(self.head_dim) + self.group_bytes(self.stored_v_dim()))
+        let values = group_bytes(self.types.v, self.stored_v_dim());
+        self.groups() * (group_bytes(self.types.k, self.head_dim) + values)
     }
 
     /// Byte offset of the keys of a group in the block.
     pub(crate) fn k_group(&self, kv_head: usize, group: usize) -> usize {
-        kv_head * self.head_bytes() + group * self.group_bytes(self.head_dim)
+        kv_head * self.head_bytes() + group * group_bytes(self.types.k, self.head_dim)
     }
 
     /// Byte offset of the values of a group in the block. Not for latent layouts.
     pub(crate) fn v_group(&self, kv_head: usize, group: usize) -> usize {
-        let keys = self.groups() * self.group_bytes(self.head_dim);
-        kv_head * self.head_bytes() + keys + group * self.group_bytes(self.v_head_dim)
-    }
-
-    fn group_bytes(&self, width: usize) -> usize {
-        match self.kv_type {
-            KvType::F32 => GROUP * width * 4,
-            KvType::F16 => GROUP * width * 2,
-            KvType::Q8_0 => q8_scales_bytes(width) + GROUP * width,
-        }
+        let keys = self.groups() * group_bytes(self.types.k, self.head_dim);
+        kv_head * self.head_bytes() + keys + group * group_bytes(self.types.v, self.v_head_dim)
     }
 }
 
-/// Bytes of scales at the start of a Q8_0 group of heads of this width.
+/// Bytes of a group of heads of this width.
+fn group_bytes(ty: KvType, width: usize) -> usize {
+    match ty {
+        _ if width == 0 => 0,
+        KvType::F32 => GROUP * width * 4,
+        KvType::F16 => GROUP * width * 2,
+        KvType::Q8_0 => q8_scales_bytes(width) + GROUP * width,
+        KvType::Fp8 => FP8_SCALES_BYTES + GROUP * width,
+        KvType::Q4_0 => q8_scales_bytes(width) + GROUP * width.div_ceil(Q8_RUN) * Q8_RUN / 2,
+    }
+}
+
+/// Bytes of scales at the start of an FP8 group.
+pub(crate) const FP8_SCALES_BYTES: usize = GROUP * 2;
+
+/// Bytes of scales at the start of a Q8_0 or Q4_0 group of heads of this width.
 pub(crate) fn q8_scales_bytes(width: usize) -> usize {
     width.div_ceil(Q8_RUN) * GROUP * 2
 }

@@ -2,6 +2,7 @@ use std::num::{NonZeroU32, NonZeroUsize};
 
 use proptest::prelude::*;
 
+use super::write::{e4m3, rotate};
 use super::*;
 use crate::pool::{Pool, PoolConfig};
 use crate::reference::attention::AttentionHead;
@@ -27,6 +28,12 @@ impl Noise {
     fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
+}
+
+/// The nearest number of E4M3, ties to an even mantissa.
+fn nearest_e4m3(x: f32) -> f32 {
+    let step = 2f32.powi(x.abs().log2().floor().max(-6.0) as i32 - 3);
+    ((x / step).round_ties_even() * step).clamp(-448.0, 448.0)
 }
 
 fn pool(threads: usize) -> Pool {
@@ -72,16 +79,39 @@ impl World {
     }
 
     /// The value after storage in the cache's element type: the reference must use the same keys and values.
-    fn stored(&self, x: &[f32], width: usize) -> Vec<f32> {
-        let run = |xs: &[f32]| {
-            let largest = xs.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-            let scale = half::f16::from_f32(largest / 127.0).to_f32();
+    fn stored(&self, x: &[f32], width: usize, ty: KvType, rotation: usize) -> Vec<f32> {
+        let scale = |x: f32| half::f16::from_f32(x).to_f32();
+        let largest = |xs: &[f32]| xs.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+        let q8 = |xs: &[f32]| {
+            let scale = scale(largest(xs) / 127.0);
             xs.iter().map(|x| (x * (1.0 / scale)).round_ties_even() * scale).collect::<Vec<_>>()
         };
-        match self.shape.layout.kv_type() {
+        let q4 = |xs: &[f32]| {
+            let farthest = xs.iter().copied().reduce(|m, x| if x.abs() > m.abs() { x } else { m }).unwrap();
+            let scale = scale(farthest / -8.0);
+            xs.iter()
+                .map(|x| (x * (1.0 / scale)).round_ties_even().clamp(-8.0, 7.0) * scale)
+                .collect::<Vec<_>>()
+        };
+        let fp8 = |head: &[f32]| {
+            let scale = scale(largest(head) / 448.0);
+            head.iter().map(|x| nearest_e4m3(x * (1.0 / scale)) * scale).collect::<Vec<_>>()
+        };
+        match ty {
             KvType::F32 => x.to_vec(),
             KvType::F16 => x.iter().map(|x| half::f16::from_f32(*x).to_f32()).collect(),
-            KvType::Q8_0 => x.chunks(width).flat_map(|head| head.chunks(32).flat_map(run)).collect(),
+            KvType::Q8_0 => x.chunks(width).flat_map(|head| head.chunks(32).flat_map(q8)).collect(),
+            KvType::Fp8 => x.chunks(width).flat_map(fp8).collect(),
+            KvType::Q4_0 => x
+                .chunks(width)
+                .flat_map(|head| {
+                    let mut head = head.to_vec();
+                    rotate(&mut head, rotation);
+                    let mut stored: Vec<f32> = head.chunks(32).flat_map(q4).collect();
+                    rotate(&mut stored, rotation);
+                    stored
+                })
+                .collect(),
         }
     }
 
@@ -98,13 +128,17 @@ impl World {
                 (position + 1).saturating_sub(w)..(position + w).min(s.k.len())
             }
         };
-        let k: Vec<_> = s.k[seen.clone()].iter().map(|k| self.stored(k, width)).collect();
+        let types = layout.types();
+        let k: Vec<_> =
+            s.k[seen.clone()].iter().map(|k| self.stored(k, width, types.k, layout.rotation(true))).collect();
         let v: Vec<_> = match layout.is_latent() {
             true => k
                 .iter()
                 .map(|k| k.chunks(width).flat_map(|k| &k[width - v_width..]).copied().collect())
                 .collect(),
-            false => s.v[seen].iter().map(|v| self.stored(v, v_width)).collect(),
+            false => {
+                s.v[seen].iter().map(|v| self.stored(v, v_width, types.v, layout.rotation(false))).collect()
+            }
         };
         let group = self.shape.heads / layout.kv_heads();
         (0..self.shape.heads)
@@ -235,7 +269,7 @@ fn assert_close(world: &World, rows: &[QueryRow], out: &[Vec<f32>]) {
 }
 
 fn shape(
-    ty: KvType,
+    ty: impl Into<KvTypes>,
     tokens: usize,
     heads: usize,
     kv: usize,
@@ -250,7 +284,79 @@ fn shape(
     }
 }
 
-const TYPES: [KvType; 3] = [KvType::F32, KvType::F16, KvType::Q8_0];
+/// Each type for both, and types apart.
+const TYPES: [KvTypes; 8] = [
+    KvTypes::both(KvType::F32),
+    KvTypes::both(KvType::F16),
+    KvTypes::both(KvType::Q8_0),
+    KvTypes::both(KvType::Fp8),
+    KvTypes::both(KvType::Q4_0),
+    KvTypes { k: KvType::Q8_0, v: KvType::Q4_0 },
+    KvTypes { k: KvType::F16, v: KvType::Fp8 },
+    KvTypes { k: KvType::Q4_0, v: KvType::F32 },
+];
+
+/// All 256 codes, the middles between neighbours, and values next to these.
+#[test]
+fn e4m3_is_the_nearest_value() {
+    for isa in Isa::available() {
+        let codes: Vec<u8> = (0..=255).filter(|code| code & 0x7f != 0x7f).chain([0, 0]).collect();
+        let mut values = Vec::new();
+        for sixteen in codes.as_chunks::<16>().0 {
+            struct Load<'a>(&'a [u8; 16], &'a mut Vec<f32>);
+            impl crate::simd::Kernel for Load<'_> {
+                type Output = ();
+                fn run<S: crate::simd::Simd>(self, s: S) {
+                    let mut out = [0.0; 16];
+                    // SAFETY: sixteen bytes.
+                    s.put(unsafe { s.load_e4m3(self.0.as_ptr()) }, &mut out);
+                    self.1.extend(out);
+                }
+            }
+            dispatch(isa, Load(sixteen, &mut values));
+        }
+        for (code, value) in codes.iter().zip(&values) {
+            assert_eq!(nearest_e4m3(*value), *value, "{isa}: {code}");
+            assert_eq!(e4m3(*value), *code, "{isa}: {value}");
+        }
+        let largest = values.iter().copied().fold(0.0, f32::max);
+        assert_eq!((largest, values[1], values[0x38]), (448.0, 2f32.powi(-9), 1.0));
+        values.sort_by(f32::total_cmp);
+        for pair in values.windows(2) {
+            let middle = pair[0].midpoint(pair[1]);
+            for x in [middle, middle.next_down(), middle.next_up()] {
+                let found = values[values.iter().position(|v| e4m3(*v) == e4m3(x)).unwrap()];
+                assert_eq!(found, nearest_e4m3(x), "{x}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rotation_is_the_hadamard_matrix_and_its_own_inverse() {
+    for len in [1, 2, 8, 64, 512] {
+        let row = Noise(len as u64).floats(2 * len);
+        let mut turned = row.clone();
+        rotate(&mut turned, len);
+        for (run, turned) in row.chunks(len).zip(turned.chunks(len)) {
+            for (i, found) in turned.iter().enumerate() {
+                let sign = |j: usize| if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                let sum: f64 = run.iter().enumerate().map(|(j, x)| f64::from(*x) * sign(j)).sum();
+                assert!((f64::from(*found) - sum / (len as f64).sqrt()).abs() < 1e-5);
+            }
+        }
+        rotate(&mut turned, len);
+        assert!(row.iter().zip(&turned).all(|(a, b)| (a - b).abs() < 1e-6));
+    }
+    let of = |dims: (usize, usize)| {
+        let layout = shape(KvType::Q4_0, 16, 1, 1, dims, 0).layout;
+        [layout.rotation(true), layout.rotation(false)]
+    };
+    assert_eq!([of((64, 128)), of((96, 80)), of((9, 576))], [[64, 128], [32, 16], [1, 64]]);
+    let latent = shape(KvType::Q4_0, 16, 1, 1, (576, 512), 0).layout.latent().unwrap();
+    assert_eq!(latent.rotation(true), 64);
+    assert_eq!(shape(KvType::Q8_0, 16, 1, 1, (64, 64), 0).layout.rotation(true), 1);
+}
 
 #[test]
 fn agrees_with_the_reference_for_every_head_width_type_and_isa() {
@@ -292,7 +398,10 @@ fn values_of_a_latent_cache_are_the_ends_of_its_keys() {
             let paged = shape(ty, [16, 32, 64][i % 3], heads, kv, dims, 0);
             let latent = AttentionShape { layout: paged.layout.latent().unwrap(), ..paged };
             let v_bytes = latent.layout.bytes() * (dims.0 + dims.1) / dims.0;
-            assert!(ty == KvType::Q8_0 || paged.layout.bytes() == v_bytes);
+            assert!(
+                ![KvTypes::both(KvType::F32), KvTypes::both(KvType::F16)].contains(&ty)
+                    || paged.layout.bytes() == v_bytes
+            );
             let world = World::new(latent, &[150, 37], i as u64);
             let mut rows = rows_of(0, 126..150);
             rows.extend(rows_of(1, 36..37));
@@ -338,7 +447,7 @@ fn rows_that_see_their_whole_sequence_or_around_them_agree_with_the_reference_on
             let shape = AttentionShape { visible, ..shape(ty, 16, 4, [1, 2, 4][i % 3], dims, 0) };
             // Lengths on both sides of group, tile and split borders. One decides whether work is cut by rows
             // or by splits; once is enough, because an emulated processor takes a minute for it.
-            let longest = if i < 2 && ty == KvType::F16 { 1100 } else { 200 };
+            let longest = if i < 2 && ty == KvTypes::both(KvType::F16) { 1100 } else { 200 };
             let lengths = [1, 7, 8, 37, 129, longest];
             let mut world = World::new(shape, &lengths, i as u64);
             world.sinks = (i == 1).then(|| vec![0.5, -2.0, 3.0, 4.0]);
@@ -420,7 +529,7 @@ proptest! {
     #[test]
     fn any_step_agrees_with_the_reference(
         seed in any::<u64>(),
-        ty in 0..3usize,
+        ty in 0..TYPES.len(),
         dims in (1..100usize, 1..100usize),
         group in 1..5usize,
         kv in 1..3usize,

@@ -76,8 +76,8 @@ pub(super) struct RowState {
     pub(super) scores: *mut f32,
 }
 
-/// Computes `R` rows against one tile.
-pub(super) struct TileRows<'a, F, const R: usize> {
+/// Computes `R` rows against one tile: scores and weights with the format of keys, then values with theirs.
+pub(super) struct TileRows<'a, const R: usize> {
     pub(super) groups: &'a TileGroups,
     pub(super) width: usize,
     /// Row length of the values in memory.
@@ -90,57 +90,92 @@ pub(super) struct TileRows<'a, F, const R: usize> {
     pub(super) softcap: Option<f32>,
     /// Memory to prefetch meanwhile.
     pub(super) ahead: Ahead,
-    pub(super) format: PhantomData<F>,
+    /// Factors of the sums so far, from the scores to the values.
+    pub(super) corrections: [f32; R],
 }
 
-impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
+impl<const R: usize> TileRows<'_, R> {
+    /// Keys that a row sees; none if the first is not less than the second.
+    fn keys(&self) -> (usize, usize) {
+        let rows = self.visible.iter().filter(|(from, to)| from < to);
+        let from = rows.clone().map(|(from, _)| *from).min().unwrap_or(0);
+        (from, rows.map(|(_, to)| *to).max().unwrap_or(0))
+    }
+}
+
+/// Turns the keys of a tile into weights.
+pub(super) struct TileScores<'a, 'b, F, const R: usize>(
+    pub(super) &'a mut TileRows<'b, R>,
+    pub(super) PhantomData<F>,
+);
+
+/// Adds the weighted values of a tile.
+pub(super) struct TileValues<'a, 'b, F, const R: usize>(
+    pub(super) &'a mut TileRows<'b, R>,
+    pub(super) PhantomData<F>,
+);
+
+impl<F: Format, const R: usize> Kernel for TileScores<'_, '_, F, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, s: S) {
-        let rows = self.visible.iter().filter(|(from, to)| from < to);
-        let from = rows.clone().map(|(from, _)| *from).min().unwrap_or(0);
-        let to = rows.map(|(_, to)| *to).max().unwrap_or(0);
+    fn run<S: Simd>(self, s: S) {
+        let rows = self.0;
+        let (from, to) = rows.keys();
         if from >= to {
             return;
         }
         let groups = (from / GROUP, to.div_ceil(GROUP));
-        let mut corrections = [0.0; R];
         // SAFETY: the callers (`work.rs`) provide state for R rows and groups that are readable wherever a
         // row of the block sees a key; `from..to` is within those.
         unsafe {
             // The conditions are constants of the instruction set: only tiles that fit its registers are
             // compiled.
             if const { S::COLUMNS >= 4 && 2 * R <= S::ROWS } && groups.1 - groups.0 > 4 {
-                self.scores::<S, 8>(s, groups);
+                rows.scores::<S, F, 8>(s, groups);
             } else if const { S::COLUMNS >= 4 } {
-                self.scores::<S, 4>(s, groups);
+                rows.scores::<S, F, 4>(s, groups);
             } else if const { S::COLUMNS >= 2 } {
-                self.scores::<S, 2>(s, groups);
+                rows.scores::<S, F, 2>(s, groups);
             } else {
-                self.scores::<S, 1>(s, groups);
+                rows.scores::<S, F, 1>(s, groups);
             }
-            self.weights(s, groups, &mut corrections);
-            let mut d = 0;
-            let keys = (from, to);
-            if const { S::COLUMNS >= 4 && 2 * R <= S::ROWS } {
-                d = self.values::<S, 8>(s, d, keys, &corrections);
-            }
-            if const { S::COLUMNS >= 4 } {
-                d = self.values::<S, 4>(s, d, keys, &corrections);
-            }
-            if const { S::COLUMNS == 2 } {
-                d = self.values::<S, 2>(s, d, keys, &corrections);
-            }
-            self.values::<S, 1>(s, d, keys, &corrections);
+            rows.weights(s, groups);
         }
     }
 }
 
-impl<F: Format, const R: usize> TileRows<'_, F, R> {
+impl<F: Format, const R: usize> Kernel for TileValues<'_, '_, F, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let rows = self.0;
+        let keys = rows.keys();
+        if keys.0 >= keys.1 {
+            return;
+        }
+        let mut d = 0;
+        // SAFETY: as for the scores, which have been computed.
+        unsafe {
+            if const { S::COLUMNS >= 4 && 2 * R <= S::ROWS } {
+                d = rows.values::<S, F, 8>(s, d, keys);
+            }
+            if const { S::COLUMNS >= 4 } {
+                d = rows.values::<S, F, 4>(s, d, keys);
+            }
+            if const { S::COLUMNS == 2 } {
+                d = rows.values::<S, F, 2>(s, d, keys);
+            }
+            rows.values::<S, F, 1>(s, d, keys);
+        }
+    }
+}
+
+impl<const R: usize> TileRows<'_, R> {
     /// Scores of the groups `from..to`, `C` groups at a time. If fewer are left, the last one is repeated.
     #[inline(always)]
-    unsafe fn scores<S: Simd, const C: usize>(&mut self, s: S, (from, to): (usize, usize)) {
+    unsafe fn scores<S: Simd, F: Format, const C: usize>(&mut self, s: S, (from, to): (usize, usize)) {
         // Half of the memory is prefetched with the scores, half with the values.
         let steps = (to - from).div_ceil(C) * self.width.div_ceil(F::RUN);
         let per_run = (self.ahead.len * self.ahead.bytes / 2).div_ceil(steps);
@@ -174,10 +209,10 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
         }
     }
 
-    /// Turns scores into weights. Sets `corrections` to the factors of the sums so far.
+    /// Turns scores into weights. Sets `corrections`.
     #[inline(always)]
-    unsafe fn weights<S: Simd>(&self, s: S, (first, last): (usize, usize), corrections: &mut [f32; R]) {
-        for (r, row_correction) in corrections.iter_mut().enumerate() {
+    unsafe fn weights<S: Simd>(&mut self, s: S, (first, last): (usize, usize)) {
+        for r in 0..R {
             let (from, to) = self.visible[r];
             // SAFETY: R rows of TILE scores.
             let row = unsafe { self.state.scores.add(r * TILE) };
@@ -222,23 +257,22 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             }
             // SAFETY: as above.
             unsafe { s.store(sum, l) };
-            *row_correction = s.reduce_max(correction);
+            self.corrections[r] = s.reduce_max(correction);
         }
     }
 
     /// Adds the values of the keys `from..to` to elements `d..` of the results, `C` vectors at a time as long
     /// as whole steps fit. Returns the first element that is left.
     #[inline(always)]
-    unsafe fn values<S: Simd, const C: usize>(
+    unsafe fn values<S: Simd, F: Format, const C: usize>(
         &mut self,
         s: S,
         mut d: usize,
         keys: (usize, usize),
-        corrections: &[f32; R],
     ) -> usize {
         while d + C * LANES <= self.v_padded {
             // SAFETY: d + 16 C <= v_padded.
-            unsafe { self.value_vectors::<S, C>(s, d, keys, corrections) };
+            unsafe { self.value_vectors::<S, F, C>(s, d, keys) };
             d += C * LANES;
         }
         d
@@ -246,16 +280,15 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
 
     /// Like `values`, for elements `d..d + 16 C`.
     #[inline(always)]
-    unsafe fn value_vectors<S: Simd, const C: usize>(
+    unsafe fn value_vectors<S: Simd, F: Format, const C: usize>(
         &mut self,
         s: S,
         d: usize,
         (from, to): (usize, usize),
-        corrections: &[f32; R],
     ) {
         let mut acc = [[s.splat(0.0); C]; R];
         for (r, acc) in acc.iter_mut().enumerate() {
-            let correction = s.splat(corrections[r]);
+            let correction = s.splat(self.corrections[r]);
             for (c, acc) in acc.iter_mut().enumerate() {
                 // SAFETY: R results of v_padded elements, d + 16 C <= v_padded.
                 let o = unsafe { s.load(self.state.o.add(r * self.v_padded + d + c * LANES)) };
@@ -318,82 +351,114 @@ fn outer_product<S: Simd, const R: usize, const C: usize>(
     }
 }
 
-/// Copies keys and values of a tile to f32. Worth its cost only for enough rows.
-pub(super) struct Convert<'a, F> {
+/// Copies keys of a tile to f32. Worth its cost only for enough rows.
+pub(super) struct ConvertKeys<'a, F> {
     pub(super) groups: &'a TileGroups,
     pub(super) width: usize,
-    pub(super) v_width: usize,
-    /// Whether a value is the last elements of its key.
-    pub(super) latent: bool,
     /// Visible keys of the tile, not empty.
     pub(super) keys: (usize, usize),
     /// `[TILE_GROUPS][width][16]`
-    pub(super) k: *mut f32,
-    /// `[TILE][v_padded]`
-    pub(super) v: *mut f32,
+    pub(super) to: *mut f32,
     pub(super) format: PhantomData<F>,
 }
 
-impl<F: Format> Kernel for Convert<'_, F> {
-    type Output = TileGroups;
+/// Copies values of a tile to f32.
+pub(super) struct ConvertValues<'a, F> {
+    pub(super) groups: &'a TileGroups,
+    pub(super) v_width: usize,
+    /// Visible keys of the tile, not empty.
+    pub(super) keys: (usize, usize),
+    /// `[TILE][v_padded]`
+    pub(super) to: *mut f32,
+    pub(super) format: PhantomData<F>,
+}
+
+/// Copies the ends of keys, which have been copied to f32, as values.
+pub(super) struct KeyEnds {
+    pub(super) width: usize,
+    pub(super) v_width: usize,
+    /// Visible keys of the tile, not empty.
+    pub(super) keys: (usize, usize),
+    /// `[TILE_GROUPS][width][16]`
+    pub(super) k: *const f32,
+    /// `[TILE][v_padded]`
+    pub(super) to: *mut f32,
+}
+
+/// Tokens of a group that are in `from..to` of the tile.
+fn tokens_of(group: usize, (from, to): (usize, usize)) -> std::ops::Range<usize> {
+    from.saturating_sub(group * GROUP)..GROUP.min(to - group * GROUP)
+}
+
+impl<F: Format> Kernel for ConvertKeys<'_, F> {
+    type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> TileGroups {
-        let (from, to) = self.keys;
+    fn run<S: Simd>(self, s: S) {
+        for group in self.keys.0 / GROUP..self.keys.1.div_ceil(GROUP) {
+            let k = self.groups.k[group];
+            for d in 0..self.width {
+                // SAFETY: the group holds visible keys, so it is readable; the scratch holds TILE_GROUPS groups of this
+                // shape, and group < TILE_GROUPS.
+                unsafe {
+                    let to = self.to.add((group * self.width + d) * GROUP);
+                    s.store(F::k(s, k, self.width, d, F::k_scales(s, k, d / F::RUN)), to);
+                }
+            }
+        }
+    }
+}
+
+impl<F: Format> Kernel for ConvertValues<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
         let v_padded = self.v_width.next_multiple_of(LANES);
         let whole = self.v_width / LANES * LANES;
-        let mut out = *self.groups;
-        for group in from / GROUP..to.div_ceil(GROUP) {
-            let (k, v) = (self.groups.k[group], self.groups.v[group]);
-            // SAFETY: the scratch holds TILE_GROUPS groups, and group < TILE_GROUPS.
-            let (k_out, v_out) =
-                unsafe { (self.k.add(group * GROUP * self.width), self.v.add(group * GROUP * v_padded)) };
-            for d in 0..self.width {
-                // SAFETY: the group holds visible keys, so it is readable; the copy has the same shape.
+        for group in self.keys.0 / GROUP..self.keys.1.div_ceil(GROUP) {
+            let v = self.groups.v[group];
+            for token in tokens_of(group, self.keys) {
+                // SAFETY: the group holds visible values, so it is readable up to `v_width`; the scratch holds TILE
+                // rows of `v_padded`.
                 unsafe {
-                    s.store(F::k(s, k, self.width, d, F::k_scales(s, k, d / F::RUN)), k_out.add(d * GROUP))
-                };
+                    let to = self.to.add((group * GROUP + token) * v_padded);
+                    for d in (0..whole).step_by(LANES) {
+                        s.store(F::v(s, v, self.v_width, token, d), to.add(d));
+                    }
+                    if whole < self.v_width {
+                        s.store(F::v_tail(s, v, self.v_width, token, whole), to.add(whole));
+                    }
+                }
             }
-            let first = from.saturating_sub(group * GROUP);
-            let tokens = first..GROUP.min(to - group * GROUP);
-            if self.latent {
-                let skipped = self.width - self.v_width;
+        }
+    }
+}
+
+impl Kernel for KeyEnds {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _s: S) {
+        let v_padded = self.v_width.next_multiple_of(LANES);
+        let skipped = self.width - self.v_width;
+        for group in self.keys.0 / GROUP..self.keys.1.div_ceil(GROUP) {
+            let tokens = tokens_of(group, self.keys);
+            // SAFETY: both copies hold a tile, of keys of `width` and of values of `v_padded` elements.
+            unsafe {
+                let k = self.k.add((group * self.width + skipped) * GROUP);
+                let to = self.to.add(group * GROUP * v_padded);
                 for d in 0..self.v_width {
                     for token in tokens.clone() {
-                        // SAFETY: the keys have been converted above; the copy has `v_padded` elements a token.
-                        unsafe {
-                            *v_out.add(token * v_padded + d) = *k_out.add((skipped + d) * GROUP + token)
-                        };
+                        *to.add(token * v_padded + d) = *k.add(d * GROUP + token);
                     }
                 }
                 for token in tokens {
                     for d in self.v_width..v_padded {
-                        // SAFETY: as above.
-                        unsafe { *v_out.add(token * v_padded + d) = 0.0 };
-                    }
-                }
-                out.k[group] = k_out.cast_const().cast();
-                out.v[group] = v_out.cast_const().cast();
-                continue;
-            }
-            for token in tokens {
-                for d in (0..whole).step_by(LANES) {
-                    // SAFETY: as above, d + 16 <= v_width.
-                    unsafe { s.store(F::v(s, v, self.v_width, token, d), v_out.add(token * v_padded + d)) };
-                }
-                if whole < self.v_width {
-                    // SAFETY: as above; whole + 16 <= v_padded.
-                    unsafe {
-                        s.store(
-                            F::v_tail(s, v, self.v_width, token, whole),
-                            v_out.add(token * v_padded + whole),
-                        );
+                        *to.add(token * v_padded + d) = 0.0;
                     }
                 }
             }
-            out.k[group] = k_out.cast_const().cast();
-            out.v[group] = v_out.cast_const().cast();
         }
-        out
     }
 }

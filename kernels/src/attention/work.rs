@@ -3,10 +3,14 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::format::{F16, F32, Format, Q8};
-use super::layout::{GROUP, KvType};
+use super::format::{F16, F32, Format, Fp8, Q4, Q8};
+use super::layout::{GROUP, KvType, KvTypes};
 use super::plan::{Item, PlannedRow, SPLIT, StepPlan, TILE};
-use super::tile::{Ahead, Convert, RowState, TILE_GROUPS, TileGroups, TileRows};
+use super::tile::{
+    Ahead, ConvertKeys, ConvertValues, KeyEnds, RowState, TILE_GROUPS, TileGroups, TileRows, TileScores,
+    TileValues,
+};
+use super::write::rotate;
 use crate::aligned::AlignedBuf;
 use crate::disjoint::Disjoint;
 use crate::simd::{Kernel, LANES, Simd, exp};
@@ -151,6 +155,13 @@ impl<'a> RunItem<'a> {
             }
             s.put_tail(s.mul(s.tail(q.1), scale), out.1);
         }
+        let rotation = shape.layout.rotation(true);
+        if rotation > 1 {
+            let queries = self.scratch.q
+                [..self.step.plan.members[self.item.members.clone()].len() * group * width]
+                .chunks_exact_mut(width);
+            queries.for_each(|query| rotate(query, rotation));
+        }
     }
 
     /// Clears the accumulated state for the next split.
@@ -203,14 +214,53 @@ impl<'a> RunItem<'a> {
         }
     }
 
-    /// Computes the rows of a run against a tile.
+    /// Computes the rows of a run against a tile. Copies keys or values to f32 first if that pays, or if vectors would
+    /// not end where values do.
     fn attend<S: Simd>(&mut self, s: S, tile: usize, run: &Run) {
-        let groups = self.groups(tile, run.members.start, run.keys);
-        match self.step.plan.shape().layout.kv_type() {
-            KvType::F32 => self.attend_format::<S, F32>(s, tile, run, groups),
-            KvType::F16 => self.attend_format::<S, F16>(s, tile, run, groups),
-            KvType::Q8_0 => self.attend_format::<S, Q8>(s, tile, run, groups),
+        let layout = self.step.plan.shape().layout;
+        let mut groups = self.groups(tile, run.members.start, run.keys);
+        let rows = run.members.len() * self.step.plan.group_size();
+        let (mut types, mut v_width) = (layout.types(), layout.v_head_dim());
+        let (keys, width, v_padded) = (run.keys, layout.head_dim(), self.v_padded());
+        let all = keys.0 / GROUP..keys.1.div_ceil(GROUP);
+        if layout.is_latent() || rows >= CONVERT_ROWS && types.k != KvType::F32 {
+            let to = self.scratch.k.as_mut_ptr();
+            match types.k {
+                KvType::F32 => convert_keys::<S, F32>(s, &groups, width, keys, to),
+                KvType::F16 => convert_keys::<S, F16>(s, &groups, width, keys, to),
+                KvType::Q8_0 => convert_keys::<S, Q8>(s, &groups, width, keys, to),
+                KvType::Fp8 => convert_keys::<S, Fp8>(s, &groups, width, keys, to),
+                KvType::Q4_0 => convert_keys::<S, Q4>(s, &groups, width, keys, to),
+            }
+            types.k = KvType::F32;
+            for group in all.clone() {
+                groups.k[group] = to.wrapping_add(group * GROUP * width).cast_const().cast();
+            }
         }
+        let to = self.scratch.v.as_mut_ptr();
+        let whole = v_width == v_padded;
+        let copied = if layout.is_latent() {
+            s.vectorize(KeyEnds { width, v_width, keys, k: self.scratch.k.as_ptr(), to });
+            true
+        } else if !whole || rows >= CONVERT_ROWS && types.v != KvType::F32 {
+            match types.v {
+                KvType::F32 => convert_values::<S, F32>(s, &groups, v_width, keys, to),
+                KvType::F16 => convert_values::<S, F16>(s, &groups, v_width, keys, to),
+                KvType::Q8_0 => convert_values::<S, Q8>(s, &groups, v_width, keys, to),
+                KvType::Fp8 => convert_values::<S, Fp8>(s, &groups, v_width, keys, to),
+                KvType::Q4_0 => convert_values::<S, Q4>(s, &groups, v_width, keys, to),
+            }
+            true
+        } else {
+            false
+        };
+        if copied {
+            (types.v, v_width) = (KvType::F32, v_padded);
+            for group in all {
+                groups.v[group] = to.wrapping_add(group * GROUP * v_padded).cast_const().cast();
+            }
+        }
+        self.attend_rows(s, tile, run, &groups, (types, v_width), self.ahead(tile, run));
     }
 
     /// Addresses of the groups of some visible keys of a tile.
@@ -256,36 +306,14 @@ impl<'a> RunItem<'a> {
         }
     }
 
-    fn attend_format<S: Simd, F: Format>(&mut self, s: S, tile: usize, run: &Run, groups: TileGroups) {
-        let layout = &self.step.plan.shape().layout;
-        let rows = run.members.len() * self.step.plan.group_size();
-        let whole = layout.v_head_dim().is_multiple_of(LANES) && !layout.is_latent();
-        let direct = whole && (rows < CONVERT_ROWS || layout.kv_type() == KvType::F32);
-        if direct {
-            self.attend_rows::<S, F>(s, tile, run, &groups, layout.v_head_dim(), self.ahead(tile, run));
-        } else {
-            let converted = s.vectorize(Convert::<F> {
-                groups: &groups,
-                width: layout.head_dim(),
-                v_width: layout.v_head_dim(),
-                latent: layout.is_latent(),
-                keys: run.keys,
-                k: self.scratch.k.as_mut_ptr(),
-                v: self.scratch.v.as_mut_ptr(),
-                format: PhantomData,
-            });
-            self.attend_rows::<S, F32>(s, tile, run, &converted, self.v_padded(), self.ahead(tile, run));
-        }
-    }
-
     /// Cuts the entries of a run into register tiles.
-    fn attend_rows<S: Simd, F: Format>(
+    fn attend_rows<S: Simd>(
         &mut self,
         s: S,
         tile: usize,
         run: &Run,
         groups: &TileGroups,
-        v_width: usize,
+        form: (KvTypes, usize),
         mut ahead: Ahead,
     ) {
         let size = self.step.plan.group_size();
@@ -294,28 +322,29 @@ impl<'a> RunItem<'a> {
             let left = end - entry;
             // The constant conditions decide which tiles are compiled for an instruction set.
             entry += if const { S::ROWS >= 6 } && left >= 6 {
-                self.rows::<S, F, 6>(s, tile, entry, groups, v_width, ahead)
+                self.rows::<S, 6>(s, tile, entry, groups, form, ahead)
             } else if const { S::ROWS >= 4 } && left >= 4 {
-                self.rows::<S, F, 4>(s, tile, entry, groups, v_width, ahead)
+                self.rows::<S, 4>(s, tile, entry, groups, form, ahead)
             } else if const { S::ROWS >= 3 } && left >= 3 {
-                self.rows::<S, F, 3>(s, tile, entry, groups, v_width, ahead)
+                self.rows::<S, 3>(s, tile, entry, groups, form, ahead)
             } else if const { S::ROWS >= 2 } && left >= 2 {
-                self.rows::<S, F, 2>(s, tile, entry, groups, v_width, ahead)
+                self.rows::<S, 2>(s, tile, entry, groups, form, ahead)
             } else {
-                self.rows::<S, F, 1>(s, tile, entry, groups, v_width, ahead)
+                self.rows::<S, 1>(s, tile, entry, groups, form, ahead)
             };
             // Prefetching once is enough.
             ahead = Ahead::new(0);
         }
     }
 
-    fn rows<S: Simd, F: Format, const R: usize>(
+    /// `form`: the types and the row length of the values that `groups` point to.
+    fn rows<S: Simd, const R: usize>(
         &mut self,
         s: S,
         tile: usize,
         entry: usize,
         groups: &TileGroups,
-        v_width: usize,
+        (types, v_width): (KvTypes, usize),
         ahead: Ahead,
     ) -> usize {
         let width = self.step.plan.shape().layout.head_dim();
@@ -324,7 +353,7 @@ impl<'a> RunItem<'a> {
         let visible = std::array::from_fn(|r| self.visible((entry + r) / size, tile));
         let scratch = &mut *self.scratch;
         let end = entry + R;
-        s.vectorize(TileRows::<F, R> {
+        let mut rows = TileRows::<R> {
             groups,
             width,
             v_width,
@@ -339,8 +368,22 @@ impl<'a> RunItem<'a> {
             visible,
             softcap: self.step.softcap,
             ahead,
-            format: PhantomData,
-        });
+            corrections: [0.0; R],
+        };
+        match types.k {
+            KvType::F32 => s.vectorize(TileScores(&mut rows, PhantomData::<F32>)),
+            KvType::F16 => s.vectorize(TileScores(&mut rows, PhantomData::<F16>)),
+            KvType::Q8_0 => s.vectorize(TileScores(&mut rows, PhantomData::<Q8>)),
+            KvType::Fp8 => s.vectorize(TileScores(&mut rows, PhantomData::<Fp8>)),
+            KvType::Q4_0 => s.vectorize(TileScores(&mut rows, PhantomData::<Q4>)),
+        }
+        match types.v {
+            KvType::F32 => s.vectorize(TileValues(&mut rows, PhantomData::<F32>)),
+            KvType::F16 => s.vectorize(TileValues(&mut rows, PhantomData::<F16>)),
+            KvType::Q8_0 => s.vectorize(TileValues(&mut rows, PhantomData::<Q8>)),
+            KvType::Fp8 => s.vectorize(TileValues(&mut rows, PhantomData::<Fp8>)),
+            KvType::Q4_0 => s.vectorize(TileValues(&mut rows, PhantomData::<Q4>)),
+        }
         R
     }
 
@@ -433,6 +476,10 @@ impl Step<'_> {
             // Adding zero makes the sign of a zero unique.
             s.put_tail(s.fma(s.tail(o), factor, s.splat(0.0)), out);
         }
+        let rotation = shape.layout.rotation(false);
+        if rotation > 1 {
+            rotate(out, rotation);
+        }
     }
 }
 
@@ -464,6 +511,26 @@ impl Kernel for MergeRow<'_> {
             self.step.write(s, self.row, head, total);
         }
     }
+}
+
+fn convert_keys<S: Simd, F: Format>(
+    s: S,
+    groups: &TileGroups,
+    width: usize,
+    keys: (usize, usize),
+    to: *mut f32,
+) {
+    s.vectorize(ConvertKeys::<F> { groups, width, keys, to, format: PhantomData });
+}
+
+fn convert_values<S: Simd, F: Format>(
+    s: S,
+    groups: &TileGroups,
+    v_width: usize,
+    keys: (usize, usize),
+    to: *mut f32,
+) {
+    s.vectorize(ConvertValues::<F> { groups, v_width, keys, to, format: PhantomData });
 }
 
 fn store_record(record: &mut [f32], o: &[f32], m: f32, l: f32) {

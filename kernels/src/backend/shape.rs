@@ -1,7 +1,7 @@
 //! Objects that a device is given before the first step: shapes of KV and states, matrices, rotary
 //! embeddings.
 
-use crate::attention::KvType;
+use crate::attention::KvTypes;
 
 /// Shape of one layer's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub struct KvShape {
     pub latent: bool,
     /// Positions per block: 16, 32 or 64.
     pub block_tokens: usize,
-    pub kv_type: KvType,
+    pub kv_type: KvTypes,
     /// `Some(w)`: the query at position p sees keys j with p - j < w, and only these have blocks. Without causality also
     /// j - p < w, and all keys have blocks.
     pub window: Option<usize>,

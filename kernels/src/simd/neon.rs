@@ -320,6 +320,34 @@ impl Simd for Neon {
         })
     }
     #[inline(always)]
+    unsafe fn load_e4m3(self, p: *const u8) -> Self::V {
+        neon!({
+            let bytes = vld1q_u8(p);
+            let [low, high] = [vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)].map(|wide| {
+                // Divided by 256, the exponents are those of binary16.
+                let sign = vshlq_n_u16::<8>(vandq_u16(wide, vdupq_n_u16(0x80)));
+                vorrq_u16(sign, vshlq_n_u16::<7>(vandq_u16(wide, vdupq_n_u16(0x7f))))
+            });
+            let values = [widen_f16_low(low), widen_f16_high(low), widen_f16_low(high), widen_f16_high(high)];
+            values.map(|values| vmulq_n_f32(values, 256.0))
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_i4<const UPPER: bool>(self, p: *const u8) -> Self::V {
+        neon!({
+            let bytes = vld1q_u8(p);
+            let bits = if UPPER { vshrq_n_u8::<4>(bytes) } else { vandq_u8(bytes, vdupq_n_u8(15)) };
+            let values = vsubq_s8(vreinterpretq_s8_u8(bits), vdupq_n_s8(8));
+            let (low, high) = (vmovl_s8(vget_low_s8(values)), vmovl_high_s8(values));
+            [
+                vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
+                vcvtq_f32_s32(vmovl_high_s16(low)),
+                vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
+                vcvtq_f32_s32(vmovl_high_s16(high)),
+            ]
+        })
+    }
+    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         // SAFETY: a hint, which may name any address.
         unsafe {

@@ -175,5 +175,21 @@ impl Simd for Scalar {
         lanes(|i| f32::from(unsafe { p.add(i).read() }))
     }
     #[inline(always)]
+    unsafe fn load_e4m3(self, p: *const u8) -> Lanes {
+        lanes(|i| {
+            // SAFETY: the caller gives sixteen readable bytes.
+            let code = u16::from(unsafe { p.add(i).read() });
+            f16::from_bits((code & 0x80) << 8 | (code & 0x7f) << 7).to_f32() * 256.0
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_i4<const UPPER: bool>(self, p: *const u8) -> Lanes {
+        lanes(|i| {
+            // SAFETY: the caller gives sixteen readable bytes.
+            let byte = unsafe { p.add(i).read() };
+            f32::from(if UPPER { byte >> 4 } else { byte & 15 }) - 8.0
+        })
+    }
+    #[inline(always)]
     fn prefetch(self, _p: *const u8) {}
 }

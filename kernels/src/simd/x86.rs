@@ -192,9 +192,34 @@ impl Simd for Avx512 {
         avx!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))))
     }
     #[inline(always)]
+    unsafe fn load_e4m3(self, p: *const u8) -> __m512 {
+        avx!(_mm512_mul_ps(_mm512_cvtph_ps(e4m3_as_f16(_mm_loadu_si128(p.cast()))), _mm512_set1_ps(256.0)))
+    }
+    #[inline(always)]
+    unsafe fn load_i4<const UPPER: bool>(self, p: *const u8) -> __m512 {
+        avx!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(nibbles::<UPPER>(_mm_loadu_si128(p.cast())))))
+    }
+    #[inline(always)]
     fn prefetch(self, p: *const u8) {
         avx!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
     }
+}
+
+/// Sixteen E4M3 values, divided by 256, as binary16: the exponents of both become equal, also below the normal range.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn e4m3_as_f16(codes: __m128i) -> __m256i {
+    let wide = _mm256_cvtepu8_epi16(codes);
+    let sign = _mm256_slli_epi16::<8>(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)));
+    _mm256_or_si256(sign, _mm256_slli_epi16::<7>(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f))))
+}
+
+/// The lower or upper four bits of sixteen bytes, less 8.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn nibbles<const UPPER: bool>(bytes: __m128i) -> __m128i {
+    let bytes = if UPPER { _mm_srli_epi16::<4>(bytes) } else { bytes };
+    _mm_sub_epi8(_mm_and_si128(bytes, _mm_set1_epi8(15)), _mm_set1_epi8(8))
 }
 
 /// The lower half of the reduction tree.
@@ -398,6 +423,27 @@ impl Simd for Avx2 {
             [
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(bytes))),
+            ]
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(self, p: *const u8) -> Self::V {
+        avx!({
+            let bits = e4m3_as_f16(_mm_loadu_si128(p.cast()));
+            let factor = _mm256_set1_ps(256.0);
+            [
+                _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), factor),
+                _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256::<1>(bits)), factor),
+            ]
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_i4<const UPPER: bool>(self, p: *const u8) -> Self::V {
+        avx!({
+            let values = nibbles::<UPPER>(_mm_loadu_si128(p.cast()));
+            [
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(values))),
             ]
         })
     }

@@ -1,9 +1,9 @@
 //! Memory that a drafter needs at its stage. Its compute time is not counted: a drafter is used only where it
 //! was measured to pay off.
 
-use super::{AttentionCosts, attention, element_bytes};
+use super::{AttentionCosts, KvSize, attention};
 use crate::spec::{AssistantSpec, MtpHeadSpec};
-use crate::{GgmlType, ModelFile, ModelSpec};
+use crate::{ModelFile, ModelSpec};
 
 /// A draft model's KV cache gets 1 / `MODEL_SHARE` of the model's.
 const MODEL_SHARE: u64 = 4;
@@ -89,19 +89,18 @@ impl Kv {
             }
             DrafterStage::Last { .. } => {
                 let kv_elements = drafter.kv_elements;
-                Self {
-                    layers: vec![AttentionCosts { window: None, kv_elements, own: true, products: 0 }],
-                    divisor: 1,
-                }
+                let v_elements = kv_elements / 2;
+                let layer = AttentionCosts { window: None, kv_elements, v_elements, own: true, products: 0 };
+                Self { layers: vec![layer], divisor: 1 }
             }
         }
     }
 
-    pub(super) fn bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
+    pub(super) fn bytes(&self, tokens: u64, slack: u64, size: KvSize) -> u64 {
         let bytes = self
             .layers
             .iter()
-            .map(|layer| layer.visible(tokens, slack).saturating_mul(element_bytes(layer.kv_elements, ty)));
+            .map(|layer| layer.visible(tokens, slack).saturating_mul(layer.token_bytes(size)));
         bytes.fold(0, u64::saturating_add) / self.divisor.max(1)
     }
 }

@@ -65,7 +65,7 @@ fn parts_add_up_but_for_what_they_share() {
             assert_eq!(a.token_bytes + b.token_bytes, whole.token_bytes, "{name}");
             assert_eq!(a.row_products + b.row_products, whole.row_products, "{name}");
             assert_eq!(a.state_elements + b.state_elements, whole.state_elements, "{name}");
-            let kv = |range: &RangeCosts| range.kv_bytes(64, 0, GgmlType::F16);
+            let kv = |range: &RangeCosts| range.kv_bytes(64, 0, KvSize::F16);
             assert_eq!(kv(&a) + kv(&b), kv(&whole), "{name}");
             assert!(a.weight_bytes + b.weight_bytes >= whole.weight_bytes, "{name}");
             assert_eq!((a.head_products, b.head_products), (0, whole.head_products), "{name}");
@@ -104,11 +104,14 @@ fn experts_that_are_not_used_are_kept_and_not_read() {
 fn windows_bound_what_is_kept_and_states_do_not_grow() {
     let (_, _, costs) = open("gemma3");
     let range = costs.range(0..costs.layers());
-    let kv_bytes = |tokens| range.kv_bytes(tokens, 0, GgmlType::F32);
+    const F32: KvSize = KvSize { k: 128, v: 128 };
+    let kv_bytes = |tokens| range.kv_bytes(tokens, 0, F32);
     let growth = |from: u64| kv_bytes(from + 1) - kv_bytes(from);
     assert!(growth(1) > growth(100_000) && growth(100_000) > 0);
-    assert!(range.kv_bytes(1000, 64, GgmlType::F32) > kv_bytes(1000));
-    assert_eq!(range.kv_bytes(1000, 0, GgmlType::F16) * 2, kv_bytes(1000));
+    assert!(range.kv_bytes(1000, 64, F32) > kv_bytes(1000));
+    assert_eq!(range.kv_bytes(1000, 0, KvSize::F16) * 2, kv_bytes(1000));
+    let apart = KvSize { v: 18, ..F32 };
+    assert_eq!(range.kv_bytes(1000, 0, apart), kv_bytes(1000) / 2 + kv_bytes(1000) / 2 * 18 / 128);
 
     let (_, _, costs) = open("qwen35");
     assert!(costs.range(0..costs.layers()).state_elements > 0);
@@ -129,7 +132,7 @@ fn a_drafter_is_with_the_stage_where_it_drafts() {
     let (last, plain) = (with.range(1..layers), costs.range(1..layers));
     // Every stage of this model has the embedding.
     assert_eq!((last.weight_bytes, last.drafter_weight_bytes), (plain.weight_bytes + bytes, bytes));
-    assert_eq!(last.kv_bytes(64, 8, GgmlType::F16), plain.kv_bytes(64, 8, GgmlType::F16));
+    assert_eq!(last.kv_bytes(64, 8, KvSize::F16), plain.kv_bytes(64, 8, KvSize::F16));
     // Another model lacks these layers.
     let (llama, ..) = open("llama");
     assert_eq!(DrafterCosts::of_assistant(&spec, &file, &llama), None);
@@ -158,13 +161,13 @@ fn a_drafter_brings_the_embedding_that_it_reads_and_caches_of_its_own() {
         assert_eq!(last.drafter_weight_bytes, 1000 + table, "{name}");
         assert_eq!(last.weight_bytes, plain.weight_bytes + 1000 + table, "{name}");
         assert_eq!(last.drafter_state_elements, 8, "{name}");
-        assert_eq!(last.drafter_kv_bytes(100, 8, GgmlType::F16), 100 * 32 * 2, "{name}");
+        assert_eq!(last.drafter_kv_bytes(100, 8, KvSize::F16), 100 * 32 * 2, "{name}");
         // A model of one stage includes the data of the first stage.
         assert_eq!(with.range(0..layers).drafter_weight_bytes, 1000, "{name}");
         let draft = DrafterCosts { stage: DrafterStage::First, reads_embedding: false, ..block };
         let with = costs.clone().with_drafter(draft);
-        let all = costs.range(0..layers).kv_bytes(64, 8, GgmlType::F16);
-        assert_eq!(with.range(0..1).drafter_kv_bytes(64, 8, GgmlType::F16), all / 4, "{name}");
+        let all = costs.range(0..layers).kv_bytes(64, 8, KvSize::F16);
+        assert_eq!(with.range(0..1).drafter_kv_bytes(64, 8, KvSize::F16), all / 4, "{name}");
         assert_eq!(with.range(0..1).drafter_weight_bytes, 1000, "{name}");
         if layers > 1 {
             assert_eq!(with.range(1..layers), costs.range(1..layers), "{name}");

@@ -59,6 +59,21 @@ fn quantised_models_over_shards() {
     }
 }
 
+/// Small types of keys and values, also apart.
+#[test]
+fn small_caches_over_shards() {
+    let manifest = Manifest::read().unwrap();
+    for (arch, types) in [
+        ("llama", &["--kv-type", "fp8"][..]),
+        ("gemma3", &["--kv-type", "q4_0"]),
+        ("gpt-oss", &["--kv-type", "q8_0", "--kv-type-v", "q4_0"]),
+    ] {
+        let item = manifest.tiny(arch).unwrap();
+        let prompts = item.reference().unwrap().ids();
+        assert_shards_change_no_bit(&item.path(), &prompts, types);
+    }
+}
+
 #[test]
 fn options_that_shards_exclude_are_refused() {
     let manifest = Manifest::read().unwrap();

@@ -9,7 +9,7 @@ use assistant::Assistant;
 #[cfg(doc)]
 use kernels::backend::StepState;
 use kernels::backend::{
-    Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvType, MatmulJob, MatrixId,
+    Backend, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp, KvCopy, KvTypes, MatmulJob, MatrixId,
     Norm, StepInput, StepOps,
 };
 use layout::{Buffers, LayerCache};
@@ -43,7 +43,7 @@ pub struct DecoderConfig {
     pub logit_rows: usize,
     pub block_tokens: usize,
     /// Element type of the KV cache.
-    pub kv_type: KvType,
+    pub kv_type: KvTypes,
     /// Element type of recurrent states.
     pub state_type: StateType,
 }

@@ -24,7 +24,7 @@ pub(crate) fn load(path: &Path, (kv_type, activations): (KvType, ActivationMode)
         max_rows: 512,
         logit_rows: 64,
         block_tokens: 16,
-        kv_type,
+        kv_type: kv_type.into(),
         state_type: StateType::F32,
     };
     let cpu = CpuConfig::select(activations, |name| std::env::var(name).ok()).unwrap();

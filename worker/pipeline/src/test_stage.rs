@@ -26,7 +26,7 @@ pub(crate) fn load(arch: &str, assistant: Option<&str>) -> (Decoder, Slabs) {
         max_rows: 8,
         logit_rows: 64,
         block_tokens: 16,
-        kv_type: KvType::F16,
+        kv_type: KvType::F16.into(),
         state_type: StateType::F32,
     };
     let cpu = CpuConfig::select(ActivationMode::Int8, |name| std::env::var(name).ok()).unwrap();

@@ -70,7 +70,7 @@ fn onnx_serves(model: &TextModel, operation: Operation) -> Result<(), Refusal> {
     let options = &model.options;
     let unheeded = [
         ("device", !matches!(options.device, DeviceChoice::Auto | DeviceChoice::Cpu)),
-        ("kv-type", options.kv_type != KvType::F32),
+        ("kv-type", options.kv_type != KvType::F32.into()),
         ("kv-bytes", options.kv_bytes.is_some()),
     ];
     match unheeded.into_iter().find(|(_, set)| *set) {

@@ -48,7 +48,7 @@ fn batch_order_threads_and_block_size_change_no_bit() {
     let groupings = [vec![all.clone()], vec![backwards], all.chunks(5).map(<[usize]>::to_vec).collect()];
     for arch in ["bert", "bert-rerank"] {
         for kv_type in [KvType::F32, KvType::F16] {
-            let base = EngineOptions { kv_type, chunk: Some(1024), ..options() };
+            let base = EngineOptions { kv_type: kv_type.into(), chunk: Some(1024), ..options() };
             let expected = bits(&mut open(arch, &base), &texts, &alone);
             let variants = [
                 base.clone(),

@@ -24,7 +24,7 @@ fn model(arch: &str) -> PathBuf {
 
 /// f32 keys and values, one thread.
 fn options() -> EngineOptions {
-    EngineOptions { threads: Some(1), kv_type: KvType::F32, ..EngineOptions::default() }
+    EngineOptions { threads: Some(1), kv_type: KvType::F32.into(), ..EngineOptions::default() }
 }
 
 fn open(arch: &str, options: &EngineOptions) -> Encoder {

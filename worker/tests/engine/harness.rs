@@ -5,7 +5,7 @@ use engine::engine::{Engine, EngineRequest, Sink, StepOutcome};
 use engine::grammar::Guide;
 use engine::pull::Source;
 use engine::scheduler::SeqId;
-use kernels::backend::{ActivationMode, Backend, KvType};
+use kernels::backend::{ActivationMode, Backend, KvType, KvTypes};
 use kvasir_worker::Error;
 use kvasir_worker::load::{self, EngineOptions};
 use proto::block::BlockId;
@@ -26,7 +26,7 @@ pub(crate) fn whole_matrix() -> bool {
 /// Models of exact weights, by folder: full attention, a mixture of experts, sliding windows, windows with
 /// sinks, layers that share KV, delta nets, Mamba-2, attention beside Mamba-2, short convolutions. With `+bf16`
 /// some heads have their states in bfloat16.
-pub(crate) const TINY: [&str; 11] = [
+pub(crate) const TINY: [&str; 12] = [
     "tiny/llama/llama-f32",
     "tiny/qwen3moe/qwen3moe-f32",
     "tiny/gemma3/gemma3-f32",
@@ -38,11 +38,14 @@ pub(crate) const TINY: [&str; 11] = [
     "hf/lfm2_moe",
     "tiny/qwen35/qwen35-f32+bf16",
     "tiny/granitehybrid/granitehybrid-f32+bf16",
+    "tiny/gemma3/gemma3-f32+kv:q4_0/fp8",
 ];
 pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
 
 /// Suffix of a model's name for states of both types in every recurrent layer.
 const NARROW: &str = "+bf16";
+/// Suffix of a model's name for types of keys and values, as in `+kv:q8_0/q4_0`.
+const CACHED: &str = "+kv:";
 
 /// Root of all requests.
 pub(crate) const ROOT: BlockId = BlockId([7; 16]);
@@ -51,8 +54,14 @@ pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 pub(crate) fn path(model: &str) -> PathBuf {
     let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
     let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
-    let model = model.trim_end_matches(NARROW);
+    let model = model.split('+').next().unwrap();
     root.join(if model.starts_with("hf/") { model.to_owned() } else { format!("{model}.gguf") })
+}
+
+fn kv_types(model: &str) -> Option<KvTypes> {
+    let (k, v) = model.split_once(CACHED)?.1.split_once('/')?;
+    let [k, v] = [k, v].map(|name| KvType::from_name(name).unwrap());
+    Some(KvTypes { k, v })
 }
 
 /// Options: exact arithmetic for F32 models, the default for the others; one thread, and room for everything.
@@ -60,7 +69,7 @@ pub(crate) fn options(model: &str) -> EngineOptions {
     let exact = model.starts_with("tiny/") || model.starts_with("hf/");
     EngineOptions {
         threads: Some(1),
-        kv_type: if exact { KvType::F32 } else { KvType::F16 },
+        kv_type: kv_types(model).unwrap_or(KvTypes::both(if exact { KvType::F32 } else { KvType::F16 })),
         activations: if exact { ActivationMode::F32 } else { ActivationMode::Int8 },
         state_type: if model.ends_with(NARROW) { StateType::AutoBf16 { tau: 4 } } else { StateType::F32 },
         kv_bytes: Some(16 << 20),

@@ -335,7 +335,7 @@ fn of_another_class_or_other_tokens_nothing_is_offered() {
     let output = assert_same("other tokens", &engine, &submitted, &undisturbed(LLAMA, &changed));
     assert_eq!((output.cached(), lookup(&output)), (0, "not_cached group=0 token=0 transfer=refused"));
 
-    let half = EngineOptions { kv_type: kernels::backend::KvType::F16, ..patient(LLAMA, 16) };
+    let half = EngineOptions { kv_type: kernels::backend::KvType::F16.into(), ..patient(LLAMA, 16) };
     let mut engine = open(LLAMA, &half);
     let expected = one_by_one(&mut open(LLAMA, &half), &[base_request()]).remove(0);
     let submitted = submit_pulling(&mut engine, &base_request(), Box::new(Direct::from(&holder)));

@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 /// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes),
 /// delta-net and Mamba-2 states, in f32 and in other types.
-pub(crate) const KINDS: [&str; 10] = [
+pub(crate) const KINDS: [&str; 12] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
@@ -27,6 +27,8 @@ pub(crate) const KINDS: [&str; 10] = [
     "tiny/qwen35/qwen35-f32+bf16",
     "tiny/granitehybrid/granitehybrid-f32+bf16",
     "tiny/gemma4/gemma4-f32",
+    "tiny/llama/llama-f32+kv:fp8/q4_0",
+    "tiny/gpt-oss/gpt-oss-f32+kv:q4_0/q8_0",
 ];
 const GENERATE: u32 = 12;
 
@@ -223,10 +225,10 @@ fn a_foreign_or_forged_snapshot_is_refused_and_changes_nothing() {
             damaged[at] ^= 1;
             assert!(Snapshot::from_bytes(&damaged, &engine.origin()).is_err(), "{model}: byte {at}");
         }
-        let other_kv = EngineOptions { kv_type: KvType::F16, ..options(model) };
+        let other_kv = EngineOptions { kv_type: KvType::F16.into(), ..options(model) };
         let refused = Snapshot::from_bytes(&file, &open(model, &other_kv).origin());
         assert!(matches!(refused, Err(SnapshotError::Other { field: "numeric class", .. })), "{refused:?}");
-        let other_model = if model == KINDS[0] { KINDS[1] } else { KINDS[0] };
+        let other_model = if model.starts_with(KINDS[0]) { KINDS[1] } else { KINDS[0] };
         let refused = Snapshot::from_bytes(&file, &open(other_model, &options(other_model)).origin());
         assert!(matches!(refused, Err(SnapshotError::Other { field: "model", .. })), "{refused:?}");
 

@@ -352,7 +352,7 @@ fn bfloat16_between_stages_is_close_and_independent_of_chunks() {
 #[test]
 fn a_stage_of_another_class_or_an_impossible_split_is_refused() {
     let model = "tiny/llama/llama-f32";
-    let other = EngineOptions { kv_type: kernels::backend::KvType::F16, ..options(model) };
+    let other = EngineOptions { kv_type: kernels::backend::KvType::F16.into(), ..options(model) };
     let workers = Workers::start(model, 1, &other);
     let refused = workers.engine(model, &options(model)).err().unwrap();
     let Error::Engine(engine::Error::StageLost(lost)) = &refused else { panic!("{refused}") };

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// One model for every kind of cache: full, sliding (also with sinks), delta-net and Mamba-2 states, in f32
 /// and in other types.
-pub(crate) const KINDS: [&str; 8] = [
+pub(crate) const KINDS: [&str; 10] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
     "tiny/gpt-oss/gpt-oss-f32",
@@ -21,6 +21,8 @@ pub(crate) const KINDS: [&str; 8] = [
     "hf/falcon_h1",
     "hf/lfm2_moe",
     "tiny/qwen35/qwen35-f32+bf16",
+    "tiny/llama/llama-f32+kv:fp8/q4_0",
+    "tiny/gpt-oss/gpt-oss-f32+kv:q4_0/q8_0",
 ];
 const PROMPT: usize = 200;
 const GENERATE: u32 = 12;
@@ -236,7 +238,9 @@ fn pieces_of_another_origin_are_not_used() {
     for model in KINDS {
         let dir = tempfile::tempdir().unwrap();
         let here = small(model, 16, disk(dir.path(), 0));
-        let other = EngineOptions { kv_type: KvType::F16, ..here.clone() };
+        // A smaller type, for which the arena has room.
+        let smaller = if here.kv_type.k == KvType::F32 { KvType::F16 } else { KvType::Q4_0 };
+        let other = EngineOptions { kv_type: smaller.into(), ..here.clone() };
         finish(&mut open(model, &other), &[base_request()]);
         let other = EngineOptions { state_type: StateType::AutoBf16 { tau: 5 }, ..here.clone() };
         let [origin, own] = [&other, &here].map(|options| open(model, options).origin());

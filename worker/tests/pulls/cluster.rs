@@ -1,7 +1,7 @@
 //! A scripted coordinator, and worker services that have joined it.
 
 use engine::snapshot::store::StoreConfig;
-use kernels::backend::{ActivationMode, KvType};
+use kernels::backend::{ActivationMode, KvTypes};
 use kvasir_worker::Error;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
@@ -42,10 +42,10 @@ pub(crate) fn path(model: &str) -> PathBuf {
     if folder.is_dir() { folder } else { root.join(format!("{model}.gguf")) }
 }
 
-pub(crate) fn options(kv_type: KvType) -> EngineOptions {
+pub(crate) fn options(kv_type: impl Into<KvTypes>) -> EngineOptions {
     EngineOptions {
         threads: Some(1),
-        kv_type,
+        kv_type: kv_type.into(),
         activations: ActivationMode::F32,
         kv_bytes: Some(16 << 20),
         chunk: Some(64),

@@ -9,7 +9,7 @@ mod holder;
 
 use cluster::{Cluster, Generated, options, with_timeout};
 use holder::{Fault, Holder, Notice};
-use kernels::backend::KvType;
+use kernels::backend::{KvType, KvTypes};
 use kvasir_worker::load::EngineOptions;
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ fn assert_same(case: &str, answer: &Generated, expected: &Generated) {
     assert_eq!(bits(answer), bits(expected), "{case}");
 }
 
-async fn computed(cluster: &Cluster, model: &str, kv_type: KvType) -> Generated {
+async fn computed(cluster: &Cluster, model: &str, kv_type: impl Into<KvTypes>) -> Generated {
     let alone = EngineOptions { prefix_cache: false, ..options(kv_type) };
     let worker = cluster.worker("alone", model, alone).await;
     let answer = worker.generate(&prompt(), None).await;
@@ -52,12 +52,18 @@ async fn computed(cluster: &Cluster, model: &str, kv_type: KvType) -> Generated 
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pulled_prefix_answers_as_a_computed_one() {
-    for model in KINDS {
+    let small = [
+        KvTypes::both(KvType::Fp8),
+        KvTypes::both(KvType::Q4_0),
+        KvTypes { k: KvType::Q8_0, v: KvType::Q4_0 },
+    ];
+    let kinds = KINDS.map(|model| (model, KvTypes::both(KvType::F32)));
+    for (model, types) in kinds.into_iter().chain(small.map(|types| (LLAMA, types))) {
         let cluster = Cluster::new();
-        let expected = computed(&cluster, model, KvType::F32).await;
-        let holder = cluster.worker("holds", model, options(KvType::F32)).await;
+        let expected = computed(&cluster, model, types).await;
+        let holder = cluster.worker("holds", model, options(types)).await;
         assert_same(model, &holder.generate(&prompt(), None).await, &expected);
-        let puller = cluster.worker("pulls", model, options(KvType::F32)).await;
+        let puller = cluster.worker("pulls", model, options(types)).await;
         let answer = puller.generate(&prompt(), Some(holder.source(SERVED))).await;
         assert_same(model, &answer, &expected);
         assert_eq!((answer.cached, &*answer.lookup), (SERVED, "prompt_end transfer=192"), "{model}");
@@ -81,7 +87,7 @@ async fn a_pulled_prefix_answers_as_a_computed_one() {
         let again = puller.generate(&prompt(), Some(holder.source(SERVED))).await;
         assert_same(model, &again, &expected);
         assert_eq!(again.cached, SERVED, "{model}");
-        let third = cluster.worker("third", model, options(KvType::F32)).await;
+        let third = cluster.worker("third", model, options(types)).await;
         assert_eq!(third.generate(&prompt(), Some(puller.source(SERVED))).await.cached, SERVED, "{model}");
         for worker in [holder, puller, third] {
             worker.wait_until_idle().await;

@@ -1,10 +1,11 @@
 // Paged attention without tensor cores: for caches of f32 and of bytes, and for the widest heads. common.cuh
 // precedes this text.
 //
-// The includer defines KV_TYPE (0 f32, 1 binary16, 2 bytes with a binary16 scale per 32), WIDTH (the widest head
-// supported: 64, 128, 256, 512, 768), LATENT (1: the cache has keys only, and a value is the last elements of its key)
-// and AROUND (1: a row sees keys on both sides). The place of a key in its tile decides which group of lanes processes
-// it. A group of lanes processes its keys in order. Both hold for every kernel below.
+// The includer defines K_TYPE and V_TYPE (types of keys and values: 0 f32, 1 binary16, 2 bytes with a binary16 scale per
+// 32, 3 E4M3 with a binary16 scale per row, 4 four bits with a binary16 scale per 32), WIDTH (the widest head supported:
+// 64, 128, 256, 512, 768), LATENT (1: the cache has keys only, and a value is the last elements of its key; both types
+// are the same) and AROUND (1: a row sees keys on both sides). The place of a key in its tile decides which group of
+// lanes processes it. A group of lanes processes its keys in order. Both hold for every kernel below.
 
 // Lanes that share a key. Each lane has eight elements of every chunk.
 #define LANES (WIDTH >= 256 ? 32 : WIDTH / 8)
@@ -12,83 +13,86 @@
 // Keys that a warp processes at the same time.
 #define SUBS (32 / LANES)
 // Keys that each group of lanes loads at once.
-#define KEYS (CHUNKS > 2 ? 1 : KV_TYPE == 0 ? 2 / CHUNKS : 4 / CHUNKS)
+#define KEYS (CHUNKS > 2 ? 1 : K_TYPE == 0 || V_TYPE == 0 ? 2 / CHUNKS : 4 / CHUNKS)
 #define TILE (KEYS * WARPS * SUBS)
 
 // Eight elements of a key or value, in the cache's type.
-#if KV_TYPE == 0
-struct Eight { float4 a, b; };
-#define ELEMENT 4
-#elif KV_TYPE == 1
-struct Eight { uint4 a; };
-#define ELEMENT 2
-#else
-struct Eight { uint2 a; float scale; };
-#define ELEMENT 1
-#endif
+template <u32 TYPE> struct Eight { uint2 a; float scale; };
+template <> struct Eight<0> { float4 a, b; };
+template <> struct Eight<1> { uint4 a; };
+template <> struct Eight<4> { u32 a; float scale; };
+
+// Bytes of eight elements.
+template <u32 TYPE> constexpr u32 EIGHT = TYPE == 0 ? 32 : TYPE == 1 ? 16 : TYPE == 4 ? 4 : 8;
 
 // Addresses of a lane's elements of one head's keys or values, for a block at offset zero.
 struct Lane {
-    const u8 *start[CHUNKS];  // address of the first token's elements, for each chunk
-    u32 row;                  // bytes from one token to the next
-#if KV_TYPE == 2
-    const u8 *scales[CHUNKS];
+    const u8 *start[CHUNKS];   // address of the first token's elements, for each chunk
+    u32 row;                   // bytes from one token to the next
+    const u8 *scales[CHUNKS];  // unused by types without scales
     u32 scale_row;
-#endif
 };
 
-// `stripe`: the head's tokens, [tokens][row rounded up to 8 elements]. For bytes, their scales follow. The lanes load
-// `width` elements from `skip` on, a multiple of 8. Lanes beyond the row's end load its last elements. Their results
-// are not used.
+// `stripe`: the head's tokens, [tokens][row rounded up to 8 elements]. Scales follow. The lanes load `width` elements
+// from `skip` on, a multiple of 8. Lanes beyond the row's end load its last elements. Their results are not used.
+template <u32 TYPE>
 __device__ __forceinline__ Lane lane_of(const u8 *stripe, u32 tokens, u32 row, u32 skip, u32 width) {
-    const u32 place = threadIdx.x % LANES, stride = (row + 7) / 8 * 8;
+    const u32 place = threadIdx.x % LANES, eights = (row + 7) / 8;
     Lane lane;
-    lane.row = stride * ELEMENT;
-#if KV_TYPE == 2
-    lane.scale_row = (row + 31) / 32 * 2;
-#endif
+    lane.row = eights * EIGHT<TYPE>;
+    lane.scale_row = TYPE == 3 ? 2 : (row + 31) / 32 * 2;
 #pragma unroll
     for (u32 c = 0; c < CHUNKS; c++) {
         const u32 d = skip + min((c * LANES + place) * 8, (width + 7) / 8 * 8 - 8);
-        lane.start[c] = stripe + d * ELEMENT;
-#if KV_TYPE == 2
-        lane.scales[c] = stripe + (tokens * stride + 15) / 16 * 16 + d / 32 * 2;
-#endif
+        lane.start[c] = stripe + d / 8 * EIGHT<TYPE>;
+        lane.scales[c] = stripe + (tokens * lane.row + 15) / 16 * 16 + (TYPE == 3 ? 0 : d / 32 * 2);
     }
     return lane;
 }
 
 // Converts eight elements to f32, without their scale.
-__device__ __forceinline__ void values(const Eight &x, float (&out)[8]) {
-#if KV_TYPE == 0
-    out[0] = x.a.x; out[1] = x.a.y; out[2] = x.a.z; out[3] = x.a.w;
-    out[4] = x.b.x; out[5] = x.b.y; out[6] = x.b.z; out[7] = x.b.w;
-#elif KV_TYPE == 1
-    const u32 words[4] = {x.a.x, x.a.y, x.a.z, x.a.w};
+template <u32 TYPE> __device__ __forceinline__ void values(const Eight<TYPE> &x, float (&out)[8]) {
+    if constexpr (TYPE == 0) {
+        out[0] = x.a.x; out[1] = x.a.y; out[2] = x.a.z; out[3] = x.a.w;
+        out[4] = x.b.x; out[5] = x.b.y; out[6] = x.b.z; out[7] = x.b.w;
+    } else if constexpr (TYPE == 1) {
+        const u32 words[4] = {x.a.x, x.a.y, x.a.z, x.a.w};
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        out[2 * i] = f16_value((u16)words[i]);
-        out[2 * i + 1] = f16_value((u16)(words[i] >> 16));
-    }
-#else
-    // Puts the byte into the low mantissa bits of 2^23, then subtracts 2^23 + 128. The XOR with 0x80 makes it
-    // unsigned.
-    const u32 words[2] = {x.a.x ^ 0x80808080, x.a.y ^ 0x80808080};
+        for (u32 i = 0; i < 4; i++) {
+            out[2 * i] = f16_value((u16)words[i]);
+            out[2 * i + 1] = f16_value((u16)(words[i] >> 16));
+        }
+    } else if constexpr (TYPE == 2) {
+        // Puts the byte into the low mantissa bits of 2^23, then subtracts 2^23 + 128. The XOR with 0x80 makes it
+        // unsigned.
+        const u32 words[2] = {x.a.x ^ 0x80808080, x.a.y ^ 0x80808080};
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) {
-        const u32 bits = __byte_perm(words[i / 4], 0x4b000000, 0x7540 + i % 4);
-        out[i] = __fsub_rn(__uint_as_float(bits), 8388736.0f);
+        for (u32 i = 0; i < 8; i++) {
+            const u32 bits = __byte_perm(words[i / 4], 0x4b000000, 0x7540 + i % 4);
+            out[i] = __fsub_rn(__uint_as_float(bits), 8388736.0f);
+        }
+    } else if constexpr (TYPE == 3) {
+        // The exponents of E4M3 / 256 and binary16 are the same; the scale has the factor.
+        const u32 words[2] = {x.a.x, x.a.y};
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            const u32 code = words[i / 4] >> i % 4 * 8;
+            out[i] = f16_value((u16)((code & 0x80) << 8 | (code & 0x7f) << 7));
+        }
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < 8; i++)
+            out[i] = __fsub_rn(__uint_as_float(0x4b000000 | (x.a >> 4 * i & 15)), 8388616.0f);
     }
-#endif
 }
 
 // Loads the lane's elements of the keys or values that its group of lanes has in the tile at `base`. For a
 // key outside from..to it loads the nearest key inside, or nothing if GUARDED. Such a key has a weight of
 // zero. The branch of GUARDED costs instructions, but stops the compiler from interleaving the loads of
 // several keys. Some kernels lack the registers for interleaved loads.
-template <bool GUARDED>
-__device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const Lane &lane, const u32 *table, u32 base, u32 from,
-                                      u32 to, u32 first_block, u32 shift) {
+template <bool GUARDED, u32 TYPE>
+__device__ __forceinline__ void fetch(Eight<TYPE> (&out)[KEYS][CHUNKS], const Lane &lane, const u32 *table, u32 base,
+                                      u32 from, u32 to, u32 first_block, u32 shift) {
     const u32 warp = threadIdx.x / 32, sub = threadIdx.x % 32 / LANES;
 #pragma unroll
     for (u32 u = 0; u < KEYS; u++) {
@@ -96,7 +100,7 @@ __device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const Lane &la
         const u32 key = min(max(place, from), to - 1);
         if (GUARDED && place != key) {
 #pragma unroll
-            for (u32 c = 0; c < CHUNKS; c++) out[u][c] = Eight{};
+            for (u32 c = 0; c < CHUNKS; c++) out[u][c] = Eight<TYPE>{};
             continue;
         }
         const u64 block = (u64)table[(key >> shift) - first_block] * 64;
@@ -104,25 +108,24 @@ __device__ __forceinline__ void fetch(Eight (&out)[KEYS][CHUNKS], const Lane &la
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; c++) {
             const u8 *at = lane.start[c] + block + token * lane.row;
-#if KV_TYPE == 0
-            out[u][c].a = __ldg((const float4 *)at);
-            out[u][c].b = __ldg((const float4 *)at + 1);
-#elif KV_TYPE == 1
-            out[u][c].a = __ldg((const uint4 *)at);
-#else
-            out[u][c].a = __ldg((const uint2 *)at);
-            out[u][c].scale = f16_value(__ldg((const u16 *)(lane.scales[c] + block + token * lane.scale_row)));
-#endif
+            if constexpr (TYPE == 0) {
+                out[u][c].a = __ldg((const float4 *)at);
+                out[u][c].b = __ldg((const float4 *)at + 1);
+            } else if constexpr (TYPE == 1) {
+                out[u][c].a = __ldg((const uint4 *)at);
+            } else {
+                if constexpr (TYPE == 4) out[u][c].a = __ldg((const u32 *)at);
+                else out[u][c].a = __ldg((const uint2 *)at);
+                const float scale = f16_value(__ldg((const u16 *)(lane.scales[c] + block + token * lane.scale_row)));
+                out[u][c].scale = TYPE == 3 ? __fmul_rn(scale, 256.0f) : scale;
+            }
         }
     }
 }
 
-__device__ __forceinline__ float scaled(const Eight &x, float sum) {
-#if KV_TYPE == 2
-    return __fmul_rn(sum, x.scale);
-#else
-    return sum;
-#endif
+template <u32 TYPE> __device__ __forceinline__ float scaled(const Eight<TYPE> &x, float sum) {
+    if constexpr (TYPE >= 2) return __fmul_rn(sum, x.scale);
+    else return sum;
 }
 
 // Processes a `Part` with at most GROUP vectors.
@@ -153,19 +156,21 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
     const u8 *layer = call.arena + call.layer_offset;
     const u32 tokens = 1u << shift;
     const Lane keys =
-        lane_of(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim, 0, call.head_dim);
+        lane_of<K_TYPE>(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim, 0, call.head_dim);
 #if LATENT
     const u32 skip = call.head_dim - call.v_head_dim;
-    const Lane vals = lane_of(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim, skip, call.v_head_dim);
+    const Lane vals =
+        lane_of<V_TYPE>(layer + (u64)part.kv_head * call.k_stripe, tokens, call.head_dim, skip, call.v_head_dim);
 #else
     layer += (u64)call.kv_heads * call.k_stripe;
     const Lane vals =
-        lane_of(layer + (u64)part.kv_head * call.v_stripe, tokens, call.v_head_dim, 0, call.v_head_dim);
+        lane_of<V_TYPE>(layer + (u64)part.kv_head * call.v_stripe, tokens, call.v_head_dim, 0, call.v_head_dim);
 #endif
     for (u32 base = split * SPLIT + (from - split * SPLIT) / TILE * TILE; base < to; base += TILE) {
         // Values are asked for together with the keys where there are registers for both.
         constexpr bool TIGHT = GROUP >= 8 || CHUNKS > 1;
-        Eight k[KEYS][CHUNKS], v[KEYS][CHUNKS];
+        Eight<K_TYPE> k[KEYS][CHUNKS];
+        Eight<V_TYPE> v[KEYS][CHUNKS];
         fetch<TIGHT>(k, keys, part.table, base, from, to, part.first_block, shift);
         if (GROUP < 8) fetch<TIGHT>(v, vals, part.table, base, from, to, part.first_block, shift);
         float score[GROUP][KEYS];
@@ -266,7 +271,13 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
 
 #define ATTEND(group) attend(call, [&](const Part &part) { go_through<group>(call, part); })
 extern "C" __global__ void __launch_bounds__(128, LATENT ? 3 : 4) attend_1(PARAMETERS) { const Call call = CALL; ATTEND(1); }
-extern "C" __global__ void __launch_bounds__(128) attend_2(PARAMETERS) { const Call call = CALL; ATTEND(2); }
+// By itself the compiler aims at fewer registers for E4M3 than fit, and spills.
+#if K_TYPE == 3 || V_TYPE == 3
+#define TWO __launch_bounds__(128, 3)
+#else
+#define TWO __launch_bounds__(128)
+#endif
+extern "C" __global__ void TWO attend_2(PARAMETERS) { const Call call = CALL; ATTEND(2); }
 #if WIDTH < 768
 extern "C" __global__ void __launch_bounds__(128) attend_4(PARAMETERS) { const Call call = CALL; ATTEND(4); }
 #endif

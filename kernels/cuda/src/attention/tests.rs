@@ -2,7 +2,7 @@ use super::*;
 use crate::step::{KvGroup, Step, StepLayout, StepLimits};
 use crate::tests::sim::{Sim, assert_near, bits, numbers};
 use kernels::attention::{BlockTable, Visible};
-use kernels::backend::StepInput;
+use kernels::backend::{KvTypes, StepInput};
 use kernels::reference::attention::AttentionHead;
 use std::num::NonZeroU32;
 
@@ -16,7 +16,7 @@ const SHAPE: KvShape = KvShape {
     v_head_dim: 64,
     latent: false,
     block_tokens: 16,
-    kv_type: KvType::F16,
+    kv_type: KvTypes::both(KvType::F16),
     window: None,
     causal: true,
 };
@@ -170,8 +170,15 @@ fn value_seed(sequence: usize) -> u64 {
 fn decoding_rows_see_their_own_sequences() {
     let shapes = [
         SHAPE,
-        KvShape { kv_type: KvType::Q8_0, heads: 3, kv_heads: 1, head_dim: 40, v_head_dim: 24, ..SHAPE },
-        KvShape { kv_type: KvType::F32, heads: 2, block_tokens: 32, head_dim: 20, ..SHAPE },
+        KvShape {
+            kv_type: KvType::Q8_0.into(),
+            heads: 3,
+            kv_heads: 1,
+            head_dim: 40,
+            v_head_dim: 24,
+            ..SHAPE
+        },
+        KvShape { kv_type: KvType::F32.into(), heads: 2, block_tokens: 32, head_dim: 20, ..SHAPE },
         KvShape { heads: 16, kv_heads: 1, head_dim: 96, v_head_dim: 128, block_tokens: 64, ..SHAPE },
     ];
     for mut sim in Sim::each() {
@@ -186,9 +193,14 @@ fn decoding_rows_see_their_own_sequences() {
 #[test]
 fn wide_heads_and_groups_of_all_sizes() {
     for mut sim in Sim::each() {
-        for (heads, kv_heads, head_dim, v_head_dim, kv_type) in
-            [(1, 1, 256, 256, KvType::F16), (8, 1, 512, 320, KvType::Q8_0), (8, 1, 128, 80, KvType::F16)]
-        {
+        for (heads, kv_heads, head_dim, v_head_dim, kv_type) in [
+            (1, 1, 256, 256, KvTypes::both(KvType::F16)),
+            (8, 1, 512, 320, KvTypes::both(KvType::Q8_0)),
+            (8, 1, 128, 80, KvTypes::both(KvType::F16)),
+            (4, 1, 72, 64, KvTypes::both(KvType::Fp8)),
+            (3, 1, 100, 128, KvTypes { k: KvType::F16, v: KvType::Fp8 }),
+            (2, 1, 64, 64, KvTypes { k: KvType::Q8_0, v: KvType::F32 }),
+        ] {
             let shape = KvShape { heads, kv_heads, head_dim, v_head_dim, kv_type, ..SHAPE };
             Case::new(shape, &[37]).check(&mut sim, &[(0, 36..37)]);
         }
@@ -205,7 +217,7 @@ fn windows_sinks_and_encoders() {
         let encoder = KvShape { causal: false, heads: 2, ..SHAPE };
         Case::new(encoder, &[9, 1]).check(&mut sim, &[(0, 0..9), (1, 0..1)]);
         for kv_type in [KvType::F32, KvType::F16] {
-            let around = KvShape { window: Some(4), kv_type, ..encoder };
+            let around = KvShape { window: Some(4), kv_type: kv_type.into(), ..encoder };
             Case::new(around, &[13, 1]).check(&mut sim, &[(0, 0..13), (1, 0..1)]);
         }
     }
@@ -286,7 +298,14 @@ fn decoding_is_within_the_instruction_budget() {
     let mut sim = Sim::each().next().unwrap();
     let mut found = Vec::new();
     for (kv_type, budget) in [(KvType::F16, 2.0), (KvType::Q8_0, 19.0)] {
-        let shape = KvShape { kv_type, heads: 4, kv_heads: 1, head_dim: 128, v_head_dim: 128, ..SHAPE };
+        let shape = KvShape {
+            kv_type: kv_type.into(),
+            heads: 4,
+            kv_heads: 1,
+            head_dim: 128,
+            v_head_dim: 128,
+            ..SHAPE
+        };
         let case = Case::new(shape, &[SPLIT]);
         let before = sim.device.machine().counts().lane_instructions;
         case.run(&mut sim, &[(0, SPLIT - 1..SPLIT)], 1 << 12);

@@ -6,7 +6,7 @@ use super::super::qkv::{DeviceRope, HeadNorm, KeysValues, QkvCall, QkvKernels, R
 use super::super::step::KvGroup;
 use super::super::{Device, DevicePtr};
 use super::CudaBackend;
-use super::memory::{GrowingBuffer, Vectors, same, uploaded};
+use super::memory::{GrowingBuffer, ScratchLayout, Vectors, same, uploaded};
 use kernels::Error;
 use kernels::attention::{OFFSET_UNIT, Visible};
 use kernels::backend::{AttentionOp, KvCopy, KvLayerId, KvShape, KvWrite, Norm, QkvOp, RopeId, RopeSource};
@@ -244,9 +244,10 @@ pub(super) fn attention(backend: &mut CudaBackend, op: &AttentionOp) -> Result<(
     if op.softcap.is_some() {
         return Err(Error::Unsupported { what: "capped attention scores on a GPU" });
     }
-    let CudaBackend { device, caches, buffers, vectors, step, scratch, .. } = backend;
+    let CudaBackend { device, caches, buffers, vectors, step, scratch, rowwise, .. } = backend;
     let device = device.as_mut();
     let (layer, ShapeKernels { shape, attention, .. }) = caches.layer(op.layer)?;
+    let [k_rotation, v_rotation] = [true, false].map(|keys| attention.block().rotation(keys));
     let q = buffers.get(op.q)?;
     same("queries", shape.heads * shape.head_dim, q.cols)?;
     same("rows of the step", step.step().rows(), q.rows)?;
@@ -257,10 +258,19 @@ pub(super) fn attention(backend: &mut CudaBackend, op: &AttentionOp) -> Result<(
     let sequences = step.planned();
     let positions = sequences.iter().map(|sequence| sequence.context + sequence.rows.len()).max();
     let scratch_bytes = attention.scratch_bytes(positions.unwrap_or(0));
+    let mut layout = ScratchLayout::default();
+    let parts = layout.next(scratch_bytes);
+    let rotated = layout.next(if k_rotation > 1 { q.bytes() } else { 0 });
+    let base = scratch.of(device, layout.bytes())?;
+    let mut queries = q.ptr;
+    if k_rotation > 1 {
+        queries = base.offset(rotated);
+        rowwise.hadamard(device, (q.ptr, queries), k_rotation, q.rows * q.cols)?;
+    }
     let call = AttentionCall {
-        q: q.ptr,
+        q: queries,
         out: out.ptr,
-        scratch: scratch.of(device, scratch_bytes)?,
+        scratch: base.offset(parts),
         arena: caches.arena,
         step: step.pointers()?,
         sequences,
@@ -269,7 +279,11 @@ pub(super) fn attention(backend: &mut CudaBackend, op: &AttentionOp) -> Result<(
         sinks: vectors.optional("attention sinks", op.sinks, shape.heads)?,
         scale: op.scale,
     };
-    Ok(attention.launch(device, &call, scratch_bytes)?)
+    attention.launch(device, &call, scratch_bytes)?;
+    if v_rotation > 1 {
+        rowwise.hadamard(device, (out.ptr, out.ptr), v_rotation, out.rows * out.cols)?;
+    }
+    Ok(())
 }
 
 fn head_norm(vectors: &Vectors, norm: &Norm) -> Result<HeadNorm, Error> {

@@ -4,8 +4,8 @@ use super::{Inputs, Output};
 use kernels::Error;
 use kernels::backend::{
     AttentionOp, BlockTable, BufferId, ConvOp, DeltaNetOp, HeadType, KvCopy, KvLayerId, KvShape, KvType,
-    KvWrite, Mamba2Op, Norm, QkvOp, RopeSource, StateExport, StateKind, StateLayerId, StateShape, StepInput,
-    StepSequence, StepState,
+    KvTypes, KvWrite, Mamba2Op, Norm, QkvOp, RopeSource, StateExport, StateKind, StateLayerId, StateShape,
+    StepInput, StepSequence, StepState,
 };
 
 const BLOCK: usize = 16;
@@ -18,7 +18,7 @@ const STATES: f64 = 1e-4;
 /// An attention layer: heads, key/value heads, their widths, and its visibility.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KvLayer {
-    kv_type: KvType,
+    kv_type: KvTypes,
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -29,7 +29,7 @@ pub(super) struct KvLayer {
 }
 
 const PLAIN: KvLayer = KvLayer {
-    kv_type: KvType::F16,
+    kv_type: KvTypes::both(KvType::F16),
     heads: 4,
     kv_heads: 2,
     head_dim: 64,
@@ -39,18 +39,79 @@ const PLAIN: KvLayer = KvLayer {
     causal: true,
 };
 
-pub(super) const KV_LAYERS: [KvLayer; 11] = [
+pub(super) const KV_LAYERS: [KvLayer; 18] = [
     PLAIN,
-    KvLayer { kv_type: KvType::F32, heads: 3, kv_heads: 1, ..PLAIN },
-    KvLayer { kv_type: KvType::Q8_0, heads: 2, head_dim: 128, v_head_dim: 128, ..PLAIN },
+    KvLayer { kv_type: KvTypes::both(KvType::F32), heads: 3, kv_heads: 1, ..PLAIN },
+    KvLayer { kv_type: KvTypes::both(KvType::Q8_0), heads: 2, head_dim: 128, v_head_dim: 128, ..PLAIN },
     KvLayer { window: Some(20), heads: 8, kv_heads: 1, ..PLAIN },
     KvLayer { head_dim: 96, v_head_dim: 80, ..PLAIN },
-    KvLayer { kv_type: KvType::F32, head_dim: 256, v_head_dim: 256, heads: 2, kv_heads: 1, ..PLAIN },
-    KvLayer { kv_type: KvType::F32, heads: 2, head_dim: 32, v_head_dim: 32, causal: false, ..PLAIN },
+    KvLayer {
+        kv_type: KvTypes::both(KvType::F32),
+        head_dim: 256,
+        v_head_dim: 256,
+        heads: 2,
+        kv_heads: 1,
+        ..PLAIN
+    },
+    KvLayer {
+        kv_type: KvTypes::both(KvType::F32),
+        heads: 2,
+        head_dim: 32,
+        v_head_dim: 32,
+        causal: false,
+        ..PLAIN
+    },
     KvLayer { heads: 2, head_dim: 32, v_head_dim: 32, causal: false, window: Some(9), ..PLAIN },
     KvLayer { kv_heads: 1, head_dim: 72, v_head_dim: 64, latent: true, ..PLAIN },
-    KvLayer { kv_type: KvType::F32, kv_heads: 1, head_dim: 48, v_head_dim: 40, latent: true, ..PLAIN },
-    KvLayer { kv_type: KvType::Q8_0, kv_heads: 1, head_dim: 80, v_head_dim: 56, latent: true, ..PLAIN },
+    KvLayer {
+        kv_type: KvTypes::both(KvType::F32),
+        kv_heads: 1,
+        head_dim: 48,
+        v_head_dim: 40,
+        latent: true,
+        ..PLAIN
+    },
+    KvLayer {
+        kv_type: KvTypes::both(KvType::Q8_0),
+        kv_heads: 1,
+        head_dim: 80,
+        v_head_dim: 56,
+        latent: true,
+        ..PLAIN
+    },
+    KvLayer {
+        kv_type: KvTypes::both(KvType::Fp8),
+        kv_heads: 1,
+        head_dim: 72,
+        v_head_dim: 64,
+        latent: true,
+        ..PLAIN
+    },
+    KvLayer { kv_type: KvTypes::both(KvType::Fp8), ..PLAIN },
+    KvLayer {
+        kv_type: KvTypes::both(KvType::Fp8),
+        heads: 3,
+        kv_heads: 1,
+        head_dim: 40,
+        v_head_dim: 72,
+        ..PLAIN
+    },
+    KvLayer { kv_type: KvTypes::both(KvType::Q4_0), ..PLAIN },
+    KvLayer { kv_type: KvTypes::both(KvType::Q4_0), head_dim: 96, v_head_dim: 72, ..PLAIN },
+    KvLayer {
+        kv_type: KvTypes { k: KvType::Q8_0, v: KvType::Q4_0 },
+        head_dim: 128,
+        v_head_dim: 128,
+        ..PLAIN
+    },
+    KvLayer {
+        kv_type: KvTypes::both(KvType::Q4_0),
+        kv_heads: 1,
+        head_dim: 80,
+        v_head_dim: 56,
+        latent: true,
+        ..PLAIN
+    },
 ];
 
 /// Two sequences with a prompt each and then, for causal layers, one row each: norms, rotation, writing and
@@ -111,7 +172,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         let what = format!("{layer:?}, {rows} and {other_rows} rows");
         inputs.keep("qkv", what.clone(), 1e-5, (q, all, heads * head_dim))?;
         let out = inputs.backend.create_buffer(all, heads * v_head_dim)?;
-        let (scale, sinks) = (SCALE, (kv_type == KvType::F16).then_some(sinks));
+        let (scale, sinks) = (SCALE, (kv_type == KvType::F16.into()).then_some(sinks));
         inputs.backend.attention(&AttentionOp { q, out, scale, softcap: None, sinks, layer: id })?;
         inputs.keep("attention", what, ATTENTION, (out, all, heads * v_head_dim))?;
         if number + 1 < steps.len() {
@@ -130,12 +191,14 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
     Ok(())
 }
 
-/// Returns a layer for each element type and head width that kernels are compiled for.
+/// Returns a layer for each element type and head width that kernels are compiled for, and one of two types.
 pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
-    let types = [KvType::F32, KvType::F16, KvType::Q8_0];
     let around = KvLayer { heads: 1, kv_heads: 1, window: Some(9), causal: false, ..PLAIN };
-    let arounds = types.map(|kv_type| KvLayer { kv_type, ..around });
-    let others = types.into_iter().flat_map(|kv_type| {
+    let arounds = [KvType::F32, KvType::F16, KvType::Q8_0]
+        .map(|kv_type| KvLayer { kv_type: KvTypes::both(kv_type), ..around });
+    let apart = KvTypes { k: KvType::Q8_0, v: KvType::Q4_0 };
+    let apart = KvLayer { kv_type: apart, heads: 1, kv_heads: 1, head_dim: 128, v_head_dim: 128, ..PLAIN };
+    let same = KvType::ALL.map(KvTypes::both).into_iter().flat_map(|kv_type| {
         [(64, 64), (128, 128), (256, 256), (512, 512), (576, 512)].map(|(head_dim, v_head_dim)| KvLayer {
             kv_type,
             heads: 1,
@@ -146,7 +209,7 @@ pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
             ..PLAIN
         })
     });
-    others.chain(arounds)
+    same.chain([apart]).chain(arounds)
 }
 
 /// Single and multiple rows that see more keys than one split has. Without causality whole sequences, one of which is

@@ -1,7 +1,7 @@
 use super::*;
 use crate::step::{KvGroup, Step, StepLayout, StepLimits};
 use crate::tests::sim::{Sim, assert_near, numbers};
-use kernels::attention::{BlockTable, KvType, NO_BLOCK, Visible};
+use kernels::attention::{BlockTable, KvType, KvTypes, NO_BLOCK, Visible};
 use kernels::backend::{StepInput, StepSequence};
 use kernels::ops::{RopeParams, RopeStyle};
 use kernels::reference::rows as reference;
@@ -28,7 +28,17 @@ struct Case {
 
 fn shape(kv_type: KvType, heads: usize, kv_heads: usize, head_dim: usize, v_head_dim: usize) -> KvShape {
     let (window, latent) = (Some(16), false);
-    KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens: 16, kv_type, window, causal: true }
+    KvShape {
+        heads,
+        kv_heads,
+        head_dim,
+        v_head_dim,
+        latent,
+        block_tokens: 16,
+        kv_type: kv_type.into(),
+        window,
+        causal: true,
+    }
 }
 
 impl Case {
@@ -149,7 +159,7 @@ impl Case {
         assert_near(&keys, &expected(1), self.tolerance, &label);
         assert_near(&values, &expected(2), self.tolerance, &label);
         // Nothing else was written, and row padding is zero.
-        if self.shape.kv_type != KvType::Q8_0 {
+        if [KvType::F32, KvType::F16].map(KvTypes::both).contains(&self.shape.kv_type) {
             assert_eq!(bytes, touched, "{label}");
         }
 
@@ -194,6 +204,17 @@ fn heads_are_normed_rotated_and_written() {
             rope: None,
             own_values: true,
             tolerance: 6e-3,
+        },
+        // A third of a step of four bits is a tolerance for values below 1; E4M3 has steps of 1 / 16.
+        Case {
+            shape: KvShape {
+                kv_type: KvTypes { k: KvType::Q4_0, v: KvType::Fp8 },
+                ..shape(KvType::F32, 2, 2, 96, 33)
+            },
+            norms: [None; 3],
+            rope: None,
+            own_values: true,
+            tolerance: 0.15,
         },
     ];
     for mut sim in Sim::each() {

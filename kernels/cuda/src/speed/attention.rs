@@ -54,7 +54,7 @@ impl Speed {
             v_head_dim,
             latent: false,
             block_tokens,
-            kv_type,
+            kv_type: kv_type.into(),
             window,
             causal,
         };

@@ -147,7 +147,7 @@ impl Speed {
             v_head_dim: head_dim,
             latent: false,
             block_tokens: BLOCK_TOKENS,
-            kv_type: KvType::F16,
+            kv_type: KvType::F16.into(),
             window: None,
             causal: true,
         };

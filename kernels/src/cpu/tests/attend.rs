@@ -76,7 +76,7 @@ impl Input {
             v_head_dim: dim,
             latent: false,
             heads,
-            kv_type: KvType::F32,
+            kv_type: KvType::F32.into(),
             window,
             causal,
         }

@@ -17,7 +17,7 @@ fn bundle(files: &[&str]) -> tempfile::TempDir {
 
 /// Options of an encoder with nothing requested.
 fn plain() -> EngineOptions {
-    EngineOptions { kv_type: KvType::F32, ..EngineOptions::default() }
+    EngineOptions { kv_type: KvType::F32.into(), ..EngineOptions::default() }
 }
 
 /// The backend that is selected for an operation, or the error.
@@ -85,7 +85,7 @@ fn options_that_another_runtime_ignores_are_refused_by_name() {
     assert_eq!(with(placed).as_deref(), Ok(onnx::NAME), "threads are placed as asked");
     for (options, argument) in [
         (EngineOptions { device: DeviceChoice::Cuda, ..plain() }, "device"),
-        (EngineOptions { kv_type: KvType::F16, ..plain() }, "kv-type"),
+        (EngineOptions { kv_type: KvType::F16.into(), ..plain() }, "kv-type"),
         (EngineOptions { kv_bytes: Some(1 << 30), ..plain() }, "kv-bytes"),
     ] {
         let error = with(options).unwrap_err();

@@ -66,7 +66,7 @@ impl Model {
             v_head_dim: HEAD,
             latent: false,
             block_tokens: BLOCK,
-            kv_type,
+            kv_type: kv_type.into(),
             window,
             causal: true,
         };
