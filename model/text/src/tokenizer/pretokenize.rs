@@ -59,6 +59,7 @@ pub(super) const TABLE: &[PreTokenizer] = &[
     row("default", Style::PunctuationThenGpt2),
     row("gpt-2", Style::Gpt2),
     row("modern-bert", Style::Gpt2),
+    row("roberta-bpe", Style::Gpt2),
     row("smollm", Style::DigitsThenGpt2),
     row("refact", Style::DigitsThenGpt2),
     row("starcoder", Style::DigitsThenGpt2),
