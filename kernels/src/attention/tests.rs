@@ -340,7 +340,7 @@ fn a_rotation_is_the_hadamard_matrix_and_its_own_inverse() {
         rotate(&mut turned, len);
         for (run, turned) in row.chunks(len).zip(turned.chunks(len)) {
             for (i, found) in turned.iter().enumerate() {
-                let sign = |j: usize| if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                let sign = |j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
                 let sum: f64 = run.iter().enumerate().map(|(j, x)| f64::from(*x) * sign(j)).sum();
                 assert!((f64::from(*found) - sum / (len as f64).sqrt()).abs() < 1e-5);
             }
@@ -441,7 +441,8 @@ fn windows_softcap_and_sinks_agree_with_the_reference() {
 #[test]
 fn rows_that_see_their_whole_sequence_or_around_them_agree_with_the_reference_on_every_isa() {
     for (i, dims) in [(32, 32), (64, 64), (24, 40), (9, 5)].into_iter().enumerate() {
-        for ty in TYPES {
+        // Types apart differ from others only in how a row's keys and values are read, which other tests cover.
+        for ty in TYPES.into_iter().filter(|types| types.k == types.v) {
             let around = |w| NonZeroU32::new(w).map_or(Visible::Whole, Visible::Around);
             let visible = around([0, 70, 3, 9][i]);
             let shape = AttentionShape { visible, ..shape(ty, 16, 4, [1, 2, 4][i % 3], dims, 0) };

@@ -135,7 +135,7 @@ fn rotated(row: &[f32], len: usize) -> Vec<f32> {
         return row.to_vec();
     }
     let of = |run: &[f32], i: usize| {
-        let sign = |j: usize| if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+        let sign = |j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
         let sum: f64 = run.iter().enumerate().map(|(j, x)| f64::from(*x) * sign(j)).sum();
         (sum / (len as f64).sqrt()) as f32
     };
