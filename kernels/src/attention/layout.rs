@@ -25,8 +25,8 @@ pub enum KvType {
     Q8_0,
     /// E4M3 with one binary16 scale per head of one token.
     Fp8,
-    /// Four bits with one binary16 scale per 32 elements of one head of one token, which has been rotated by a Hadamard
-    /// matrix: see [`KvLayout::rotation`].
+    /// Four bits with one binary16 scale per 32 elements of one head of one token. Heads are multiplied by Hadamard
+    /// matrices of the largest power of two that divides their width.
     Q4_0,
 }
 
