@@ -7,6 +7,7 @@ use crate::numerics::{self, ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Context, Result};
 use engine::engine::{Engine, EngineRequest, StepOutcome};
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
+use proto::ids::ModelId;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
@@ -94,16 +95,26 @@ pub(crate) fn open_with(
         eprintln!("\rloaded {} in {:.2} s          ", path.display(), started.elapsed().as_secs_f32());
     }
     // One process and one tenant, so the key need not be secret.
-    let root = ClusterKey([0; 32]).root(Scope {
-        salt: &TenantSalt([0; 32]),
-        model_digest: b"local",
-        tokenizer_digest: b"local",
-        adapter: b"",
-    });
+    let root = root(b"");
     Ok(LocalEngine { engine, tokenizer, metadata, root, max_model_len })
 }
 
+fn root(adapter: &[u8]) -> BlockId {
+    ClusterKey([0; 32]).root(Scope {
+        salt: &TenantSalt([0; 32]),
+        model_digest: b"local",
+        tokenizer_digest: b"local",
+        adapter,
+    })
+}
+
 impl LocalEngine {
+    /// Root of the prefix chains of requests with this adapter, and the adapter's digest.
+    pub(crate) fn with_adapter(&self, name: Option<&ModelId>) -> (BlockId, Option<[u8; 32]>) {
+        let loaded = self.engine.adapters().iter().find(|loaded| Some(&loaded.name) == name);
+        loaded.map_or((self.root, None), |loaded| (root(&loaded.digest), Some(loaded.digest)))
+    }
+
     pub(crate) fn submit(&mut self, request: EngineRequest) {
         self.engine.submit(Instant::now(), request);
     }

@@ -3,6 +3,7 @@
 use crate::config::UsageError;
 use crate::cpus;
 use crate::local::{self, EngineArgs, LocalEngine};
+use crate::lora::LoraArgs;
 use crate::models::resolve_or_pull;
 use crate::replica;
 use crate::spec::SpecArg;
@@ -12,6 +13,7 @@ use engine::engine::{EngineRequest, Sink};
 use engine::kv_cache::BlockLayout;
 use engine::speculation::SpeculativeMethod;
 use kernels::ops::is_drawable;
+use proto::ids::ModelId;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantShare};
 use proto::stage::ActivationType;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
@@ -70,6 +72,11 @@ pub(crate) struct Logits {
     /// Also writes `p{i}.drafted` and `p{i}.accepted` i32 `[1]`
     #[arg(long, value_name = "SPEC", default_value = "off")]
     spec: SpecArg,
+    #[command(flatten)]
+    lora: LoraArgs,
+    /// Names of adapters, or `base` for the model alone, which prompts use in turns [default: the first of --lora]
+    #[arg(long, value_name = "NAME,..", value_delimiter = ',', requires = "lora")]
+    adapter: Vec<String>,
     #[command(flatten)]
     engine: EngineArgs,
 }
@@ -172,7 +179,9 @@ impl Logits {
         if prompts.is_empty() {
             bail!("{}: no prompts", self.tokens.display());
         }
+        let adapters = self.adapters()?;
         let mut options = self.engine.options()?;
+        self.lora.apply(&mut options);
         options.chunk = Some(self.chunk);
         options.speculative_method = speculative_method;
         if self.contiguous {
@@ -206,8 +215,8 @@ impl Logits {
         };
         let vocab = local.engine.decoder().spec().vocab;
         let mut collected = Vec::with_capacity(prompts.len());
-        for prompt in &prompts {
-            collected.push(self.submit(&mut local, prompt, vocab));
+        for (prompt, adapter) in prompts.iter().zip(adapters.iter().cycle()) {
+            collected.push(self.submit(&mut local, prompt, adapter.as_ref(), vocab));
             if !self.together {
                 local.run_to_end()?;
             }
@@ -225,13 +234,34 @@ impl Logits {
         Ok(load::check_shards(path, speculative_method, shards)?)
     }
 
-    fn submit(&self, local: &mut LocalEngine, prompt: &[u32], vocab: usize) -> Arc<Mutex<Collected>> {
+    /// The adapters that the prompts use in turns.
+    fn adapters(&self) -> Result<Vec<Option<ModelId>>> {
+        if self.adapter.is_empty() {
+            return Ok(vec![self.lora.names().next().cloned()]);
+        }
+        let named = |name: &String| match self.lora.names().find(|given| given.as_str() == name) {
+            Some(given) => Ok(Some(given.clone())),
+            None if name == "base" => Ok(None),
+            None => bail!("--adapter {name}: no --lora has this name"),
+        };
+        self.adapter.iter().map(named).collect()
+    }
+
+    fn submit(
+        &self,
+        local: &mut LocalEngine,
+        prompt: &[u32],
+        adapter: Option<&ModelId>,
+        vocab: usize,
+    ) -> Arc<Mutex<Collected>> {
+        let (root, adapter) = local.with_adapter(adapter);
         let rows = vec![f32::NAN; prompt.len() * vocab];
         let into = Arc::new(Mutex::new(Collected { rows, ..Collected::default() }));
         local.submit(EngineRequest {
             name: None,
-            root: local.root,
-            tenant: TenantShare::of_root(local.root),
+            root,
+            adapter,
+            tenant: TenantShare::of_root(root),
             prompt: prompt.to_vec(),
             emitted: Vec::new(),
             sampling: Sampling::default(),
@@ -316,16 +346,24 @@ mod tests {
     /// Compares the continuation of a tiny model's first prompt with its reference.
     fn continued_as_the_reference(arch: &str) {
         let folder = fixtures().join("tiny").join(arch);
-        compare(&folder, &folder.join(format!("{arch}-f32.gguf")), usize::MAX);
+        compare(&folder, &folder.join(format!("{arch}-f32.gguf")), usize::MAX, None);
     }
 
     /// The same for a Hugging Face folder, for a few tokens.
     fn folder_continued_as_the_reference(name: &str) {
         let folder = fixtures().join("hf").join(name);
-        compare(&folder, &folder, 8);
+        compare(&folder, &folder, 8, None);
     }
 
-    fn compare(folder: &Path, model: &Path, tokens: usize) {
+    /// The same for a tiny model with an adapter.
+    fn adapter_continued_as_the_reference(name: &str) {
+        let (arch, adapter) = name.split_once('/').unwrap();
+        let folder = fixtures().join("hf").join(format!("lora-{arch}")).join(adapter);
+        let model = fixtures().join("tiny").join(arch).join(format!("{arch}-f32.gguf"));
+        compare(&folder, &model, 8, Some(&format!("a={}", folder.display())));
+    }
+
+    fn compare(folder: &Path, model: &Path, tokens: usize, lora: Option<&str>) {
         let bytes = std::fs::read(folder.join("ref.safetensors")).unwrap();
         let reference = SafeTensors::deserialize(&bytes).unwrap();
         let (ids, mut greedy) = (numbers(&reference, "p0.ids"), numbers(&reference, "p0.greedy"));
@@ -340,6 +378,7 @@ mod tests {
         command.extend(["--greedy", &count, "--device", "ptx-sim", "--threads", "1"]);
         command.extend(["--chunk", "64", "--kv-bytes", "2097152"]);
         command.extend(["--activations", "f32", "--kv-type", "f32"]);
+        lora.iter().for_each(|lora| command.extend(["--lora", lora]));
         let Command::Logits(logits) = Cli::try_parse_from(command).unwrap().command else {
             panic!("another command");
         };
@@ -366,6 +405,11 @@ mod tests {
         latent_attention: "deepseek_v3",
         short_convolutions: "lfm2_moe",
         attention_beside_mamba2: "falcon_h1",
+    }
+
+    each! {
+        adapter_continued_as_the_reference:
+        adapter: "llama/adapter-r4-qv",
     }
 
     each! {

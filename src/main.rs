@@ -28,6 +28,7 @@ mod keys;
 mod local;
 mod logging;
 mod logits;
+mod lora;
 mod models;
 mod node;
 mod numerics;

@@ -113,6 +113,7 @@ impl Perplexity {
             local.submit(EngineRequest {
                 name: None,
                 root: local.root,
+                adapter: None,
                 tenant: TenantShare::of_root(local.root),
                 prompt: chunk.clone(),
                 emitted: Vec::new(),

@@ -1,6 +1,7 @@
 //! `kvasir run`: generates one completion in this process. Only the completion goes to stdout.
 
 use crate::local::{self, EngineArgs};
+use crate::lora::LoraArgs;
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use engine::engine::EngineRequest;
@@ -62,6 +63,8 @@ pub(crate) struct Run {
     #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
     spec: SpecArg,
     #[command(flatten)]
+    lora: LoraArgs,
+    #[command(flatten)]
     engine: EngineArgs,
 }
 
@@ -75,17 +78,20 @@ struct Outcome {
 impl Run {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
-        let options =
+        let mut options =
             EngineOptions { speculative_method: self.spec.speculative_method()?, ..self.engine.options()? };
+        self.lora.apply(&mut options);
         let mut local = local::open(&self.model, options)?;
         let prompt = self.prompt_ids(&local)?;
         let prompt_len = prompt.len();
         let outcome = Arc::new(Mutex::new(Outcome::default()));
+        let (root, adapter) = local.with_adapter(self.lora.names().next());
         let submitted = Instant::now();
         local.submit(EngineRequest {
             name: None,
-            root: local.root,
-            tenant: TenantShare::of_root(local.root),
+            root,
+            adapter,
+            tenant: TenantShare::of_root(root),
             prompt,
             emitted: Vec::new(),
             sampling: Sampling {

@@ -11,6 +11,7 @@ use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::{CoordinatorSettings, RoutingArg};
 use crate::cpus::{self, CpuSet, GpuPlace};
 use crate::external::{self, EngineOption};
+use crate::lora::LoraArg;
 use crate::numerics::{self, ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::role::RoleArg;
 use crate::spec::SpecArg;
@@ -157,6 +158,16 @@ struct UpSettings {
     /// (a smaller model with the same vocabulary); the output does not depend on it [default: off]
     #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
     spec: Option<SpecArg>,
+    /// LoRA adapters in PEFT's layout, NAME=DIR, which are served as models of these names; several times, or separated
+    /// by commas. More can be loaded through the API
+    #[arg(long, value_name = "NAME=DIR,..", env = "KVASIR_LORA", value_delimiter = ',')]
+    lora: Option<Vec<LoraArg>>,
+    /// Largest rank of an adapter, at most 512 [default: 64]
+    #[arg(long, value_name = "RANK", env = "KVASIR_MAX_LORA_RANK", value_parser = clap::value_parser!(u16).range(1..=512))]
+    max_lora_rank: Option<u16>,
+    /// Memory for all adapters together, as 32-bit floats [default: 1GiB]
+    #[arg(long, value_name = "SIZE", env = "KVASIR_LORA_BYTES")]
+    lora_bytes: Option<ByteSize>,
     /// Rule by which a worker is chosen; all but `prefix` are for comparison [default: prefix]
     #[arg(long, value_enum, env = "KVASIR_ROUTING")]
     routing: Option<RoutingArg>,
@@ -330,6 +341,9 @@ impl Plan {
                 activations: self.settings.activations,
                 max_model_len: self.settings.max_model_len,
                 spec: self.settings.spec.clone(),
+                lora: self.settings.lora.clone(),
+                max_lora_rank: self.settings.max_lora_rank,
+                lora_bytes: self.settings.lora_bytes,
                 snapshot_dir: Some(dir.snapshots(&name)),
                 pool: self.shards.map(|_| true),
                 bandwidth: self.shards.map(|_| ASSUMED_BANDWIDTH),

@@ -5,6 +5,7 @@ use crate::cpus::{self, CpuSet};
 use crate::external::{self, EngineOption, EngineSettings};
 use crate::front::LocalCoordinator;
 use crate::home;
+use crate::lora::{self, LoraArg};
 use crate::models::{require_weights, resolve_bundle};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, io_runtime};
 use crate::numerics::{self, ActivationsArg, Device, KvTypeArg, StateTypeArg};
@@ -18,6 +19,7 @@ use dispatch::models::ModelEntry;
 use engine::decoder::StateType;
 use engine::snapshot::store::StoreConfig;
 use engine::tiers::{DiskConfig, TiersConfig};
+use model::checkpoint::lora::MAX_RANK;
 use pipeline::weight_distribution::ShippingConfig;
 use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
@@ -199,6 +201,16 @@ pub(crate) struct WorkerSettings {
     /// (a smaller model with the same vocabulary); the output does not depend on it [default: off].
     #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
     pub(crate) spec: Option<SpecArg>,
+    /// LoRA adapters in PEFT's layout, NAME=DIR, which are served as models of these names; several times, or separated
+    /// by commas. More can be loaded through the API.
+    #[arg(long, value_name = "NAME=DIR,..", env = "KVASIR_LORA", value_delimiter = ',')]
+    pub(crate) lora: Option<Vec<LoraArg>>,
+    /// Largest rank of an adapter, at most 512 [default: 64].
+    #[arg(long, value_name = "RANK", env = "KVASIR_MAX_LORA_RANK", value_parser = clap::value_parser!(u16).range(1..=512))]
+    pub(crate) max_lora_rank: Option<u16>,
+    /// Memory for all adapters together, as 32-bit floats [default: 1GiB].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_LORA_BYTES")]
+    pub(crate) lora_bytes: Option<ByteSize>,
     /// Most sequences in a step [default: computed, see --explain].
     #[arg(long, value_name = "N", env = "KVASIR_MAX_SEQS")]
     pub(crate) max_seqs: Option<usize>,
@@ -244,6 +256,7 @@ impl WorkerSettings {
             _ => Ok(()),
         };
         within("threads", self.threads, 1, cpus::MAX_THREADS)?;
+        within("max_lora_rank", self.max_lora_rank.map(usize::from), 1, MAX_RANK)?;
         within("max_seqs", self.max_seqs, 1, MAX_SEQS)?;
         within("chunk", self.chunk, 1, 1 << 20)?;
         within("workers_here", self.workers_here, 1, 1024)?;
@@ -467,6 +480,9 @@ impl WorkerSettings {
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
             max_model_len: self.max_model_len,
             spec: or!(spec, SpecArg::Off, "it pays only if answers quote their prompts"),
+            lora: self.lora.clone(),
+            max_lora_rank: self.max_lora_rank,
+            lora_bytes: self.lora_bytes,
             max_seqs: match &defaults {
                 Some(defaults) if pooled != Some(true) => {
                     or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason)
@@ -497,6 +513,7 @@ impl WorkerSettings {
             ("pool", self.pool == Some(true)),
             ("from", self.from.is_some()),
             ("spec", self.spec.as_ref().is_some_and(|spec| *spec != SpecArg::Off)),
+            ("lora", self.lora.is_some()),
             ("role", self.role.is_some_and(|role| role != RoleArg::Both)),
             ("kv_bytes", some(self.kv_bytes)),
             ("kv_host_bytes", some(self.kv_host_bytes)),
@@ -580,6 +597,8 @@ impl WorkerSettings {
             gpu: self.gpu.unwrap_or(0),
             gpu_workers: self.gpu_workers,
             cubins: home::cubins(),
+            lora: self.lora.iter().flatten().map(|arg| arg.0.clone()).collect(),
+            lora_limits: lora::limits(self.max_lora_rank, self.lora_bytes),
             ..default
         })
     }

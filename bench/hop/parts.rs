@@ -188,6 +188,7 @@ impl Bench {
             caller: &self.caller,
             models: &self.models,
             served: &served,
+            parent: &|_| None,
             seed: 1,
             popularity: &self.popularity,
         };

@@ -190,4 +190,12 @@ impl CoordinatorApi for Api {
 
     async fn shipping(self, _: context::Context, _: ShippingReport) {}
     async fn certificate(self, _: context::Context, _: CertificateReport) {}
+
+    async fn adapters(
+        self,
+        _: tarpc::context::Context,
+        _: proto::adapter::AdapterReport,
+    ) -> Result<(), Refusal> {
+        Ok(())
+    }
 }

@@ -171,6 +171,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, sender: Sender<Token>
     EngineRequest {
         name: None,
         root,
+        adapter: None,
         tenant: TenantShare::of_root(root),
         prompt,
         emitted: Vec::new(),

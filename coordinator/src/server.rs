@@ -2,7 +2,7 @@
 
 mod http;
 
-use crate::access::ApiAccess;
+use crate::access::{ApiAccess, ApiAudit};
 use crate::config::{Config, ConfigError};
 use crate::workers::{self, Terms};
 use api::cors::Cors;
@@ -171,6 +171,7 @@ impl Coordinator {
             popularity: Popularity::default(),
             planning: Arc::clone(&planning),
             cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,
+            audit: Arc::new(ApiAudit(Arc::clone(&audit))),
             request_timeout: Duration::from_secs(config.request_timeout_s),
             realtime: SessionLimits {
                 sessions: Sessions::new(config.sessions_per_tenant),

@@ -4,6 +4,7 @@
 use dispatch::{Dispatch, SessionId};
 use group::agreement::Agreement;
 use group::audit::{Audit, Record};
+use proto::adapter::AdapterReport;
 use proto::block::ClusterKey;
 use proto::codec::CodecError;
 use proto::ids::{ModelId, NodeId, Role};
@@ -188,6 +189,15 @@ impl CoordinatorApi for Session {
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
         if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
+    }
+
+    async fn adapters(self, _: Context, report: AdapterReport) -> Result<(), Refusal> {
+        let AdapterReport { epoch, adapters } = report;
+        let left_out = self.dispatch.set_adapters(self.id, self.node(), epoch, adapters);
+        for adapter in left_out.ok_or(Refusal::NotRegistered)? {
+            tracing::error!(node = %self.node(), adapter = %adapter.name, "an adapter is not served: its name means something else here, or its model is not served");
+        }
+        Ok(())
     }
 
     async fn certificate(self, _: Context, report: CertificateReport) {

@@ -17,13 +17,13 @@ use std::ops::{ControlFlow, Range};
 
 pub use crate::attention::{BlockTable, KvType, KvTypes};
 pub use crate::matmul::{ActivationMode, SharedBytes};
-pub use handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
+pub use handle::{AdapterId, BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 pub use op::{
     AttentionOp, ConvOp, DeltaNetOp, EmbedIndex, EmbedOp, ExpertGateUp, ExpertGroups, GateActivation, GateOp,
     GatedNormOp, HeadMatmulOp, HeadPart, KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp, QueryGrowth,
     Selection,
 };
-pub use shape::{HeadType, KvShape, MatrixSource, RopeSource, StateKind, StateShape};
+pub use shape::{HeadType, KvShape, LowRankSource, MatrixSource, RopeSource, StateKind, StateShape};
 
 /// Description of a backend; part of a worker's numeric class.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -265,6 +265,28 @@ pub trait Backend: Send {
     /// Copies blocks inside the arena, before the next step.
     fn copy_kv(&mut self, copies: &[KvCopy]) -> Result<(), Error>;
 
+    /// Loads an adapter: additions to the products of matrices, at most one of each.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the device serves no adapters; [`Error::Length`] for one that does not fit.
+    fn load_adapter(&mut self, _parts: &[LowRankSource<'_>]) -> Result<AdapterId, Error> {
+        Err(Error::Unsupported { what: "LoRA adapters" })
+    }
+
+    /// Frees an adapter that no later step uses.
+    fn unload_adapter(&mut self, _adapter: AdapterId) {}
+
+    /// Sets the adapters of rows of the next step; the other rows have none. Steps after it have none.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for an adapter that is not loaded.
+    fn use_adapters(&mut self, rows: &[(Range<usize>, AdapterId)]) -> Result<(), Error> {
+        match rows.is_empty() {
+            true => Ok(()),
+            false => Err(Error::Unsupported { what: "LoRA adapters" }),
+        }
+    }
+
     /// Starts a step with this input.
     ///
     /// # Errors
@@ -302,7 +324,8 @@ pub trait Backend: Send {
     /// `out` may be `x`.
     fn norm(&mut self, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error>;
 
-    /// Products of the rows of `x` with several matrices, in one call.
+    /// Products of the rows of `x` with several matrices, in one call. If `x` has the rows of the step, what their
+    /// adapters add to these matrices is added last.
     fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error>;
 
     /// Whether the backend serves [`Self::matmul_part`] and the other ops on part of a row.

@@ -7,10 +7,10 @@ use crate::Error;
 use crate::aligned::AlignedBuf;
 use crate::attention::AttentionScratch;
 use crate::backend::{
-    ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
-    GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape, Mamba2Op,
-    MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, NO_INDEX, Norm, Packer, QkvOp, RopeId, RopeSource,
-    StateLayerId, StateShape, StepInput, TakePiece, VectorId,
+    ActivationMode, AdapterId, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp,
+    GateOp, GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape,
+    LowRankSource, Mamba2Op, MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, NO_INDEX, Norm, Packer,
+    QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, TakePiece, VectorId,
 };
 use crate::matmul::{
     MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, SharedBytes,
@@ -25,6 +25,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use step::Step;
 
+mod adapters;
 mod arena;
 mod attend;
 mod config;
@@ -59,6 +60,7 @@ pub struct CpuBackend {
     moe: moe::Scratch,
     states: recurrent::States,
     orders: orders::Orders,
+    adapters: adapters::Adapters,
 }
 
 impl CpuBackend {
@@ -101,6 +103,7 @@ impl CpuBackend {
             moe: moe::Scratch::default(),
             states: recurrent::States::default(),
             orders: orders::Orders::default(),
+            adapters: adapters::Adapters::default(),
         })
     }
 }
@@ -152,7 +155,8 @@ impl Backend for CpuBackend {
             weights: self.matrices.iter().map(PackedMatrix::resident_bytes).sum::<usize>()
                 + self.vectors.iter().map(|vector| size_of_val(vector.as_slice())).sum::<usize>()
                 + self.orders.bytes()
-                + self.states.weight_bytes(),
+                + self.states.weight_bytes()
+                + self.adapters.bytes(),
             activations: self.buffers.iter().map(Buffer::bytes).sum::<usize>()
                 + self.moe.bytes()
                 + self.orders.scratch_bytes()
@@ -295,7 +299,20 @@ impl Backend for CpuBackend {
         arena::write(&mut self.arena, to, bytes)
     }
 
+    fn load_adapter(&mut self, parts: &[LowRankSource<'_>]) -> Result<AdapterId, Error> {
+        adapters::load(self, parts)
+    }
+
+    fn unload_adapter(&mut self, adapter: AdapterId) {
+        self.adapters.unload(adapter);
+    }
+
+    fn use_adapters(&mut self, rows: &[(Range<usize>, AdapterId)]) -> Result<(), Error> {
+        self.adapters.use_for(rows)
+    }
+
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
+        self.adapters.begin(step.tokens.len())?;
         let positions = self.step.begin(step)?;
         self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
         self.step.make_plans(&self.kv_layers, step.tables, self.pool.threads())?;

@@ -8,6 +8,7 @@
 
 mod elementwise;
 mod gated_norm;
+mod low_rank;
 mod norm;
 mod qkv;
 mod rope;
@@ -21,6 +22,7 @@ pub use elementwise::{
     weighted_sum,
 };
 pub use gated_norm::{GateOrder, gated_norm};
+pub use low_rank::LowRank;
 pub(crate) use norm::row_sum;
 pub use norm::{
     LayerNorm, RmsNorm, layer_norm, layer_norm_in_place, rms_norm, rms_norm_add, rms_norm_in_place,

@@ -21,6 +21,7 @@ use rerank::Ranker;
 mod bert;
 mod config;
 mod families;
+pub mod lora;
 mod names;
 mod rerank;
 mod text_files;
@@ -90,6 +91,9 @@ pub enum CheckpointError {
     /// Columns of a quantised tensor that are not whole blocks.
     #[error("tensor {tensor} has {found} columns, expected a multiple of {block}")]
     Columns { tensor: String, found: u64, block: u64 },
+    /// A module of an adapter that cannot be added to the model.
+    #[error("{path}: module {module} {reason}")]
+    Module { path: PathBuf, module: String, reason: String },
     /// Experts that differ in type or shape, or of which one is missing.
     #[error(
         "tensor {tensor} is not like expert {place} of its layer should be: all have one type, shape and no gap"

@@ -101,6 +101,14 @@ text_id!(
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':')
 );
 
+impl ModelId {
+    /// The model of a generate request for an adapter: the digest of its parent with it, in hexadecimal. By the time
+    /// that the request arrives, the adapter's name may be that of another one, whose blocks have another root.
+    pub fn of_adapter(digest: &[u8; 32]) -> Self {
+        Self(blake3::Hash::from_bytes(*digest).to_hex().as_str().into())
+    }
+}
+
 /// Role of a node; the second part of its certificate's SAN URI. It decides which RPCs the node may call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

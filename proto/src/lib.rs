@@ -5,6 +5,7 @@
 //! from outside is capped before allocation. This crate never contains sockets, certificates or tasks, nor
 //! scheduling, routing, arithmetic or model files.
 
+pub mod adapter;
 pub mod block;
 pub mod codec;
 pub mod directory;

@@ -66,6 +66,20 @@ pub enum StageOrder {
     Begin(StageBegin),
     /// At any time after `Begin`: report [`StageReport::Progress`].
     TellProgress,
+    /// Before `Begin`, once the stage has joined: load its layers' part of an adapter. Sent only for a model with
+    /// adapters.
+    Adapter(StageAdapter),
+}
+
+/// See [`StageOrder::Adapter`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageAdapter {
+    /// Names it in [`StageAdapters`].
+    pub number: u32,
+    /// Folder on the stage's host.
+    pub path: String,
+    /// Must be that of the files in the folder.
+    pub digest: [u8; 32],
 }
 
 /// See [`StageOrder::Join`].
@@ -142,6 +156,8 @@ pub enum StageReport {
     /// the logits of the returned row. The logits of the tokens from [`StageHead::from`] on follow the
     /// frame, f32 little endian, or the frame holds only the largest of them.
     Rest(StageRest),
+    /// Reply to [`StageOrder::Adapter`].
+    AdapterLoaded,
 }
 
 /// See [`StageReport::Rest`].
@@ -287,6 +303,10 @@ pub enum StageFrame {
     Step(StageStep),
     /// Accepted rows of an earlier step. Nothing follows the frame.
     Counted(StageCounted),
+    /// Adapters of rows of the next step. Nothing follows the frame.
+    Adapters(StageAdapters),
+    /// No later step uses the adapter with this number. Nothing follows the frame.
+    AdapterUnloaded(u32),
 }
 
 impl StageFrame {
@@ -294,7 +314,7 @@ impl StageFrame {
     pub fn rows(&self) -> usize {
         match self {
             Self::Step(step) => step.tokens.len(),
-            Self::Counted(_) => 0,
+            Self::Counted(_) | Self::Adapters(_) | Self::AdapterUnloaded(_) => 0,
         }
     }
 }
@@ -311,6 +331,17 @@ pub struct StageCounted {
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
     pub rows: Vec<u32>,
+}
+
+/// See [`StageFrame::Adapters`]. Rows that are not listed have none.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageAdapters {
+    /// (first row, row behind the last one, number of the adapter).
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub rows: Vec<(u32, u32, u32)>,
 }
 
 /// Vocabulary-parallel head: the first and the last stage together compute the logits of one row, which is

@@ -23,6 +23,7 @@ use api::{embeddings, rerank};
 use consensus::message::Frame;
 use dispatch::models::{ModelEntry, Models};
 use model::ModelFile;
+use model::checkpoint::lora::LoraAdapter;
 use model::costs::ModelCosts;
 use model::inspect::Summary;
 use model::spec::{AssistantSpec, ModelSpec, MtpHeadSpec};
@@ -108,8 +109,8 @@ fn safetensors() {
 /// Largest file of a checkpoint whose tensors a mutant has, in bytes.
 const MAX_CHECKPOINT: u64 = 4 << 20;
 
-/// Writes a Hugging Face folder: `{"config": CONFIG, "tensors": {NAME: [DTYPE, SHAPE]}}`, all values 0.
-fn write_checkpoint(folder: &std::path::Path, input: &[u8]) -> Option<()> {
+/// Writes settings and tensors: `{"config": CONFIG, "tensors": {NAME: [DTYPE, SHAPE]}}`, all values 0.
+fn write_folder(folder: &std::path::Path, [settings, weights]: [&str; 2], input: &[u8]) -> Option<()> {
     let input: Value = serde_json::from_slice(input).ok()?;
     let (mut header, mut end) = (Map::new(), 0_u64);
     for (name, tensor) in input.get("tensors")?.as_object()? {
@@ -128,8 +129,8 @@ fn write_checkpoint(folder: &std::path::Path, input: &[u8]) -> Option<()> {
     }
     let header = Value::Object(header).to_string();
     let header = format!("{header:<0$}", header.len().next_multiple_of(8));
-    fs::write(folder.join("config.json"), input.get("config")?.to_string()).unwrap();
-    let path = folder.join("model.safetensors");
+    fs::write(folder.join(settings), input.get("config")?.to_string()).unwrap();
+    let path = folder.join(weights);
     drop(fs::remove_file(&path));
     let mut file = fs::File::create(&path).unwrap();
     file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
@@ -142,7 +143,7 @@ fn write_checkpoint(folder: &std::path::Path, input: &[u8]) -> Option<()> {
 fn checkpoint() {
     let folder = scratch("checkpoint");
     fuzz("checkpoint", Vec::new(), mutate::json, |input| {
-        if write_checkpoint(&folder, input).is_none() {
+        if write_folder(&folder, ["config.json", "model.safetensors"], input).is_none() {
             return "no folder".to_owned();
         }
         match ModelFile::open(&folder) {
@@ -151,6 +152,22 @@ fn checkpoint() {
                     file.tensors().map(|info| outcome(file.tensor_data(info.name()))).collect::<String>();
                 read_model(&file) + &data.replace("ok", "")
             }
+            Err(error) => error.to_string().replace(folder.to_str().unwrap(), ""),
+        }
+    });
+}
+
+#[test]
+fn adapter() {
+    let folder = scratch("adapter");
+    let base = ModelFile::open(&workspace().join("tests/fixtures/tiny/llama/llama-f32.gguf")).unwrap();
+    let spec = ModelSpec::from_file(&base).unwrap();
+    fuzz("adapter", Vec::new(), mutate::json, |input| {
+        if write_folder(&folder, ["adapter_config.json", "adapter_model.safetensors"], input).is_none() {
+            return "no folder".to_owned();
+        }
+        match LoraAdapter::open(&folder, &base, &spec) {
+            Ok(adapter) => format!("{} matrices, rank {}", adapter.matrices.len(), adapter.rank()),
             Err(error) => error.to_string().replace(folder.to_str().unwrap(), ""),
         }
     });
@@ -224,8 +241,14 @@ fn http() {
     let keys = Keys::new(&[], ClusterKey([3; 32]), None).unwrap();
     let caller = keys.authenticate(&Default::default()).unwrap();
     let popularity = Popularity::default();
-    let sources =
-        Sources { caller: &caller, models: &models, served: &served, seed: 1, popularity: &popularity };
+    let sources = Sources {
+        caller: &caller,
+        models: &models,
+        served: &served,
+        parent: &|_| None,
+        seed: 1,
+        popularity: &popularity,
+    };
     let offered = models.get("m").unwrap();
     fuzz("http", Vec::new(), mutate::json, |body| {
         let kinds = [Kind::Completion, Kind::Chat, Kind::Responses, Kind::Messages];

@@ -27,8 +27,9 @@ pub const BACKEND_VARIABLE: &str = "KVASIR_LLM_BACKEND";
 
 /// An engine that generates text. Its methods are called from any thread and do not block.
 pub(crate) trait Generator: Send + Sync {
-    /// Starts a generation. It takes its place in the order of calls at once. Its frames go to `frames`, which
-    /// is closed behind the last one. Dropping the future, or the receiver of the frames, cancels it.
+    /// Starts a generation with the adapter of this digest, if there is one. It takes its place in the order of calls
+    /// at once. Its frames go to `frames`, which is closed behind the last one. Dropping the future, or the receiver of
+    /// the frames, cancels it.
     ///
     /// # Errors
     ///
@@ -37,6 +38,7 @@ pub(crate) trait Generator: Send + Sync {
     fn submit(
         &self,
         request: GenerateRequest,
+        adapter: Option<[u8; 32]>,
         pull: Option<Box<dyn Source>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>>;

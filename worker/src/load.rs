@@ -4,7 +4,7 @@
 use crate::Error;
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
 use engine::decoder::{CacheGroup, Decoder, DecoderConfig, StateType, Widths};
-use engine::engine::Engine;
+use engine::engine::{AdapterLimits, Engine, EngineAdapter};
 use engine::executor::{Executor, LocalExecutor};
 use engine::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
 use engine::kv_cache::{BlockLayout, CacheSpec, GroupKind, GroupSpec};
@@ -37,6 +37,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use text::tokenizer::Tokenizer;
 
+mod adapters;
 mod device;
 mod drafter;
 mod encoder;
@@ -44,6 +45,8 @@ mod staged;
 mod stages;
 mod text_backends;
 
+pub use adapters::{LoraSource, read_adapter, served_digest};
+pub(crate) use adapters::{refuse_adapters, stage_adapter};
 use device::Memory;
 pub use device::{DeviceChoice, gpu_copy_bandwidth, visible_gpus};
 use drafter::LoadedDrafter;
@@ -107,6 +110,9 @@ pub struct EngineOptions {
     pub gpu_workers: Option<usize>,
     /// The drafter.
     pub speculative_method: SpeculativeMethod,
+    /// Adapters that are loaded at the start.
+    pub lora: Vec<LoraSource>,
+    pub lora_limits: AdapterLimits,
     /// Directory for compiled GPU kernels. `None`: kernels are compiled at every start.
     pub cubins: Option<PathBuf>,
 }
@@ -138,6 +144,8 @@ impl Default for EngineOptions {
             gpu: 0,
             gpu_workers: None,
             speculative_method: SpeculativeMethod::Off,
+            lora: Vec::new(),
+            lora_limits: AdapterLimits::default(),
             cubins: None,
         }
     }
@@ -158,6 +166,10 @@ pub struct Prepared {
     tiers: TiersConfig,
     pull_timeout: Option<Duration>,
     drafter: LoadedDrafter,
+    adapters: Vec<EngineAdapter>,
+    lora_limits: AdapterLimits,
+    /// The model's file.
+    path: PathBuf,
 }
 
 /// A model with its engine.
@@ -333,6 +345,7 @@ fn prepare_on(
             drafter::load_drafter(options, &gguf, &mut decoder, own, (floor, arena_bytes))?
         }
     };
+    let adapters = adapters::load_all(options, &gguf, &mut decoder)?;
     let memory = memory.behind(decoder.backend().memory(), options)?;
     floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(CacheGroup::spec).collect();
@@ -341,6 +354,7 @@ fn prepare_on(
         for (group, bytes) in groups.iter_mut().zip(joining.block_bytes(&own)?) {
             group.block_bytes = bytes;
         }
+        joining.load_adapters(&adapters::for_stages(&adapters))?;
     }
     let cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
     cache.validate().map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
@@ -381,6 +395,9 @@ fn prepare_on(
         tiers: options.tiers.clone(),
         pull_timeout: options.pull_timeout,
         drafter,
+        adapters,
+        lora_limits: options.lora_limits,
+        path: path.to_owned(),
     })
 }
 
@@ -390,6 +407,16 @@ impl Prepared {
         let digests = (self.model_digest, self.tokenizer.digest());
         let lengths = (self.max_model_len, self.cache.block_tokens as usize);
         describe(id, &self.decoder, digests, lengths, self.kv_type)
+    }
+
+    /// The adapters that are loaded with it.
+    pub fn adapters(&self) -> &[EngineAdapter] {
+        &self.adapters
+    }
+
+    /// The model's file, for adapters that are loaded later.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     fn numeric_class(&self) -> String {
@@ -442,6 +469,7 @@ impl Prepared {
         };
         let engine =
             Engine::with_executor(executor, scheduler, events, self.tokenizer, self.max_model_len, origin)?;
+        let engine = engine.with_adapters(self.adapters, self.lora_limits);
         let engine = match self.drafter {
             LoadedDrafter::Off => engine,
             LoadedDrafter::Ngrams => engine.with_speculation(Speculation::ngram()),

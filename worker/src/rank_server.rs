@@ -11,7 +11,7 @@ use engine::kv_cache::Slabs;
 use engine::sampling::Sampler;
 use engine::speculation::SpeculativeMethod;
 use engine::telemetry::ShippingMetrics;
-use kernels::backend::NO_INDEX;
+use kernels::backend::{AdapterId, NO_INDEX};
 use parking_lot::Mutex;
 use pipeline::Claims;
 use pipeline::activations::{self, Gathered};
@@ -25,9 +25,9 @@ use pki::Identity;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
 use proto::stage::{
-    ActivationType, ReplicaId, StageBegin, StageCounted, StageDrafter, StageDrawn, StageFailure, StageFeed,
-    StageFrame, StageHead, StageJoin, StageJoined, StageOrder, StageProgressReport, StageReport, StageRest,
-    StageSample, StageSampled, StageSpent, StageStep,
+    ActivationType, ReplicaId, StageAdapters, StageBegin, StageCounted, StageDrafter, StageDrawn,
+    StageFailure, StageFeed, StageFrame, StageHead, StageJoin, StageJoined, StageOrder, StageProgressReport,
+    StageReport, StageRest, StageSample, StageSampled, StageSpent, StageStep,
 };
 use proto::trace::{self, Span, TraceContext};
 use std::collections::HashMap;
@@ -304,9 +304,18 @@ async fn run_stage(
     let part_bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
     let block_bytes = part_bytes.iter().map(|bytes| *bytes as u64).collect();
     report(reporter, StageReport::Joined(StageJoined { block_bytes })).await?;
-    let begin = match orders.next().await.map_err(|error| neighbour(&error))? {
-        StageOrder::Begin(begin) => begin,
-        StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
+    let mut adapters = HashMap::new();
+    let begin = loop {
+        match orders.next().await.map_err(|error| neighbour(&error))? {
+            StageOrder::Begin(begin) => break begin,
+            StageOrder::Adapter(adapter) => {
+                let loaded = load::stage_adapter(&model_path, &adapter, &mut decoder);
+                let id = loaded.map_err(|error| load_failure(&error))?;
+                adapters.insert(adapter.number, id);
+                report(reporter, StageReport::AdapterLoaded).await?;
+            }
+            StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
+        }
     };
     let slabs = lay_out((&model_path, &server.config.engine), &mut decoder, &begin)
         .map_err(|error| load_failure(&error))?;
@@ -343,6 +352,7 @@ async fn run_stage(
     sending.spawn(queue.write_all());
     let stage = Stage {
         decoder,
+        adapters,
         slabs,
         element: join.activations,
         layers: join.layers,
@@ -501,6 +511,8 @@ impl Writes for Sink {
 /// (`send_queue.rs`).
 struct Stage {
     decoder: Decoder,
+    /// By the numbers of the first stage.
+    adapters: HashMap<u32, AdapterId>,
     slabs: Slabs,
     element: ActivationType,
     layers: (u32, u32),
@@ -554,6 +566,14 @@ impl Stage {
                     Ok(()) => continue,
                     Err(failure) => return failure,
                 },
+                Some(Ok(Some(StageFrame::Adapters(adapters)))) => match self.use_adapters(adapters) {
+                    Ok(()) => continue,
+                    Err(failure) => return failure,
+                },
+                Some(Ok(Some(StageFrame::AdapterUnloaded(number)))) => {
+                    self.unload_adapter(number);
+                    continue;
+                }
                 Some(Ok(None)) => {
                     return StageFailure::Neighbour {
                         reason: "the previous stage has closed its stream".to_owned(),
@@ -643,6 +663,29 @@ impl Stage {
         let rest = StageRest { step, logits: logits.len() as u32, best, computed_us };
         self.output.send(Outcome::Rest(rest, activations::encode(ActivationType::F32, &logits)));
         Ok(())
+    }
+
+    /// Forwards the adapters of rows of the next step, and uses them in it.
+    fn use_adapters(&mut self, adapters: StageAdapters) -> Result<(), StageFailure> {
+        let id = |&(start, end, number): &(u32, u32, u32)| {
+            let unknown = || StageFailure::Step { reason: format!("there is no adapter {number}") };
+            let id = self.adapters.get(&number).copied().ok_or_else(unknown)?;
+            Ok((start as usize..end as usize, id))
+        };
+        let rows = adapters.rows.iter().map(id).collect::<Result<Vec<_>, StageFailure>>()?;
+        if !self.is_last {
+            self.output.send(Outcome::Passed(StageFrame::Adapters(adapters), Vec::new()));
+        }
+        self.decoder.use_adapters(&rows).map_err(failed)
+    }
+
+    fn unload_adapter(&mut self, number: u32) {
+        if !self.is_last {
+            self.output.send(Outcome::Passed(StageFrame::AdapterUnloaded(number), Vec::new()));
+        }
+        if let Some(id) = self.adapters.remove(&number) {
+            self.decoder.unload_adapter(id);
+        }
     }
 
     /// Forwards the accepted rows of a step and applies them to this stage's states.

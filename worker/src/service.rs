@@ -41,6 +41,7 @@ use tokio::task::JoinSet;
 use transport::heartbeat::Heartbeat;
 use transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig};
 
+mod adapters;
 mod encode;
 mod external;
 mod floor;
@@ -54,6 +55,7 @@ mod runner;
 mod sequences;
 mod twin;
 
+use adapters::NodeAdapter;
 use floor::Shortage;
 use peers::Peers;
 use pool::Pool;
@@ -122,6 +124,10 @@ struct Node {
     started: Instant,
     quic: SocketAddr,
     ops: SocketAddr,
+    /// The adapters of the model.
+    adapters: watch::Sender<Arc<Vec<NodeAdapter>>>,
+    /// Held while the adapters are changed.
+    adapter_change: tokio::sync::Mutex<()>,
     /// `None` until the model is loaded.
     offer: watch::Sender<Option<Arc<Offer>>>,
     part: WorkPart,
@@ -158,6 +164,8 @@ struct Node {
 /// only operations.
 struct Offer {
     model: Option<ServedModel>,
+    /// The model's file, if adapters can be loaded for it.
+    path: Option<PathBuf>,
     /// Backend of the model if it is an encoder.
     backend: Option<&'static str>,
     pull_cost: Option<PullCost>,
@@ -261,6 +269,8 @@ impl NodeContext {
             started: self.started,
             quic: self.endpoint.address(),
             ops: self.ops,
+            adapters: watch::Sender::default(),
+            adapter_change: tokio::sync::Mutex::default(),
             offer: watch::Sender::new(None),
             part: self.part,
             pool: self.pool.clone(),
@@ -309,8 +319,14 @@ impl NodeRun {
             Loaded::Encoder(encoder) => Some(encoder.backend()),
             Loaded::Generator(_) | Loaded::External(_) | Loaded::Nothing => None,
         };
+        let mut path = None;
+        if let (Loaded::Generator(prepared), Some(model)) = (&loaded, &model) {
+            path = Some(prepared.path().to_owned());
+            let loaded = prepared.adapters().iter().map(|adapter| NodeAdapter::new(model, adapter, false));
+            self.node.adapters.send_replace(Arc::new(loaded.collect()));
+        }
         *self.node.prepared.lock() = Some(loaded);
-        self.node.offer.send_replace(Some(Arc::new(Offer { model, backend, pull_cost })));
+        self.node.offer.send_replace(Some(Arc::new(Offer { model, path, backend, pull_cost })));
     }
 
     /// Ends the epoch. Coordinators notice at once and retry its requests on other workers.
@@ -358,6 +374,14 @@ impl WorkerService {
         }
         let shortage = Shortage::with_metrics(host);
         let own = config.model;
+        let taken = |own: &OwnModel| config.engine.lora.iter().any(|source| source.name == own.id);
+        if own.as_ref().is_some_and(taken) {
+            let reason = "an adapter has the name of the model".to_owned();
+            return Err(engine::Error::Config { option: "lora", reason }.into());
+        }
+        if config.external.is_some() {
+            crate::load::refuse_adapters(&config.engine, "an engine of another project")?;
+        }
         let holdings = Arc::new(Inventory::new(
             own.as_ref().filter(|_| config.external.is_none()).map(|own| own.id.clone()),
             own.as_ref().filter(|_| config.external.is_none()).map(|own| own.path.as_path()),
@@ -548,10 +572,22 @@ impl Node {
         served.map(|served| served.engine.clone()).unwrap_or_default()
     }
 
-    /// Whether it serves this model.
+    /// Whether a generate request may name this model: its own, or one of its adapters.
     fn serves(&self, model: &ModelId) -> bool {
+        self.has_model(model) || self.adapter(model).is_some()
+    }
+
+    /// Whether this is its model.
+    fn has_model(&self, model: &ModelId) -> bool {
         let offer = self.offer.borrow();
         offer.as_ref().and_then(|offer| offer.model.as_ref()).is_some_and(|served| served.id == *model)
+    }
+
+    /// The digest of the adapter that a generate request means by this model.
+    fn adapter(&self, model: &ModelId) -> Option<[u8; 32]> {
+        let adapters = self.adapters.borrow();
+        let found = adapters.iter().find(|adapter| ModelId::of_adapter(&adapter.offered.digest) == *model);
+        found.map(|adapter| adapter.digest)
     }
 
     fn shipping_report(&self) -> ShippingReport {

@@ -84,8 +84,14 @@ impl Traffic {
         let served = |_: &ModelId| Some(model.clone());
         // Without keys every caller is accepted.
         let caller = Keys::new(&[], ClusterKey([3; 32]), None)?.authenticate(&Default::default())?;
-        let sources =
-            Sources { caller: &caller, models: &models, served: &served, seed: 1, popularity: &popularity };
+        let sources = Sources {
+            caller: &caller,
+            models: &models,
+            served: &served,
+            parent: &|_| None,
+            seed: 1,
+            popularity: &popularity,
+        };
         let prompt = |body: &Value| -> Result<Prompt> {
             let planned = plan::generation(
                 Kind::Chat,

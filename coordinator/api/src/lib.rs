@@ -26,6 +26,7 @@ pub mod grammar;
 pub mod http_ext;
 mod kind;
 pub mod limits;
+pub mod lora;
 mod messages;
 mod model_list;
 pub mod operations;
@@ -112,6 +113,8 @@ pub struct AppState {
     pub planning: Arc<PlanningThreads>,
     /// Origins whose pages may send requests from browsers.
     pub cors: Cors,
+    /// Records operators' changes.
+    pub audit: Arc<dyn lora::AuditLog>,
     /// Time limit of a request.
     pub request_timeout: Duration,
     /// Limits on the number and the length of sessions.
@@ -139,6 +142,9 @@ pub enum Endpoint {
     Embeddings,
     /// Ranks documents by relevance to a query.
     Rerank,
+    /// Loads a LoRA adapter.
+    LoadLora,
+    UnloadLora,
     /// Text to tokens.
     Tokenize,
     /// Tokens to text.
@@ -154,7 +160,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::Health,
         Self::Models,
         Self::Model,
@@ -165,6 +171,8 @@ impl Endpoint {
         Self::CountTokens,
         Self::Embeddings,
         Self::Rerank,
+        Self::LoadLora,
+        Self::UnloadLora,
         Self::Tokenize,
         Self::Detokenize,
         Self::Transcriptions,
@@ -187,6 +195,8 @@ impl Endpoint {
             Self::CountTokens => "/v1/messages/count_tokens",
             Self::Embeddings => "/v1/embeddings",
             Self::Rerank => "/v1/rerank",
+            Self::LoadLora => "/v1/load_lora_adapter",
+            Self::UnloadLora => "/v1/unload_lora_adapter",
             Self::Tokenize => "/tokenize",
             Self::Detokenize => "/detokenize",
             Self::Transcriptions => "/v1/audio/transcriptions",
@@ -247,6 +257,8 @@ impl Endpoint {
             Self::CountTokens => respond(count_tokens(state, request)),
             Self::Embeddings => respond(embeddings(state, request)),
             Self::Rerank => respond(rerank(state, request)),
+            Self::LoadLora => respond(lora::call(state, lora::Change::Load, request)),
+            Self::UnloadLora => respond(lora::call(state, lora::Change::Unload, request)),
             Self::Tokenize => respond(tokenize(state, request)),
             Self::Detokenize => respond(detokenize(state, request)),
             Self::Transcriptions => respond(transcribe::call(state, Task::Transcribe, request)),
@@ -495,7 +507,7 @@ async fn answer(
 
 /// The writer for the answer of request `id`, in the form of the plan's API.
 fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
-    let (created, model) = (unix_seconds(), plan.model.id.to_string());
+    let (created, model) = (unix_seconds(), plan.served.id.to_string());
     let shape = |prefix, chat| ResponseShape {
         chat,
         id: format!("{prefix}-{id}"),
@@ -609,6 +621,7 @@ impl AppState {
             tokenizer_digest: &plan.served.tokenizer_digest,
             adapter: b"",
         });
+        let adapter = (plan.served.id != plan.model.id).then_some(plan.served.model_digest);
         let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
         for (prompt, max_tokens) in &plan.prompts {
             let chain: Arc<[_]> = self.chains.chain_of(root, prompt).into();
@@ -624,7 +637,7 @@ impl AppState {
                 let request = RouteRequest {
                     request_id: id.clone(),
                     tenant: Arc::clone(caller.tenant()),
-                    model: plan.model.id.clone(),
+                    model: plan.served.id.clone(),
                     operation: None,
                     prompt_tokens: prompt.len().try_into().unwrap_or(u32::MAX),
                     output: Output::of(&stop, plan.grammar.as_ref()),
@@ -637,6 +650,7 @@ impl AppState {
                 };
                 jobs.push(GenerationJob {
                     request: Arc::new(request),
+                    adapter,
                     choice: jobs.len() as u32,
                     root,
                     prompt: prompt.clone(),
@@ -667,8 +681,9 @@ impl AppState {
 
     fn with_sources<T>(&self, caller: &Caller, work: impl FnOnce(&Sources<'_>) -> T) -> T {
         let served = |id: &ModelId| self.dispatch.model(id);
+        let parent = |id: &ModelId| self.dispatch.parent(id);
         let (models, popularity) = (&*self.models, &self.popularity);
-        work(&Sources { caller, models, served: &served, seed: random_u64(), popularity })
+        work(&Sources { caller, models, served: &served, parent: &parent, seed: random_u64(), popularity })
     }
 }
 

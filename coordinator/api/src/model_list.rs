@@ -36,6 +36,9 @@ pub(super) struct ModelObject {
     max_input_tokens: Option<u32>,
     max_tokens: Option<u32>,
     task: &'static str,
+    /// The model that an adapter adds to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    parent: Option<String>,
 }
 
 /// A page of the list.
@@ -94,6 +97,7 @@ fn served(state: &AppState, caller: &Caller) -> Vec<ModelObject> {
         max_input_tokens: max_model_len,
         max_tokens: max_model_len,
         task,
+        parent: None,
     };
     let configured = state.models.iter().filter(|model| caller.may_use(&model.id));
     let configured = configured.filter_map(|offered| {
@@ -102,6 +106,15 @@ fn served(state: &AppState, caller: &Caller) -> Vec<ModelObject> {
     });
     let offered = state.dispatch.offered();
     let sessions = offered.iter().filter(|(operation, id)| operation.is_session() && caller.may_use(id));
+    let adapters = state.dispatch.adapters().into_iter().filter(|adapter| {
+        caller.may_use(&adapter.name) && state.models.get(adapter.parent.as_str()).is_some()
+    });
+    let adapters = adapters.filter_map(|adapter| {
+        let served = state.dispatch.model(&adapter.name)?;
+        let listed = model(&adapter.name, Some(served.max_model_len), served.task.name());
+        Some(ModelObject { parent: Some(adapter.parent.to_string()), ..listed })
+    });
+    let configured = configured.chain(adapters);
     configured.chain(sessions.map(|(operation, id)| model(id, None, operation.name()))).collect()
 }
 
@@ -158,6 +171,7 @@ mod tests {
             max_input_tokens: Some(512),
             max_tokens: Some(512),
             task: "generate",
+            parent: None,
         };
         ids.iter().map(model).collect()
     }

@@ -97,6 +97,8 @@ pub struct Sources<'a> {
     pub models: &'a Models,
     /// How a model is currently served; `None` if no worker serves it.
     pub served: &'a dyn Fn(&ModelId) -> Option<ServedModel>,
+    /// The model that an adapter of this name adds to.
+    pub parent: &'a dyn Fn(&ModelId) -> Option<ModelId>,
     /// The seed for requests without one.
     pub seed: u64,
     /// Request counts of documents.
@@ -346,7 +348,7 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
 /// Serves `/detokenize`.
 pub fn detokenize(body: &[u8], sources: &Sources<'_>) -> Result<String, ApiError> {
     let fields = Fields::parse(body, &DETOKENIZE)?;
-    let model = offered(&fields, sources)?;
+    let (model, _) = offered(&fields, sources)?;
     let tokens: Vec<u32> = fields.get("tokens")?.ok_or_else(|| ApiError::field("tokens", "is missing"))?;
     check_tokens("tokens", &tokens, model.tokenizer.vocab_size())?;
     Ok(model.tokenizer.decode(&tokens, false))
@@ -357,8 +359,8 @@ pub(super) fn requested_model(
     fields: &Fields<'_>,
     sources: &Sources<'_>,
 ) -> Result<(Arc<OfferedModel>, Option<ServedModel>), ApiError> {
-    let model = offered(fields, sources)?;
-    let served = (sources.served)(&model.id);
+    let (model, id) = offered(fields, sources)?;
+    let served = (sources.served)(&id);
     Ok((model, served))
 }
 
@@ -372,15 +374,19 @@ pub(super) fn wrong_task(served: &ServedModel) -> ApiError {
     ApiError::field("model", format!("{} {hint}", served.id))
 }
 
-fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<Arc<OfferedModel>, ApiError> {
+/// The model that the request names, with the name, which may be that of an adapter of it.
+fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<(Arc<OfferedModel>, ModelId), ApiError> {
     let name: Option<String> = fields.get("model")?;
     let found = match &name {
-        Some(name) => sources.models.get(name),
-        None => sources.models.only(),
+        Some(name) => sources.models.get(name).map(|model| (model, model.id.clone())).or_else(|| {
+            let id = ModelId::new(name.clone()).ok()?;
+            Some((sources.models.get((sources.parent)(&id)?.as_str())?, id))
+        }),
+        None => sources.models.only().map(|model| (model, model.id.clone())),
     };
     // To the caller, a model outside the key's scope does not exist.
-    match (found.filter(|model| sources.caller.may_use(&model.id)), name) {
-        (Some(model), _) => Ok(Arc::clone(model)),
+    match (found.filter(|(_, id)| sources.caller.may_use(id)), name) {
+        (Some((model, id)), _) => Ok((Arc::clone(model), id)),
         (None, Some(name)) => Err(ApiError::ModelNotFound(name.chars().take(ModelId::MAX_LEN).collect())),
         (None, None) => Err(ApiError::field("model", "is missing")),
     }

@@ -117,7 +117,7 @@ const TABLE: &[Row] = &[
     Row(ALL, Refused(&["-1", "-1.0", "0", "0.0"], "is not served"), &["top_n_sigma"]),
     Row(ALL, Refused(&[], "is served as max_tokens"), &["max_length"]),
     Row(ALL, Refused(EMPTY, "is served as fields of the request itself"), &["options", "sampling_params", "parameters", "nvext", "extra_body"]),
-    Row(ALL, Refused(EMPTY, "no adapter is loaded here"), &["lora_path", "lora", "adapter_id", "lora_request"]),
+    Row(ALL, Refused(EMPTY, "an adapter is served as `model`, by its name"), &["lora_path", "lora", "adapter_id", "lora_request"]),
     Row(ALL, Refused(EMPTY, "only text is supported"), &["images", "image_data", "mm_processor_kwargs", "multi_modal_data"]),
     Row(ALL, Refused(EMPTY, "is not served"), &["logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs", "kv_transfer_params", "samplers", "sampler_seq"]),
     Row(ALL, Refused(&["0"], "is not served"), &["n_probs", "top_n_tokens"]),

@@ -22,7 +22,7 @@ pub(super) fn receive(operation: &'static str, headers: &HeaderMap) -> Option<Sp
 /// Records a parsed generation request. `read`: when its body was read.
 pub(super) fn planned(span: &mut Span, id: &RequestId, plan: &GenerationPlan, read: Instant) {
     let params = &plan.params;
-    named(span, operation(plan.kind), id, &plan.model.id, read);
+    named(span, operation(plan.kind), id, &plan.served.id, read);
     span.set("gen_ai.request.choice.count", params.n);
     span.set("gen_ai.request.temperature", f64::from(params.sampling.temperature));
     span.set("gen_ai.request.top_p", f64::from(params.sampling.top_p));

@@ -9,7 +9,7 @@
 use super::choice;
 use super::ticket::{PlacedAttempt, TicketGuard};
 use proto::block::BlockId;
-use proto::ids::{Epoch, NodeId};
+use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{
     FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, Sampling, Stop,
     TenantShare, TokenIds, TokenOut,
@@ -26,6 +26,8 @@ use transport::GenerateStream;
 #[derive(Debug, Clone)]
 pub struct GenerationJob {
     pub request: Arc<RouteRequest>,
+    /// Digest of the model with the adapter, if the request names one.
+    pub adapter: Option<[u8; 32]>,
     pub choice: u32,
     /// Root of the prompt's chain of hash units.
     pub root: BlockId,
@@ -270,7 +272,7 @@ impl Generation {
             request_id: request.request_id.clone(),
             choice: self.job.choice,
             attempt: assignment.attempt,
-            model: request.model.clone(),
+            model: self.job.adapter.as_ref().map_or_else(|| request.model.clone(), ModelId::of_adapter),
             root: self.job.root,
             prompt: self.job.prompt.clone(),
             emitted: self.emitted.as_slice().into(),

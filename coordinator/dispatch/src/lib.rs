@@ -7,6 +7,7 @@
 //! request takes it out of the balancer and cancels its stream at the worker.
 //! Must not contain: the choice of a worker (the crate `router`), HTTP, plans of replicas, arithmetic.
 
+mod adapters;
 mod certificates;
 mod choice;
 mod encoding;
@@ -24,6 +25,7 @@ mod sequences;
 mod shipments;
 mod ticket;
 
+pub use adapters::AdapterOutcome;
 pub use certificates::Certificates;
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, GenerationJob, Started};
@@ -212,6 +214,9 @@ impl Dispatch {
             old.close(CloseCode::Fenced);
         }
         self.perform(&mut state, actions);
+        if state.balancer.table().members().any(|member| member.adapters().any(|adapter| adapter.ordered)) {
+            tokio::spawn(Arc::clone(self).pass_adapters(node.clone()));
+        }
         // The worker's earlier epoch was draining. The new process does not know this yet.
         if state.balancer.table().member(&node).is_some_and(|member| member.draining) {
             let dispatch = Arc::clone(self);

@@ -45,6 +45,7 @@ pub(crate) fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
         "coordinators": coordinators(ops),
         "workers": workers.iter().map(|view| worker(ops, view, &planned, asleep)).collect::<Vec<_>>(),
         "models": models,
+        "adapters": adapters(ops),
         "replicas": replicas(&workers, &planned),
         "shipping": ops.dispatch.shipments().all().iter().map(shipment).collect::<Vec<_>>(),
         "unplanned": unplanned(ops),
@@ -61,6 +62,25 @@ pub(crate) fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
         },
         "queue": {"requests": queue.requests, "tokens": queue.tokens, "inflight": inflight},
     })
+}
+
+/// The adapters, each with the workers that serve it.
+fn adapters(ops: &Ops) -> Vec<Value> {
+    let all = ops.dispatch.adapters().into_iter();
+    let with_workers = all.map(|adapter| {
+        let workers: Vec<String> = ops.dispatch.look(|balancer| {
+            let members = balancer.table().members().filter(|member| member.adapter(&adapter.name).is_some());
+            members.map(|member| member.register.node.to_string()).collect()
+        });
+        json!({
+            "id": adapter.name.as_str(),
+            "parent": adapter.parent.as_str(),
+            "rank": adapter.rank,
+            "path": adapter.path,
+            "workers": workers,
+        })
+    });
+    with_workers.collect()
 }
 
 fn coordinators(ops: &Ops) -> Vec<Value> {

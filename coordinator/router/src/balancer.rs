@@ -21,6 +21,7 @@ use crate::routing::demand::CommonKey;
 use crate::routing::{CostEstimate, Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
 pub use operations::{OfferView, SessionPlacement, SessionRefusal, SessionRequest, SessionSlot};
+use proto::adapter::OfferedAdapter;
 use proto::block::BlockId;
 use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
@@ -452,6 +453,18 @@ impl Balancer {
         quic: String,
     ) {
         self.worker_pool.introduce(node, epoch, (part, pulls, quic));
+    }
+
+    /// Replaces a member's adapters. Returns those that are left out: see [`WorkerTable::set_adapters`].
+    ///
+    /// [`WorkerTable::set_adapters`]: crate::table::WorkerTable::set_adapters
+    pub fn set_adapters(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        offered: Vec<OfferedAdapter>,
+    ) -> Result<Vec<OfferedAdapter>, TableError> {
+        self.worker_pool.set_adapters(node, epoch, offered)
     }
 
     /// Expects that a model without a worker is served again by `until`. Requests for it are queued until

@@ -8,6 +8,7 @@
 pub mod roster;
 
 use crate::slot::{MAX_SLOTS, Slot, SlotSet};
+use proto::adapter::OfferedAdapter;
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::served_model::ServedModel;
 use proto::worker::WorkerInfo;
@@ -25,12 +26,31 @@ pub struct Member {
     pub register: Arc<WorkerInfo>,
     /// An operator has drained the worker.
     pub draining: bool,
+    adapters: Vec<ServedAdapter>,
+}
+
+/// An adapter that a member serves as a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServedAdapter {
+    pub offered: OfferedAdapter,
+    /// The parent with the adapter's name and digest.
+    served: ServedModel,
 }
 
 impl Member {
-    /// The model that the worker serves under this name.
+    /// The model that the worker serves under this name, which may be that of an adapter.
     pub fn model(&self, id: &ModelId) -> Option<&ServedModel> {
-        self.register.models.iter().find(|m| m.id == *id)
+        let model = self.register.models.iter().find(|m| m.id == *id);
+        model.or_else(|| self.adapter(id).map(|adapter| &adapter.served))
+    }
+
+    /// The adapter that the worker serves under this name.
+    pub fn adapter(&self, id: &ModelId) -> Option<&ServedAdapter> {
+        self.adapters.iter().find(|adapter| adapter.offered.name == *id)
+    }
+
+    pub fn adapters(&self) -> impl Iterator<Item = &OfferedAdapter> {
+        self.adapters.iter().map(|adapter| &adapter.offered)
     }
 }
 
@@ -136,6 +156,47 @@ impl WorkerTable {
         self.members.values().find_map(|m| m.model(id))
     }
 
+    /// The adapter of this name, if any member serves it. All members agree on its digest.
+    pub fn adapter(&self, id: &ModelId) -> Option<&OfferedAdapter> {
+        self.members.values().find_map(|m| m.adapter(id)).map(|adapter| &adapter.offered)
+    }
+
+    /// Replaces the adapters of a member. Leaves out those whose parent it does not serve, and those whose name means
+    /// something else at another member or is a model's; returns these.
+    pub fn set_adapters(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        offered: Vec<OfferedAdapter>,
+    ) -> Result<Vec<OfferedAdapter>, TableError> {
+        let member = self.members.get(node).filter(|member| member.register.epoch == epoch);
+        let Some(member) = member else { return Err(TableError::UnknownWorker(node.clone())) };
+        let others = || self.members.values().filter(|other| other.register.node != *node);
+        let (mut adapters, mut left_out) = (Vec::<ServedAdapter>::new(), Vec::new());
+        for offered in offered {
+            let is_model =
+                self.members.values().any(|m| m.register.models.iter().any(|m| m.id == offered.name));
+            let differs = others().filter_map(|other| other.adapter(&offered.name)).any(|other| {
+                other.offered.digest != offered.digest || other.offered.parent != offered.parent
+            });
+            let twice = adapters.iter().any(|adapter| adapter.offered.name == offered.name);
+            let parent = member.register.models.iter().find(|model| model.id == offered.parent);
+            match parent.filter(|_| !is_model && !differs && !twice) {
+                Some(parent) => {
+                    let (id, model_digest) = (offered.name.clone(), offered.digest);
+                    let served = ServedModel { id, model_digest, ..parent.clone() };
+                    adapters.push(ServedAdapter { offered, served });
+                }
+                None => left_out.push(offered),
+            }
+        }
+        if let Some(member) = self.members.get_mut(node) {
+            member.adapters = adapters;
+        }
+        self.version += 1;
+        Ok(left_out)
+    }
+
     fn join(&mut self, register: WorkerInfo) -> Result<Applied, TableError> {
         let node = register.node.clone();
         let before = self.members.get(&node).map(|m| m.slot);
@@ -145,7 +206,7 @@ impl WorkerTable {
         let worker = self.roster.worker(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
         let register = worker.standing.register().ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
         let (epoch, draining) = (worker.epoch, matches!(worker.standing, WorkerStanding::Draining(_)));
-        let member = Member { slot, register: Arc::clone(register), draining };
+        let member = Member { slot, register: Arc::clone(register), draining, adapters: Vec::new() };
         self.used.insert(slot);
         self.members.insert(node.clone(), member);
         Ok(Applied::Joined { slot, node, epoch })

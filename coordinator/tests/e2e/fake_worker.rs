@@ -526,4 +526,20 @@ impl WorkerApi for Api {
     async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
         PlaceReport::default()
     }
+
+    async fn load_adapter(
+        self,
+        _: Context,
+        order: proto::adapter::AdapterOrder,
+    ) -> Result<(), proto::adapter::AdapterRefusal> {
+        Err(proto::adapter::AdapterRefusal::Unknown(order.name))
+    }
+
+    async fn unload_adapter(
+        self,
+        _: Context,
+        name: proto::ids::ModelId,
+    ) -> Result<(), proto::adapter::AdapterRefusal> {
+        Err(proto::adapter::AdapterRefusal::Unknown(name))
+    }
 }

@@ -48,7 +48,8 @@ impl Planner {
             })
         };
         let (caller, models, popularity) = (&self.caller, &self.models, &self.popularity);
-        let sources = Sources { caller, models, served: &served, seed: 1, popularity };
+        let parent = |_: &ModelId| None;
+        let sources = Sources { caller, models, served: &served, parent: &parent, seed: 1, popularity };
         generation(Kind::Chat, body.to_string().as_bytes(), &sources, effort)
     }
 }

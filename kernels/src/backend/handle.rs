@@ -22,6 +22,7 @@ handle!(VectorId);
 handle!(RopeId);
 handle!(KvLayerId);
 handle!(StateLayerId);
+handle!(AdapterId);
 
 /// An `[rows][cols]` f32 activation buffer on the device. Its capacity is fixed. The op that fills it sets
 /// the current number of rows and their width.
@@ -47,3 +48,7 @@ pub struct KvLayerId(pub(crate) u32);
 /// The recurrent state of one layer, at a fixed offset in a sequence's state slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateLayerId(pub(crate) u32);
+
+/// An adapter that rows of a step may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AdapterId(pub(crate) u32);

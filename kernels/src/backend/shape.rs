@@ -1,6 +1,7 @@
 //! Objects that a device is given before the first step: shapes of KV and states, matrices, rotary
 //! embeddings.
 
+use super::handle::MatrixId;
 use crate::attention::KvTypes;
 
 /// Shape of one layer's KV.
@@ -111,4 +112,16 @@ pub struct RopeSource {
     pub factors: Option<Vec<f32>>,
     /// Factor of cosine and sine; 1 except for YaRN.
     pub magnitude: f32,
+}
+
+/// What an adapter adds to the products of a matrix: `scale * B (A x)`.
+#[derive(Debug, Clone, Copy)]
+pub struct LowRankSource<'a> {
+    pub matrix: MatrixId,
+    pub rank: usize,
+    pub scale: f32,
+    /// `[rank][cols]`
+    pub a: &'a [f32],
+    /// `[rows][rank]`
+    pub b: &'a [f32],
 }

@@ -78,10 +78,11 @@ fn run_panels(
 /// See [`crate::backend::Backend::matmul`]. With a `row_range`, see [`crate::backend::Backend::matmul_part`].
 pub(super) fn matmul(
     backend: &mut CpuBackend,
-    x: BufferId,
+    input: BufferId,
     jobs: &[MatmulJob],
     row_range: Option<Range<usize>>,
 ) -> Result<(), Error> {
+    let x = input;
     let mode = backend.config.activations;
     let int8 =
         jobs.iter().any(|job| MatmulKernels::reads_int8(backend.matrices[job.matrix.0 as usize].ty(), mode));
@@ -114,7 +115,9 @@ pub(super) fn matmul(
     }
     // Whole panels: these may contain more rows than `row_range`.
     let only = row_range.map(|row_range| row_range.start / PANEL_ROWS..row_range.end.div_ceil(PANEL_ROWS));
-    run_panels(&backend.pool, backend.kernels, mode, &products, only)
+    let whole = only.is_none();
+    run_panels(&backend.pool, backend.kernels, mode, &products, only)?;
+    if whole { super::adapters::add(backend, input, jobs) } else { Ok(()) }
 }
 
 /// See [`HeadMatmulOp`].

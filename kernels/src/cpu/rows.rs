@@ -193,6 +193,24 @@ pub(super) fn outputs<'a>(
     input: usize,
     ids: &[usize],
 ) -> Result<(&'a Buffer, Vec<SharedOut<'a>>), Error> {
+    handles(buffers, input, ids, Buffer::output)
+}
+
+/// Rows of several buffers, all different from each other and from `input`.
+pub(super) fn shares<'a>(
+    buffers: &'a mut [Buffer],
+    input: usize,
+    ids: &[usize],
+) -> Result<(&'a Buffer, Vec<SharedRows<'a>>), Error> {
+    handles(buffers, input, ids, Buffer::share)
+}
+
+fn handles<'a, T: Clone>(
+    buffers: &'a mut [Buffer],
+    input: usize,
+    ids: &[usize],
+    handle: impl Fn(&'a mut Buffer) -> T,
+) -> Result<(&'a Buffer, Vec<T>), Error> {
     let mut seen = ids.to_vec();
     seen.push(input);
     seen.sort_unstable();
@@ -204,12 +222,12 @@ pub(super) fn outputs<'a>(
         if index == input {
             read = Some(&*buffer);
         } else if let Some(position) = ids.iter().position(|id| *id == index) {
-            outs[position] = Some(buffer.output());
+            outs[position] = Some(handle(buffer));
         }
     }
     let len = seen.len();
     let read = read.ok_or(Error::OutOfRange { what: "buffer", index: input, len })?;
-    let outs: Option<Vec<SharedOut<'a>>> = outs.into_iter().collect();
+    let outs: Option<Vec<T>> = outs.into_iter().collect();
     Ok((read, outs.ok_or(Error::OutOfRange { what: "buffer", index: len, len })?))
 }
 

@@ -6,6 +6,7 @@ use crate::backend::StepSequence;
 use crate::pool::PoolConfig;
 use std::num::NonZeroUsize;
 
+mod adapters;
 mod attend;
 mod deferred;
 mod heads;

@@ -201,6 +201,25 @@ pub(crate) fn row_sum<S: Simd>(s: S, x: &[f32], f: impl Fn(S::V, S::V) -> S::V) 
     s.reduce_add(s.add(s.add(acc[0], acc[1]), s.add(acc[2], acc[3])))
 }
 
+/// Sum of `a * x` over two rows of one length, in the order of [`row_sum`].
+#[inline(always)]
+pub(super) fn row_product<S: Simd>(s: S, a: &[f32], x: &[f32]) -> f32 {
+    let mut acc = [s.splat(0.0); 4];
+    let (a_whole, a_rest) = a.as_chunks::<{ 4 * LANES }>();
+    let (x_whole, x_rest) = x.as_chunks::<{ 4 * LANES }>();
+    for (a, x) in a_whole.iter().zip(x_whole) {
+        let pairs = a.as_chunks::<LANES>().0.iter().zip(x.as_chunks::<LANES>().0);
+        for (acc, (a, x)) in acc.iter_mut().zip(pairs) {
+            *acc = s.fma(s.chunk(a), s.chunk(x), *acc);
+        }
+    }
+    // The lanes behind the end are zero.
+    for (acc, (a, x)) in acc.iter_mut().zip(a_rest.chunks(LANES).zip(x_rest.chunks(LANES))) {
+        *acc = s.fma(s.tail(a), s.tail(x), *acc);
+    }
+    s.reduce_add(s.add(s.add(acc[0], acc[1]), s.add(acc[2], acc[3])))
+}
+
 /// 1 / sqrt(mean(x^2) + eps)
 #[inline(always)]
 fn rms_factor<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {

@@ -47,6 +47,37 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
+    fn low_rank_additions_match_the_reference(
+        seed in floats(6000..6001),
+        rank in 1..80usize,
+        rows in 1..150usize,
+        cols in 1..150usize,
+        scale in -2.0f32..2.0,
+    ) {
+        let values = |from: usize, count: usize| -> Vec<f32> {
+            (from..from + count).map(|i| seed[i * 7 % seed.len()]).collect()
+        };
+        let (a, b, x, before) =
+            (values(0, rank * cols), values(11, rows * rank), values(5, cols), values(3, rows));
+        let low_rank = LowRank::new(rank, (rows, cols), scale, &a, &b).unwrap();
+        let got = on_every_isa(|isa| {
+            let mut out = before.clone();
+            low_rank.add_row(isa, &x, &mut out).unwrap();
+            out
+        });
+        let added = reference::low_rank(rank, scale, &a, &b, &x);
+        let expected: Vec<f64> = before.iter().zip(added).map(|(x, y)| f64::from(*x) + y).collect();
+        // Sums of terms of up to 16 cancel.
+        let magnitude = 16.0 * 4.0 * (rank * cols) as f64;
+        for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            prop_assert!((f64::from(*got) - expected).abs() <= 1e-6 * magnitude, "element {}: {} is not {}", i, got, expected);
+        }
+        prop_assert!(low_rank.add_row(Isa::Scalar, &x[1..], &mut before.clone()).is_err());
+        prop_assert!(low_rank.add_row(Isa::Scalar, &x, &mut before[1..].to_vec()).is_err());
+        prop_assert!(LowRank::new(rank, (rows, cols), scale, &a, &b[1..]).is_err());
+    }
+
+    #[test]
     fn norms_match_the_reference(
         seed in floats(1800..1801),
         width in 1..300usize,

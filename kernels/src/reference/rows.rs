@@ -18,6 +18,14 @@ pub fn layer_norm(x: &[f32], weight: Option<&[f32]>, bias: Option<&[f32]>, eps: 
     x.iter().enumerate().map(|(i, x)| (f64::from(*x) - mean) * factor * weight(i) + bias(i)).collect()
 }
 
+/// `scale * B (A x)`; `a` is `[rank][cols]`, `b` is `[rows][rank]`.
+pub fn low_rank(rank: usize, scale: f32, a: &[f32], b: &[f32], x: &[f32]) -> Vec<f64> {
+    let dot = |row: &[f32], x: &[f64]| row.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
+    let x: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
+    let inner: Vec<f64> = a.chunks_exact(x.len()).map(|row| f64::from(scale) * dot(row, &x)).collect();
+    b.chunks_exact(rank).map(|row| dot(row, &inner)).collect()
+}
+
 /// Rotates the pairs of one head to `position`; see [`crate::ops::RopeParams`].
 pub fn rope(params: &crate::ops::RopeParams, position: usize, head: &[f32]) -> Vec<f64> {
     let mut out: Vec<f64> = head.iter().map(|x| f64::from(*x)).collect();

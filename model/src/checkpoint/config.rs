@@ -168,10 +168,14 @@ pub(super) struct Quantisation {
     pub(super) block: [u64; 2],
 }
 
+impl Quantisation {
+    pub(super) const PLAIN: Self =
+        Self { awq: false, zeros_less_one: false, symmetric: true, bits: 4, block: [128, 128] };
+}
+
 impl Config<'_> {
     pub(super) fn quantisation(&self) -> Result<Quantisation, Error> {
-        let plain =
-            Quantisation { awq: false, zeros_less_one: false, symmetric: true, bits: 4, block: [128, 128] };
+        let plain = Quantisation::PLAIN;
         let key = "quantization_config";
         let Some(Json::Object(map)) = self.outer_first(key) else { return Ok(plain) };
         let text = |key: &str| map.get(key).and_then(Json::as_str);

@@ -221,6 +221,16 @@ impl Family {
     }
 }
 
+/// The GGUF's name of the weight of a module, if it has the same rows there but perhaps in another order.
+pub(super) fn weight_of_module(arch: &str, module: &str) -> Option<String> {
+    let plain = PREFIXES.iter().find_map(|prefix| module.strip_prefix(prefix)).unwrap_or(module);
+    let name = format!("{plain}.weight");
+    let rules = || FAMILIES.iter().filter(|family| family.arch == arch).flat_map(|family| family.rules);
+    let (rule, words) =
+        rules().copied().flatten().find_map(|rule| Some((rule, matched(rule.from, &name)?)))?;
+    matches!(rule.form, Form::Same).then(|| filled(rule.to, &words))
+}
+
 /// The layer of an MTP head is behind the model's: `mtp.layers.0.X` is `layers.L.X`, and `mtp.X` is `layers.L.mtp.X`.
 fn of_mtp_head(name: &str, layers: u64) -> Cow<'_, str> {
     let Some(rest) = name.strip_prefix("mtp.") else { return Cow::Borrowed(name) };
@@ -342,7 +352,7 @@ impl StoredTensor {
         if self.shape.len() < 2 { self.floats(FloatMap::Same) } else { Ok(self) }
     }
 
-    fn floats(self, map: FloatMap) -> Result<Self, Error> {
+    pub(super) fn floats(self, map: FloatMap) -> Result<Self, Error> {
         let from = match self.ty {
             GgmlType::F32 if map == FloatMap::Same => return Ok(self),
             GgmlType::F32 => FloatType::F32,

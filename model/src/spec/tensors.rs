@@ -31,6 +31,53 @@ impl ModelSpec {
         distinct(names)
     }
 
+    /// Products with the rows of a step in the layers of `range`: all but those of experts. Layers that do not
+    /// exist are ignored.
+    pub fn layer_linears(&self, range: Range<usize>) -> Vec<&LinearSpec> {
+        let mut linears = Vec::new();
+        for layer in self.layers.iter().take(range.end).skip(range.start) {
+            for mixer in layer.mixers() {
+                match mixer {
+                    MixerSpec::Attention(AttentionSpec { q, gate, kv, o, .. }) => {
+                        linears.extend([q, o].into_iter().chain(gate));
+                        match kv {
+                            KvSpec::Own(OwnKvSpec { k, v, .. }) => linears.extend([k].into_iter().chain(v)),
+                            // The heads' own matrices are no products with rows of a step.
+                            KvSpec::Latent(latent) => {
+                                let LatentSpec { q_down, q_rope, k_rope, latent, .. } = &**latent;
+                                linears.extend([q_rope, k_rope, latent]);
+                                linears.extend(q_down.iter().map(|(down, _)| down));
+                            }
+                            KvSpec::Shared { .. } => {}
+                        }
+                    }
+                    MixerSpec::DeltaNet(DeltaNetSpec { qkv, gate, beta, alpha, out, .. }) => {
+                        linears.extend([qkv, gate, beta, alpha, out]);
+                    }
+                    MixerSpec::Mamba2(Mamba2Spec { z, xbc, dt, out, .. }) => {
+                        linears.extend([z, xbc, dt, out])
+                    }
+                    MixerSpec::ShortConv(ShortConvSpec { b, c, x, out, .. }) => {
+                        linears.extend([b, c, x, out])
+                    }
+                }
+            }
+            for part in &layer.ffn {
+                match &part.ffn {
+                    FfnSpec::Gated { gate, up, down, row_gate, .. } => {
+                        linears.extend([gate, up, down].into_iter().chain(row_gate));
+                    }
+                    FfnSpec::Plain { up, down, .. } => linears.extend([up, down]),
+                    FfnSpec::Moe(moe) => linears.push(&moe.router),
+                }
+            }
+            if let Some(PerLayerSpec { gate, projection, .. }) = &layer.per_layer {
+                linears.extend([gate, projection]);
+            }
+        }
+        linears
+    }
+
     /// Tensors that compute the output from the last layer's residual.
     pub fn output_tensors(&self) -> Vec<&str> {
         let mut names = Vec::new();

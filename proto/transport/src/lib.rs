@@ -21,8 +21,9 @@
 //! use kvasir_transport::service::{WorkerApi, deadline};
 //! use kvasir_transport::{Connection, Dialer, Endpoint, EndpointConfig, Incoming};
 //! use pki::{Expected, ca::Authority};
+//! use proto::adapter::{AdapterOrder, AdapterRefusal};
 //! use proto::event::KvReplay;
-//! use proto::ids::{ClusterName, Epoch, NodeId, Role};
+//! use proto::ids::{ClusterName, Epoch, ModelId, NodeId, Role};
 //! use proto::message::{GenerateError, GenerateFrame};
 //! use proto::placement::{PlaceOrder, PlaceReport};
 //! use proto::worker::WorkerStatus;
@@ -46,6 +47,12 @@
 //!     }
 //!     async fn place(self, _: Context, _order: PlaceOrder) -> PlaceReport {
 //!         PlaceReport::default()
+//!     }
+//!     async fn load_adapter(self, _: Context, order: AdapterOrder) -> Result<(), AdapterRefusal> {
+//!         Err(AdapterRefusal::Refused { reason: format!("{} does not fit", order.name) })
+//!     }
+//!     async fn unload_adapter(self, _: Context, name: ModelId) -> Result<(), AdapterRefusal> {
+//!         Err(AdapterRefusal::Unknown(name))
 //!     }
 //! }
 //!

@@ -3,7 +3,9 @@
 //! A call takes a context with its deadline: `client.status(deadline(SECOND))`. Dropping a call's future
 //! cancels the call on the other side. Deadlines are cut to at most ten minutes.
 
+use proto::adapter::{AdapterOrder, AdapterRefusal, AdapterReport};
 use proto::event::KvReplay;
+use proto::ids::ModelId;
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::shard::ShippingReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered, WorkerStatus};
@@ -21,6 +23,9 @@ pub trait CoordinatorApi {
     /// Reports when the worker's certificate expires; repeated after each renewal. An older coordinator
     /// refuses the call.
     async fn certificate(report: CertificateReport);
+    /// Reports all adapters of the worker, after the registration and whenever they change. An older coordinator
+    /// refuses the call.
+    async fn adapters(report: AdapterReport) -> Result<(), Refusal>;
 }
 
 /// Calls of a coordinator to each worker.
@@ -37,6 +42,10 @@ pub trait WorkerApi {
     /// Assigns a pool worker its stage of a replica. Idempotent; the reply reports the progress. From
     /// protocol version 4 on.
     async fn place(order: PlaceOrder) -> PlaceReport;
+    /// Loads an adapter. Idempotent. An older worker refuses the call.
+    async fn load_adapter(order: AdapterOrder) -> Result<(), AdapterRefusal>;
+    /// Unloads an adapter. Requests that use it end normally.
+    async fn unload_adapter(name: ModelId) -> Result<(), AdapterRefusal>;
 }
 
 /// Returns the context of a call that must be answered within `limit`.

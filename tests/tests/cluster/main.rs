@@ -1,6 +1,7 @@
 //! Whole clusters: real processes over QUIC with mutual TLS, used through their HTTP API.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
+mod adapters;
 mod alone;
 mod choices;
 mod clients;

@@ -12,7 +12,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-const EXACT: [&str; 6] = ["--activations", "f32", "--kv-type", "f32", "--state-type", "f32"];
+pub(crate) const EXACT: [&str; 6] = ["--activations", "f32", "--kv-type", "f32", "--state-type", "f32"];
 /// Ways to compute the same prompts that must give the same bits.
 const VARIANTS: [&[&str]; 3] = [
     &["--chunk", "7", "--threads", "2"],

@@ -30,6 +30,7 @@ macro_rules! tiny_models {
     )*};
 }
 
+mod adapters;
 mod bill_of_materials;
 mod checkpoints;
 mod convert;

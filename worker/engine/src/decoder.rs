@@ -17,6 +17,7 @@ use model::spec::ModelSpec;
 use mtp_head::MtpHead;
 use std::ops::Range;
 
+mod adapter;
 mod assistant;
 mod feed_forward;
 mod layout;

@@ -18,6 +18,8 @@ use crate::snapshot::Origin;
 use crate::speculation::Speculation;
 use crate::telemetry::EngineMetrics;
 use crate::tiers::Tiers;
+use adapters::Adapters;
+pub use adapters::{AdapterLimits, EngineAdapter};
 pub use draft_model::DraftModel;
 use drafting::{NewestRows, RemoteDrafts};
 use draw::{Drawn, Targets};
@@ -27,6 +29,7 @@ use kv_receive::KvReceiver;
 use kv_send::KvReads;
 use parking_lot::Mutex;
 use proto::block::BlockId;
+use proto::ids::ModelId;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantShare, TokenLogprobs};
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
@@ -40,6 +43,7 @@ use text::tokenizer::Tokenizer;
 use tiering::Tiering;
 use trace::Traced;
 
+mod adapters;
 mod draft_model;
 mod drafting;
 mod draw;
@@ -67,6 +71,8 @@ pub struct EngineRequest {
     pub name: Option<SequenceName>,
     /// Root of its prefix chain.
     pub root: BlockId,
+    /// Digest of the adapter that it uses, part of its root.
+    pub adapter: Option<[u8; 32]>,
     pub tenant: TenantShare,
     /// Prompt tokens; not empty.
     pub prompt: Vec<u32>,
@@ -166,6 +172,7 @@ pub struct Engine {
     tokenizer: Arc<Tokenizer>,
     requests: HashMap<SeqId, Request>,
     equal_prompts: EqualPrompts,
+    adapters: Adapters,
     resume: Resume,
     tiering: Option<Tiering>,
     kv_receiver: KvReceiver,
@@ -229,6 +236,7 @@ impl Engine {
             tokenizer,
             requests: HashMap::new(),
             equal_prompts: EqualPrompts::default(),
+            adapters: Adapters::default(),
             resume: Resume::new(origin),
             tiering: None,
             kv_receiver,
@@ -296,6 +304,7 @@ impl Engine {
         let EngineRequest {
             name,
             root,
+            adapter,
             tenant,
             prompt,
             emitted,
@@ -307,6 +316,14 @@ impl Engine {
             guide,
             mut sink,
         } = request;
+        let adapter = match adapter.map(|digest| self.adapter(&digest).ok_or(digest)).transpose() {
+            Ok(adapter) => adapter,
+            Err(digest) => {
+                let error = GenerateError::ModelNotFound(ModelId::of_adapter(&digest));
+                sink.frame(GenerateFrame::Failed(error));
+                return None;
+            }
+        };
         // A completion ends at the context limit.
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
@@ -345,6 +362,7 @@ impl Engine {
             state,
             key: name.map(|name| SequenceKey { root, name }),
             root,
+            adapter,
             sampler,
             guide: guide.map(Guided::new),
             text,
@@ -545,7 +563,7 @@ impl Engine {
 
     /// Submits a step to the executor, and completes it if its result is there at once.
     fn submit_step(&mut self, mut step: InFlightStep) -> Result<(), Error> {
-        let mut request = StepRequest::default();
+        let mut request = StepRequest { adapters: self.adapter_rows(&step.plan), ..StepRequest::default() };
         if self.executor.ranks() > 1 {
             request.rows = self.requested_rows(&step.targets);
             (request.drafts, step.drafts) = self.request_drafts(&step.plan, &mut request.rows);

@@ -40,6 +40,13 @@ pub enum Error {
         /// Value and limit, as text.
         reason: String,
     },
+    /// An adapter that cannot be loaded.
+    #[error("adapter {name}: {reason}")]
+    Adapter {
+        name: String,
+        /// Value and limit, as text.
+        reason: String,
+    },
     #[error("{what}: {source}")]
     Io { what: String, source: std::io::Error },
     /// An invariant of caches or tables is broken. The worker stops rather than serve wrong content.

@@ -9,8 +9,12 @@ use crate::Error;
 use crate::decoder::{Blocks, Decoder, LayerState};
 use crate::scheduler::{Demand, Scheduler, StepLimits, StepPlan};
 use crate::telemetry::StageCounts;
+use kernels::backend::AdapterId;
+use model::checkpoint::lora::LoraAdapter;
 use proto::stage::{StageDraftRequest, StageSample, StageSampled, StageSpent};
 use proto::trace::TraceContext;
+use std::ops::Range;
+use std::path::Path;
 use std::time::Duration;
 
 /// Access to the bytes of blocks, which are addressed by the scheduler's group and offset. Blocks of
@@ -61,6 +65,12 @@ pub trait Executor: KvBlocks + Send {
         request: StepRequest,
         between_layers: &mut dyn FnMut(&mut dyn KvBlocks),
     ) -> Result<Option<StepResult>, Error>;
+
+    /// Loads an adapter, which is also in `path` on the host of every rank.
+    fn load_adapter(&mut self, adapter: &LoraAdapter, path: &Path) -> Result<AdapterId, Error>;
+
+    /// Frees an adapter that no step uses that is submitted later.
+    fn unload_adapter(&mut self, adapter: AdapterId);
 
     /// The result of the oldest step in flight. `None` if there is no step, or if `wait` is false and the
     /// result has not arrived.
@@ -114,8 +124,8 @@ impl RequestedRows {
     }
 }
 
-/// The results that a step requests from the other ranks. Empty on a worker with all layers: the results are
-/// then in the decoder.
+/// The results that a step requests from the other ranks: none on a worker with all layers, whose results are in the
+/// decoder. The adapters of its rows.
 #[derive(Debug, Default)]
 pub struct StepRequest {
     /// Rows that need a token, a sample or logits.
@@ -124,6 +134,8 @@ pub struct StepRequest {
     pub drafts: Vec<StageDraftRequest>,
     /// Parent spans of the step.
     pub traces: Vec<TraceContext>,
+    /// Rows that have an adapter.
+    pub adapters: Vec<(Range<usize>, AdapterId)>,
 }
 
 /// The result of a step.

@@ -4,8 +4,9 @@ use crate::Error;
 use kernels::backend::{
     ExpertGateUp, GateActivation, MatrixId, Norm, QueryGrowth, RopeId, SharedBytes, VectorId,
 };
-use model::spec::MoeSpec;
+use model::spec::{MoeSpec, RowSlice};
 use std::borrow::Cow;
+use std::collections::HashMap;
 
 mod loader;
 mod packed;
@@ -309,6 +310,8 @@ pub(crate) struct Weights {
     pub(crate) source_bytes: usize,
     /// Bytes of them that one token reads: of experts only the share that is used, of tables one row.
     pub(crate) bytes_per_token: usize,
+    /// All matrices by the names of their tensors.
+    pub(crate) matrices: HashMap<(String, Option<RowSlice>), MatrixId>,
     /// Repacks matrices that are still read in the source's format. `None` if there are none.
     pub(crate) repacking: Option<Repacking>,
 }

@@ -21,8 +21,9 @@ use engine::executor::{StepRequest, StepSpent};
 use engine::kv_cache::Slabs;
 use engine::scheduler::{Demand, PlannedSequence, Scheduler, StepLimits, StepPlan};
 use engine::telemetry::{StageCount, StageCounts};
+use kernels::backend::AdapterId;
 use proto::stage::{
-    ActivationType, StageCounted, StageDrawn, StageFailure, StageFrame, StageHead, StageOrder,
+    ActivationType, StageAdapters, StageCounted, StageDrawn, StageFailure, StageFrame, StageHead, StageOrder,
     StageProgressReport, StageReport, StageRest, StageSampled, StageSpent, StageStep,
 };
 use std::collections::VecDeque;
@@ -302,6 +303,11 @@ impl DownstreamRanks {
         self.remote_blocks.counted(step);
     }
 
+    /// Has the later stages free an adapter that no later step uses.
+    pub(super) fn unload_adapter(&mut self, adapter: AdapterId) {
+        self.steps.send((StageFrame::AdapterUnloaded(adapter.number()), Vec::new()));
+    }
+
     /// Returns the counters and resets [`StageCounts::hops`].
     pub(super) fn take_counts(&mut self) -> StageCounts {
         self.counts.under_way = self.under_way.len();
@@ -316,12 +322,13 @@ impl DownstreamRanks {
         decoder: &mut Decoder,
         scheduler: &Scheduler,
         plan: &StepPlan,
-        StepRequest { rows: requested, drafts, traces }: StepRequest,
+        StepRequest { rows: requested, drafts, traces, adapters }: StepRequest,
     ) -> Result<(), Error> {
         let since = Instant::now();
         let Layout { blocks, own, state_group, activations } = &self.layout;
         let described = step::describe(scheduler, plan, blocks, *state_group)?;
         let mut step = StageStep { traces, draft_requests: drafts, ..described };
+        decoder.use_adapters(&adapters)?;
         step::forward(decoder, own, &step, None, &mut |_| {})?;
         let residual = decoder.residual(0..plan.tokens.len())?;
         let bytes = activations::encode(*activations, &residual);
@@ -359,6 +366,11 @@ impl DownstreamRanks {
             alone,
             split,
         };
+        if !adapters.is_empty() {
+            let rows = adapters.iter().map(|(rows, id)| (rows.start as u32, rows.end as u32, id.number()));
+            let frame = StageFrame::Adapters(StageAdapters { rows: rows.collect() });
+            self.steps.send((frame, Vec::new()));
+        }
         self.steps.send((StageFrame::Step(step), bytes));
         self.under_way.push_back(under_way);
         Ok(())

@@ -6,8 +6,10 @@ use engine::decoder::{Decoder, LayerState};
 use engine::executor::{DecoderRows, Executor, KvBlocks, StepRequest, StepResult, StepRows};
 use engine::scheduler::{Demand, Scheduler, StepLimits, StepPlan};
 use engine::telemetry::StageCounts;
-use kernels::backend::{MAX_DEFERRED_STEPS, NO_INDEX};
+use kernels::backend::{AdapterId, MAX_DEFERRED_STEPS, NO_INDEX};
 use kernels::ops::is_drawable;
+use model::checkpoint::lora::LoraAdapter;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 pub struct PipelineExecutor {
@@ -101,6 +103,16 @@ impl Executor for PipelineExecutor {
     ) -> Result<Option<StepResult>, Error> {
         self.downstream.run(&mut self.decoder, scheduler, plan, request)?;
         Ok(None)
+    }
+
+    fn load_adapter(&mut self, _adapter: &LoraAdapter, _path: &Path) -> Result<AdapterId, Error> {
+        let reason = "a model on several workers gets its adapters at the start (--lora)".to_owned();
+        Err(Error::Config { option: "lora", reason })
+    }
+
+    fn unload_adapter(&mut self, adapter: AdapterId) {
+        self.decoder.unload_adapter(adapter);
+        self.downstream.unload_adapter(adapter);
     }
 
     fn result(&mut self, wait: bool) -> Result<Option<StepResult>, Error> {

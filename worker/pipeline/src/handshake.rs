@@ -13,7 +13,8 @@ use model::spec::ModelSpec;
 use pki::{Expected, Identity};
 use proto::ids::{Epoch, Role};
 use proto::stage::{
-    ActivationType, ReplicaId, StageAddress, StageBegin, StageFeed, StageJoin, StageOrder, StageReport,
+    ActivationType, ReplicaId, StageAdapter, StageAddress, StageBegin, StageFeed, StageJoin, StageOrder,
+    StageReport,
 };
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
@@ -209,6 +210,25 @@ impl Joining {
             }
         }
         Ok(sums)
+    }
+
+    /// Has the later stages load adapters. Called behind [`Self::block_bytes`].
+    pub fn load_adapters(&mut self, adapters: &[StageAdapter]) -> Result<(), engine::Error> {
+        for (index, stage) in self.stages.iter_mut().enumerate() {
+            for adapter in adapters {
+                let loaded = self.runtime.block_on(async {
+                    stage.control.orders.send(&StageOrder::Adapter(adapter.clone())).await?;
+                    match stage.control.reports.next().await? {
+                        StageReport::AdapterLoaded => Ok(()),
+                        _ => Err(transport::Error::Protocol(
+                            "a stage that loads an adapter reports something else",
+                        )),
+                    }
+                });
+                loaded.map_err(|source| LostStage { stage: index + 1, source })?;
+            }
+        }
+        Ok(())
     }
 
     /// Has all stages, `decoder`'s included, lay out their caches so that together they implement `cache`.

@@ -208,6 +208,8 @@ impl Generator for ExternalGenerator {
     fn submit(
         &self,
         request: GenerateRequest,
+        // Never there: such a worker offers no adapters.
+        _adapter: Option<[u8; 32]>,
         _pull: Option<Box<dyn Source>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>> {

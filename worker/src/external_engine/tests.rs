@@ -82,7 +82,7 @@ struct Outcome {
 async fn run(generator: &ExternalGenerator, request: GenerateRequest) -> Outcome {
     let (frames, mut inbox) = mpsc::unbounded_channel();
     let mut outcome = Outcome::default();
-    let running = match generator.submit(request, None, frames).await {
+    let running = match generator.submit(request, None, None, frames).await {
         Ok(running) => running,
         Err(error) => return Outcome { failed: Some(error), ..outcome },
     };
@@ -258,7 +258,7 @@ async fn a_dropped_request_is_cancelled_at_the_engine() {
     let rig = rig(EngineKind::LlamaServer).await;
     rig.fake.set_fault(Fault::HangAfter(1));
     let (frames, mut inbox) = mpsc::unbounded_channel();
-    let running = rig.generator.submit(request(&prompt(7, 40), 5), None, frames).await.unwrap();
+    let running = rig.generator.submit(request(&prompt(7, 40), 5), None, None, frames).await.unwrap();
     inbox.recv().await.unwrap();
     drop(running);
     let cancelled = async {

@@ -36,6 +36,7 @@ impl Generator for EngineHandle {
     fn submit(
         &self,
         request: GenerateRequest,
+        adapter: Option<[u8; 32]>,
         pull: Option<Box<dyn Source>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>> {
@@ -44,6 +45,7 @@ impl Generator for EngineHandle {
         let engine_request = EngineRequest {
             name: Some(SequenceName { request: request.request_id, choice: request.choice }),
             root: request.root,
+            adapter,
             tenant: request.tenant,
             prompt: request.prompt.to_vec(),
             emitted: request.emitted.to_vec(),

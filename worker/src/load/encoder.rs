@@ -39,6 +39,7 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
             return Err(Error::WrongTask { does: "generates text and has no vectors", instead });
         }
     };
+    super::refuse_adapters(options, "a model that encodes texts")?;
     let model = TextModel { path: path.to_owned(), options: options.clone() };
     load_encoder(operation, &model, environment, progress)
 }

@@ -31,7 +31,8 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             let constrained = request.grammar.is_some();
             // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
             let (frames, inbox) = mpsc::unbounded_channel();
-            Ok((engine.submit(request, pull, frames), constrained, inbox))
+            let adapter = node.adapter(&request.model);
+            Ok((engine.submit(request, adapter, pull, frames), constrained, inbox))
         }
         (_, refusal) => Err(refusal.unwrap_or(GenerateError::ModelNotFound(request.model))),
     };

@@ -2,10 +2,11 @@
 //! opens.
 
 use super::runner::Runner;
-use super::{Node, Offer, UnderWay, encode, end_epoch, generate, operation, sequences};
+use super::{Node, Offer, UnderWay, adapters, encode, end_epoch, generate, operation, sequences};
 use engine::engine::thread::EXIT_BROKEN;
+use proto::adapter::{AdapterOrder, AdapterRefusal, AdapterReport};
 use proto::event::KvReplay;
-use proto::ids::Epoch;
+use proto::ids::{Epoch, ModelId};
 use proto::log::Repeats;
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::shard::ShippingReport;
@@ -78,6 +79,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         reason = serve(node, &connection, &engine) => reason,
         reason = report_shipping(node, &connection) => reason,
         reason = report_certificate(node, &connection) => reason,
+        reason = report_adapters(node, &connection, epoch) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "the session with a coordinator has ended");
@@ -135,6 +137,32 @@ async fn report_certificate(node: &Node, connection: &Connection) -> String {
                 tracing::debug!(%error, "cannot report the expiry of this worker's certificate to a coordinator");
             }
             last_sent = Some(ends);
+        }
+    }
+}
+
+/// Sends the coordinator the adapters, and again whenever they change. Sends nothing before there are any.
+async fn report_adapters(node: &Node, connection: &Connection, epoch: Epoch) -> String {
+    let api = match connection.coordinator_api().await {
+        Ok(api) => api,
+        Err(error) => return error.to_string(),
+    };
+    let mut adapters = node.adapters.subscribe();
+    let mut sent = false;
+    loop {
+        let current = adapters.borrow_and_update().clone();
+        if sent || !current.is_empty() {
+            sent = true;
+            let adapters = current.iter().map(|adapter| adapter.offered.clone()).collect();
+            let report = AdapterReport { epoch, adapters };
+            match api.adapters(deadline(CALL_LIMIT), report).await {
+                Ok(Ok(())) => {}
+                Ok(Err(refusal)) => return refusal.to_string(),
+                Err(error) => tracing::warn!(%error, "a coordinator does not serve this worker's adapters"),
+            }
+        }
+        if adapters.changed().await.is_err() {
+            return "the node has ended".to_owned();
         }
     }
 }
@@ -283,6 +311,14 @@ impl WorkerApi for Api {
 
     async fn metrics_text(self, _: Context) -> String {
         self.node.metrics_text()
+    }
+
+    async fn load_adapter(self, _: Context, order: AdapterOrder) -> Result<(), AdapterRefusal> {
+        adapters::load(&self.node, &self.engine, order).await
+    }
+
+    async fn unload_adapter(self, _: Context, name: ModelId) -> Result<(), AdapterRefusal> {
+        adapters::unload(&self.node, &self.engine, name).await
     }
 
     async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {

@@ -45,7 +45,7 @@ async fn perform(
     body: SequenceBody,
 ) -> Result<SequenceAnswer, SequenceError> {
     let SequenceRequest { model, root, operation } = request;
-    let Some(runner) = node.engine().filter(|_| node.serves(&model)) else {
+    let Some(runner) = node.engine().filter(|_| node.has_model(&model)) else {
         return Err(SequenceError::Unsupported(format!("this worker does not generate text with {model}")));
     };
     let Some(engine) = runner.built_in() else {

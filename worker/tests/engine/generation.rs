@@ -154,6 +154,7 @@ fn a_request_without_a_receiver_is_cancelled() {
     let request = EngineRequest {
         name: None,
         root: BlockId([7; 16]),
+        adapter: None,
         tenant: TenantShare { tenant: 1, weight: 1 },
         prompt: prompt(1, 20),
         emitted: Vec::new(),

@@ -271,6 +271,7 @@ fn submit_with(
     let engine_request = EngineRequest {
         name: request.name.clone(),
         root: ROOT,
+        adapter: None,
         tenant: TenantShare::of_root(ROOT),
         prompt: request.prompt.clone(),
         emitted: request.emitted.clone(),

@@ -105,6 +105,10 @@ impl CoordinatorApi for Api {
         *self.0.lock().unwrap() = report.pulls;
         Ok(())
     }
+
+    async fn adapters(self, _: Context, _: proto::adapter::AdapterReport) -> Result<(), Refusal> {
+        Ok(())
+    }
 }
 
 impl Cluster {

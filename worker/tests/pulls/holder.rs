@@ -88,6 +88,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
     let request = EngineRequest {
         name: None,
         root: ROOT,
+        adapter: None,
         tenant: TenantShare::of_root(ROOT),
         prompt: prompt.to_vec(),
         emitted: Vec::new(),

@@ -1,6 +1,7 @@
 //! A worker as its coordinators see it.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
+mod adapters;
 mod drain;
 mod floor;
 mod operations;
@@ -11,6 +12,7 @@ use kvasir_worker::load::EngineOptions;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use pipeline::weight_distribution::ShippingConfig;
 use pki::ca::Authority;
+use proto::adapter::{AdapterReport, OfferedAdapter};
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{GenerateRequest, Sampling, Stop, TenantShare, TokenIds, WorkPart};
@@ -33,7 +35,10 @@ fn any_port() -> SocketAddr {
 
 /// Sends a message for each report of its worker.
 #[derive(Clone)]
-struct Coordinator(mpsc::UnboundedSender<()>);
+struct Coordinator {
+    reports: mpsc::UnboundedSender<()>,
+    adapters: mpsc::UnboundedSender<Vec<OfferedAdapter>>,
+}
 
 impl CoordinatorApi for Coordinator {
     async fn register(self, _: Context, _: Register) -> Result<Registered, Refusal> {
@@ -48,7 +53,12 @@ impl CoordinatorApi for Coordinator {
 
     async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
         // Fails only after the end of the test.
-        let _ = self.0.send(());
+        let _ = self.reports.send(());
+        Ok(())
+    }
+
+    async fn adapters(self, _: Context, report: AdapterReport) -> Result<(), Refusal> {
+        let _ = self.adapters.send(report.adapters);
         Ok(())
     }
 }
@@ -57,6 +67,8 @@ impl CoordinatorApi for Coordinator {
 struct Pair {
     worker: WorkerService,
     connection: Connection,
+    /// The worker's adapters, whenever they change.
+    adapters: mpsc::UnboundedReceiver<Vec<OfferedAdapter>>,
     _rpc_tasks: JoinSet<()>,
     _endpoint: Endpoint,
 }
@@ -97,7 +109,9 @@ async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig
     change(&mut config);
     let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
     let connection = endpoint.accept().await.unwrap();
-    let (report_tx, mut report_rx) = mpsc::unbounded_channel();
+    let (reports, mut report_rx) = mpsc::unbounded_channel();
+    let (adapters_tx, adapters) = mpsc::unbounded_channel();
+    let coordinator = Coordinator { reports, adapters: adapters_tx };
     let serving = connection.clone();
     let mut rpc_tasks = JoinSet::new();
     rpc_tasks.spawn(async move {
@@ -105,15 +119,13 @@ async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig
         let mut unread = Vec::new();
         while let Ok(incoming) = serving.accept().await {
             match incoming {
-                Incoming::CoordinatorRpc(rpc) => {
-                    drop(tokio::spawn(rpc.serve(Coordinator(report_tx.clone()))))
-                }
+                Incoming::CoordinatorRpc(rpc) => drop(tokio::spawn(rpc.serve(coordinator.clone()))),
                 other => unread.push(other),
             }
         }
     });
     report_rx.recv().await.unwrap();
-    Pair { worker, connection, _rpc_tasks: rpc_tasks, _endpoint: endpoint }
+    Pair { worker, connection, adapters, _rpc_tasks: rpc_tasks, _endpoint: endpoint }
 }
 
 fn model_id() -> ModelId {

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use proto::event::{KvEvent, Medium};
 use proto::worker::{LoadReport, WorkerState};
 
+mod adapters;
 mod crowd;
 mod groups;
 mod operations;

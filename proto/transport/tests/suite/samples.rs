@@ -3,6 +3,7 @@
 use kvasir_transport::service::{CoordinatorApiRequest, CoordinatorApiResponse};
 use kvasir_transport::service::{WorkerApiRequest, WorkerApiResponse};
 use kvasir_transport::{Hello, Revocations, TensorHeader, TensorType, VersionRange};
+use proto::adapter::*;
 use proto::block::{BlockId, ClusterKey};
 use proto::codec::{self, Cap, CodecError};
 use proto::event::{
@@ -164,6 +165,17 @@ fn trace() -> TraceContext {
 pub(crate) fn shard_requests() -> Vec<ShardRequest> {
     let names = vec![[1; 32], [2; 32]];
     vec![ShardRequest::Manifest(ModelRef::Digest([8; 32])), ShardRequest::Chunks(ChunkRequest { names })]
+}
+
+fn adapter_order() -> AdapterOrder {
+    let (name, parent) = (ModelId::new("sql").unwrap(), ModelId::new("m").unwrap());
+    AdapterOrder { name, parent, path: "/a/sql".into() }
+}
+
+fn adapter_report() -> AdapterReport {
+    let AdapterOrder { name, parent, path } = adapter_order();
+    let adapter = OfferedAdapter { name, parent, digest: [5; 32], rank: 300, path, ordered: true };
+    AdapterReport { epoch: Epoch(3), adapters: vec![adapter] }
 }
 
 pub(crate) fn certificate_report() -> CertificateReport {
@@ -652,6 +664,15 @@ pub(crate) fn all() -> Vec<Samples> {
         samples_of_struct("TensorHeader", Stream, [tensor(vec![2, 300])]),
         samples("TensorType", Stream, elements),
         samples_of_struct("CertificateReport", Control, [certificate_report()]),
+        samples_of_struct("AdapterReport", Control, [adapter_report()]),
+        samples(
+            "AdapterRefusal",
+            Control,
+            [
+                AdapterRefusal::Unknown(ModelId::new("sql").unwrap()),
+                AdapterRefusal::Refused { reason: "x".into() },
+            ],
+        ),
         samples(
             "CoordinatorApiRequest",
             Control,
@@ -660,6 +681,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiRequest::Report { report: load(WorkerState::Draining) },
                 CoordinatorApiRequest::Shipping { report: shipping_report() },
                 CoordinatorApiRequest::Certificate { report: certificate_report() },
+                CoordinatorApiRequest::Adapters { report: adapter_report() },
             ],
         ),
         samples(
@@ -670,6 +692,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiResponse::Report(Err(Refusal::NotRegistered)),
                 CoordinatorApiResponse::Shipping(()),
                 CoordinatorApiResponse::Certificate(()),
+                CoordinatorApiResponse::Adapters(Ok(())),
             ],
         ),
         samples(
@@ -682,6 +705,8 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiRequest::Status {},
                 WorkerApiRequest::MetricsText {},
                 WorkerApiRequest::Place { order: place_order() },
+                WorkerApiRequest::LoadAdapter { order: adapter_order() },
+                WorkerApiRequest::UnloadAdapter { name: ModelId::new("sql").unwrap() },
             ],
         ),
         samples(
@@ -694,6 +719,8 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiResponse::Status(status()),
                 WorkerApiResponse::MetricsText("up 1\n".into()),
                 WorkerApiResponse::Place(place_report()),
+                WorkerApiResponse::LoadAdapter(Err(AdapterRefusal::Refused { reason: "x".into() })),
+                WorkerApiResponse::UnloadAdapter(Ok(())),
             ],
         ),
     ]

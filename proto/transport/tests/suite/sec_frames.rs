@@ -242,6 +242,22 @@ impl kvasir_transport::service::WorkerApi for Unreachable {
     ) -> proto::placement::PlaceReport {
         panic!("called")
     }
+
+    async fn load_adapter(
+        self,
+        _: tarpc::context::Context,
+        _: proto::adapter::AdapterOrder,
+    ) -> Result<(), proto::adapter::AdapterRefusal> {
+        panic!("called")
+    }
+
+    async fn unload_adapter(
+        self,
+        _: tarpc::context::Context,
+        _: proto::ids::ModelId,
+    ) -> Result<(), proto::adapter::AdapterRefusal> {
+        panic!("called")
+    }
 }
 
 #[tokio::test]

@@ -256,6 +256,10 @@ impl CoordinatorApi for Checks {
     async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
         Ok(())
     }
+
+    async fn adapters(self, _: Context, _: proto::adapter::AdapterReport) -> Result<(), Refusal> {
+        Ok(())
+    }
 }
 
 /// R2: a worker that uses another node's id is refused and counted, and loses its connection.

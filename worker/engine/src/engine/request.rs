@@ -13,6 +13,7 @@ use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{Rejected, SeqId, SequenceInfo, SequenceRequest};
 use crate::telemetry::{FinishedLabel, Reason, Refused};
+use kernels::backend::AdapterId;
 use proto::block::BlockId;
 use proto::message::{FinishReason, Finished, GenerateError, GenerateFrame};
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ pub(super) struct Request {
     pub(super) state: RequestState,
     pub(super) key: Option<SequenceKey>,
     pub(super) root: BlockId,
+    pub(super) adapter: Option<AdapterId>,
     pub(super) sampler: Sampler,
     /// The grammar of the output, if any.
     pub(super) guide: Option<Guided>,
@@ -140,6 +142,7 @@ impl Engine {
             RequestState::Scheduled => None,
         };
         self.equal_prompts.remove(id, leader);
+        self.free_adapters();
         self.end(request, removal, info);
     }
 

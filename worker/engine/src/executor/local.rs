@@ -6,7 +6,9 @@ use crate::decoder::{Blocks, Decoder, LayerState};
 use crate::kv_cache::BlockTable as Table;
 use crate::scheduler::{Demand, PlannedSequence, Scheduler, SequenceState, StepLimits, StepPlan};
 use crate::telemetry::StageCounts;
-use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
+use kernels::backend::{AdapterId, BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
+use model::checkpoint::lora::LoraAdapter;
+use std::path::Path;
 use std::time::Duration;
 
 pub struct LocalExecutor {
@@ -58,9 +60,10 @@ impl Executor for LocalExecutor {
         &mut self,
         scheduler: &Scheduler,
         plan: &StepPlan,
-        _request: StepRequest,
+        request: StepRequest,
         between_layers: &mut dyn FnMut(&mut dyn KvBlocks),
     ) -> Result<Option<StepResult>, Error> {
+        self.decoder.use_adapters(&request.adapters)?;
         run(&mut self.decoder, scheduler, plan, &mut |mut blocks| between_layers(&mut blocks))?;
         Ok(Some(StepResult {
             step: plan.step,
@@ -69,6 +72,14 @@ impl Executor for LocalExecutor {
             draft_time: Duration::ZERO,
             spent: None,
         }))
+    }
+
+    fn load_adapter(&mut self, adapter: &LoraAdapter, _path: &Path) -> Result<AdapterId, Error> {
+        self.decoder.load_adapter(adapter)
+    }
+
+    fn unload_adapter(&mut self, adapter: AdapterId) {
+        self.decoder.unload_adapter(adapter);
     }
 
     fn result(&mut self, _wait: bool) -> Result<Option<StepResult>, Error> {

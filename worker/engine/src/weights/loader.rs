@@ -102,6 +102,7 @@ impl<'a> Loader<'a> {
             head,
             source_bytes: self.source_bytes,
             bytes_per_token: self.bytes_per_token,
+            matrices: self.matrices,
             repacking,
         })
     }

@@ -6,7 +6,8 @@ use crate::prefix_index::Overlap;
 use crate::routing::transfer::{self, Holder, Pull, PullPrice, is_worth_pulling};
 use crate::routing::{Candidate, Outlook, Routing, RoutingDecision, hit_units, predicted_tokens};
 use crate::slot::Slot;
-use crate::table::Member;
+use crate::table::{Member, TableError};
+use proto::adapter::OfferedAdapter;
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{PullCost, PullReport, WorkPart};
@@ -72,6 +73,34 @@ impl WorkerPool {
         if let Some(load) = self.load_of(node, epoch) {
             load.pulls = PullTerms { part, costs, quic, report: PullReport::default() };
         }
+    }
+
+    /// Replaces a member's adapters; returns those that are left out. Pulls of an adapter's prefixes cost what those
+    /// of its parent cost.
+    pub(in crate::balancer) fn set_adapters(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        offered: Vec<OfferedAdapter>,
+    ) -> Result<Vec<OfferedAdapter>, TableError> {
+        let left_out = self.table.set_adapters(node, epoch, offered)?;
+        let adapters: Vec<(ModelId, ModelId)> = match self.table.member(node) {
+            Some(member) => member.adapters().map(|a| (a.name.clone(), a.parent.clone())).collect(),
+            None => Vec::new(),
+        };
+        let models: Vec<ModelId> = match self.table.member(node) {
+            Some(member) => member.register.models.iter().map(|model| model.id.clone()).collect(),
+            None => Vec::new(),
+        };
+        if let Some(load) = self.load_of(node, epoch) {
+            let costs = &mut load.pulls.costs;
+            costs.retain(|cost| models.contains(&cost.model));
+            for (name, parent) in adapters {
+                let cost = costs.iter().find(|cost| cost.model == parent).cloned();
+                costs.extend(cost.map(|cost| PullCost { model: name, ..cost }));
+            }
+        }
+        Ok(left_out)
     }
 
     /// Takes a worker's report of its pulls and sends.

@@ -22,7 +22,9 @@ pub(crate) fn stage_join() -> StageJoin {
 
 pub(crate) fn stage_orders() -> Vec<StageOrder> {
     let begin = StageBegin { slabs: 70_000, blocks_per_slab: vec![50, 1] };
-    vec![StageOrder::Join(stage_join()), StageOrder::Begin(begin), StageOrder::TellProgress]
+    let adapter = StageAdapter { number: 300, path: "/a".into(), digest: [4; 32] };
+    let join = StageOrder::Join(stage_join());
+    vec![join, StageOrder::Begin(begin), StageOrder::TellProgress, StageOrder::Adapter(adapter)]
 }
 
 pub(crate) fn stage_drawn() -> StageDrawn {
@@ -53,6 +55,7 @@ pub(crate) fn stage_reports() -> Vec<StageReport> {
         StageReport::Failed(StageFailure::Busy),
         StageReport::Progress(StageProgressReport { done: 299, computes: 300, for_us: 70_000 }),
         StageReport::Rest(StageRest { step: 300, logits: 0, best: Some((70_000, 1.5)), computed_us: 3_000 }),
+        StageReport::AdapterLoaded,
     ]
 }
 
@@ -81,7 +84,9 @@ pub(crate) fn stage_failures() -> Vec<StageFailure> {
 }
 
 pub(crate) fn stage_frames() -> Vec<StageFrame> {
-    vec![StageFrame::Step(stage_step()), stage_counted()]
+    let adapters = StageAdapters { rows: vec![(0, 300, 2)] };
+    let step = StageFrame::Step(stage_step());
+    vec![step, stage_counted(), StageFrame::Adapters(adapters), StageFrame::AdapterUnloaded(300)]
 }
 
 pub(crate) fn stage_counted() -> StageFrame {
