@@ -8,21 +8,24 @@
 use super::rowwise::RowwiseKernels;
 use super::tape::Taped;
 use super::{Arch, CudaError, Device, source};
+use adapters::Adapters;
 use attention::Caches;
 use graphs::Graphs;
 use kernels::Error;
 use kernels::backend::{
-    ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
-    GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId,
-    MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepCounts,
-    StepInput, StepOps, VectorId,
+    ActivationMode, AdapterId, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp,
+    GateOp, GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KvCopy, KvLayerId, KvShape, LowRankSource,
+    Mamba2Op, MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, Norm, QkvOp, RopeId, RopeSource,
+    StateLayerId, StateShape, StepCounts, StepInput, StepOps, VectorId,
 };
 use memory::{Buffers, GrowingBuffer, Vectors, same};
 use modules::Modules;
 use product::Matrices;
 use recurrent::States;
+use std::ops::Range;
 use step::StepMemory;
 
+mod adapters;
 mod attention;
 mod graphs;
 mod heads;
@@ -57,6 +60,7 @@ pub struct CudaBackend {
     buffers: Buffers,
     vectors: Vectors,
     matrices: Matrices,
+    adapters: Adapters,
     caches: Caches,
     states: States,
     step: StepMemory,
@@ -101,6 +105,7 @@ impl CudaBackend {
             buffers: Buffers::default(),
             vectors: Vectors::default(),
             matrices: Matrices::default(),
+            adapters: Adapters::default(),
             caches: Caches::default(),
             states: States::default(),
             step: StepMemory::new(Vec::new()),
@@ -126,7 +131,7 @@ impl Backend for CudaBackend {
     fn memory(&self) -> MemoryUse {
         let rooms = self.scratch.bytes() + self.indices.bytes() + self.step.bytes() + self.states.bytes();
         MemoryUse {
-            weights: self.matrices.bytes() + self.vectors.bytes(),
+            weights: self.matrices.bytes() + self.vectors.bytes() + self.adapters.bytes(),
             activations: self.buffers.bytes() + self.caches.rope_bytes() + rooms,
             kv: self.caches.arena_bytes,
         }
@@ -171,6 +176,20 @@ impl Backend for CudaBackend {
         self.caches.copy(self.device.as_mut(), copies)
     }
 
+    fn load_adapter(&mut self, parts: &[LowRankSource<'_>]) -> Result<AdapterId, Error> {
+        adapters::load(self, parts)
+    }
+
+    fn unload_adapter(&mut self, adapter: AdapterId) {
+        if let Err(error) = adapters::unload(self, adapter) {
+            tracing::error!(%error, "the memory of an adapter is not freed");
+        }
+    }
+
+    fn use_adapters(&mut self, rows: &[(Range<usize>, AdapterId)]) -> Result<(), Error> {
+        self.adapters.use_for(rows)
+    }
+
     fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error> {
         let from = self.caches.arena_ptr(from, out.len())?;
         Ok(self.device.download(from, out)?)
@@ -185,7 +204,8 @@ impl Backend for CudaBackend {
         self.graphs.abort_recording(&mut self.device);
         self.caches.begin_step();
         self.states.check(step, self.caches.arena_bytes)?;
-        self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes)?;
+        let adapters = self.adapters.begin(self.device.as_mut(), step.tokens.len())?;
+        self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes, adapters)?;
         // Last, because a refused step must not change the states.
         self.states.begin(step);
         Ok(())

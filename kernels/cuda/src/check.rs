@@ -12,10 +12,11 @@ mod cases;
 mod tests;
 
 /// Operations that the GPU backend has kernels for, by the names of [`Backend`].
-pub const OPS: [&str; 22] = [
+pub const OPS: [&str; 23] = [
     "embed",
     "norm",
     "matmul",
+    "use_adapters",
     "qkv",
     "attention",
     "conv",
@@ -105,13 +106,14 @@ fn compare_types(
             group(&format!("products of {ty} with f32"), ActivationMode::F32, &run);
         }
     }
-    let groups: [(&str, Group); 6] = [
+    let groups: [(&str, Group); 7] = [
         ("rows", cases::rows),
         ("gates", cases::gates),
         ("embeddings", cases::embeddings),
         ("experts", cases::experts),
         ("heads", cases::heads),
         ("orders of columns", cases::orders),
+        ("adapters", cases::adapters),
     ];
     for (name, run) in groups {
         group(name, int8, &run);

@@ -18,6 +18,7 @@ mod driver;
 mod error;
 pub mod kv;
 mod library;
+mod lora;
 pub mod matmul;
 pub mod moe;
 mod nvrtc;

@@ -162,6 +162,10 @@ pub const MOE: Source = Source {
     kernels: &["route", "expert_lists", "expert_gate", "expert_sum", "head_lists"],
 };
 
+/// Additions of LoRA adapters.
+pub const LORA: Source =
+    Source { name: "lora.cu", text: include_str!("lora.cu"), kernels: &["lora_inner", "lora_add"] };
+
 /// Best tokens of rows of logits.
 pub const SAMPLING: Source =
     Source { name: "sampling.cu", text: include_str!("sampling.cu"), kernels: &["best"] };
@@ -171,6 +175,7 @@ const PLAIN: &[Source] = &[
     ROWWISE,
     RECURRENT,
     MOE,
+    LORA,
     SAMPLING,
     matmul::F32,
     matmul::F16,

@@ -1,7 +1,8 @@
 //! CUDA graphs of decode steps: recorded once and replayed.
 //!
 //! A step with one row for each sequence launches the same kernels with the same arguments as any other
-//! step of equal shape: the number of rows, and the reach of the longest sequence as a power of two.
+//! step of equal shape: the number of rows, whether one of them has an adapter, and the reach of the longest
+//! sequence as a power of two.
 //! Everything else that differs is in the step's device memory. The second step of a shape is recorded,
 //! later ones are replayed. The memory that a graph refers to stays allocated until something is freed;
 //! then all graphs are dropped. The number of rows is not rounded, because recording costs about as much as

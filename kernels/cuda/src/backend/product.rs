@@ -221,7 +221,7 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
     for (kernels, products) in &launches {
         kernels.multiply(device, products)?;
     }
-    Ok(())
+    super::adapters::add(backend, x, jobs)
 }
 
 /// See [`EmbedOp`].

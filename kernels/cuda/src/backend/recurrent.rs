@@ -399,7 +399,7 @@ fn replay(
     StatePlan::new(&sequences, &plans, *slot_bytes)?;
     let tokens = vec![0; count];
     let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &[], states: &plans };
-    step.begin(device, &input, caches.arena_bytes)?;
+    step.begin(device, &input, caches.arena_bytes, false)?;
     for (layer, Inputs { conv, recurrence, saved }) in layers.iter().zip(inputs) {
         let mut inputs = [DevicePtr::default(); 4];
         let used = match recurrence {

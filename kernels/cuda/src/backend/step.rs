@@ -37,18 +37,20 @@ impl Largest {
 pub(super) struct GraphShape {
     rows: usize,
     reach: u32,
+    /// A row has an adapter: products have more launches.
+    adapters: bool,
 }
 
 impl GraphShape {
     /// Returns `None` for steps that prefill, and for steps with deferred state updates.
-    fn of(sequences: &[StepSequence], kept_rows: usize) -> Option<Self> {
+    fn of(sequences: &[StepSequence], kept_rows: usize, adapters: bool) -> Option<Self> {
         if sequences.is_empty() || kept_rows > 0 || sequences.iter().any(|sequence| sequence.rows.len() != 1)
         {
             return None;
         }
         let end = sequences.iter().map(|sequence| sequence.context + 1).max()?;
         let reach = end.div_ceil(SPLIT).next_power_of_two().trailing_zeros();
-        Some(Self { rows: sequences.len(), reach })
+        Some(Self { rows: sequences.len(), reach, adapters })
     }
 
     /// Returns sequences for which attention needs at least as many launches, blocks and scratch bytes as
@@ -94,7 +96,7 @@ impl StepMemory {
         }
     }
 
-    /// Stores a step and uploads it in one piece.
+    /// Stores a step and uploads it in one piece. `adapters`: a row has one.
     ///
     /// # Errors
     /// As [`Step::fill`]; errors of the device.
@@ -103,6 +105,7 @@ impl StepMemory {
         device: &mut dyn Device,
         input: &StepInput<'_>,
         arena_bytes: usize,
+        adapters: bool,
     ) -> Result<(), Error> {
         self.pointers = None;
         self.make_room(device, input)?;
@@ -120,7 +123,7 @@ impl StepMemory {
             segment: usize::from(ends().any(|(sequence, end)| second(sequence.segment_start, end))),
         };
         self.max_index = Largest::ANY;
-        let graph_shape = GraphShape::of(input.sequences, self.step.kept_rows());
+        let graph_shape = GraphShape::of(input.sequences, self.step.kept_rows(), adapters);
         if self.graph_shape != graph_shape {
             self.widest = graph_shape.map_or_else(Vec::new, GraphShape::widest);
             self.graph_shape = graph_shape;

@@ -3,10 +3,12 @@
 use super::Inputs;
 use kernels::Error;
 use kernels::backend::{
-    Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp, HeadMatmulOp,
-    HeadPart, MatmulJob, MatrixId, MatrixSource, MoeOp, Norm, Selection, StepInput, StepSequence,
+    AdapterId, Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp,
+    HeadMatmulOp, HeadPart, LowRankSource, MatmulJob, MatrixId, MatrixSource, MoeOp, Norm, Selection,
+    StepInput, StepSequence,
 };
 use kernels::quant::GgmlType;
+use std::ops::Range;
 
 /// Tolerance of sums of products in another order.
 const SUMS: f64 = 2e-5;
@@ -47,6 +49,44 @@ pub(super) fn products(inputs: &mut Inputs<'_>, ty: GgmlType, multiprocessors: u
         inputs.keep("embed", format!("{ty} by {index:?}"), ROWS, (out, 5, 256))?;
     }
     Ok(())
+}
+
+/// Adapters of some rows, one of them on one of two matrices alone, before and after another is loaded in its place.
+pub(super) fn adapters(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    let (rows, cols, outputs) = (6, 300, [40, 131]);
+    let matrices = [
+        inputs.matrix(GgmlType::F32, outputs[0], cols, 1)?,
+        inputs.matrix(GgmlType::F32, outputs[1], cols, 1)?,
+    ];
+    let x = inputs.rows(rows, cols)?;
+    let run = |inputs: &mut Inputs<'_>, of_rows: &[(Range<usize>, AdapterId)], what: &str| {
+        inputs.backend.use_adapters(of_rows)?;
+        inputs.step(&[4, 2], &[0; 6], None)?;
+        let plain = inputs.backend.create_buffer(rows, outputs[0])?;
+        let added = inputs.rows(rows, outputs[1])?;
+        let job = MatmulJob { matrix: matrices[0], out: plain, bias: None, scale: 1.0, accumulate: false };
+        let other = MatmulJob { matrix: matrices[1], out: added, bias: None, scale: 0.5, accumulate: true };
+        inputs.backend.matmul(x, &[job, other])?;
+        inputs.keep("use_adapters", format!("{what}, first matrix"), SUMS, (plain, rows, outputs[0]))?;
+        inputs.keep("use_adapters", format!("{what}, second matrix"), SUMS, (added, rows, outputs[1]))
+    };
+    let load = |inputs: &mut Inputs<'_>, rank: usize, of: Range<usize>| {
+        let parts: Vec<_> = of
+            .map(|m| (m, inputs.random.values(rank * cols), inputs.random.values(outputs[m] * rank)))
+            .collect();
+        let sources: Vec<LowRankSource<'_>> = parts
+            .iter()
+            .map(|(m, a, b)| LowRankSource { matrix: matrices[*m], rank, scale: 0.7, a, b })
+            .collect();
+        inputs.backend.load_adapter(&sources)
+    };
+    let first = load(inputs, 4, 0..2)?;
+    let second = load(inputs, 33, 1..2)?;
+    run(inputs, &[(1..3, second), (5..6, first)], "two")?;
+    run(inputs, &[], "none")?;
+    inputs.backend.unload_adapter(second);
+    let third = load(inputs, 8, 0..1)?;
+    run(inputs, &[(0..1, third), (3..5, first)], "another in the place of one")
 }
 
 /// Products of a quantised type with f32 activations.
