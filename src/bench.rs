@@ -2,13 +2,14 @@
 //! same run. Speed does not depend on the tokens, so they are arbitrary.
 
 use crate::home;
+use crate::lora::LoraArg;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use cuda::Gpu;
 use engine::decoder::{CacheGroup, CacheKind, Decoder};
-use kernels::backend::{BlockTable, StepInput, StepSequence, StepState};
+use kernels::backend::{AdapterId, BlockTable, StepInput, StepSequence, StepState};
 use kernels::bandwidth::BandwidthProbe;
 use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
@@ -65,6 +66,10 @@ pub(crate) struct Bench {
     /// Activation type that quantised matrices are multiplied with
     #[arg(long, value_enum, default_value = "int8")]
     activations: ActivationsArg,
+    /// LoRA adapter in PEFT's layout, with its name; repeatable. Batches are then also measured with sequences that use
+    /// all of them in turns
+    #[arg(long, value_name = "NAME=DIR")]
+    lora: Vec<LoraArg>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -117,6 +122,9 @@ struct Stage {
     /// Positions reserved per sequence.
     capacity: usize,
     rows_limit: usize,
+    adapters: Vec<AdapterId>,
+    /// The sequences of the next steps use the adapters in turns.
+    uses_adapters: bool,
 }
 
 /// Cache locations of sequences of equal length.
@@ -163,7 +171,13 @@ impl Bench {
         let mut decoder = worker::load::decoder(&path, &options, &mut |_, _| {})?;
         let (tables, arena_bytes) = Tables::new(decoder.groups(), needed, widest);
         decoder.allocate_kv(arena_bytes)?;
-        let mut stage = Stage { decoder, tables, capacity: 0, rows_limit: self.chunk };
+        let mut adapters = Vec::new();
+        for LoraArg(source) in &self.lora {
+            let adapter = worker::load::read_adapter(&path, &source.name, &source.path)?;
+            adapters.push(decoder.load_adapter(&adapter)?);
+        }
+        let rows_limit = self.chunk;
+        let mut stage = Stage { decoder, tables, capacity: 0, rows_limit, adapters, uses_adapters: false };
         let mut probe = self.probe(&stage.decoder.backend().info().device)?;
         let mut bandwidth = vec![probe(3)?];
         let mut rows = Vec::new();
@@ -218,10 +232,18 @@ impl Bench {
         batch: usize,
         stage: &mut Stage,
     ) -> Result<Vec<Row>> {
-        let mut rates: Vec<Vec<f64>> = vec![Vec::new(); self.placement.len()];
+        // With and without adapters alternate too.
+        let with_adapters = [false, true].into_iter().take(match test {
+            "batch" if !stage.adapters.is_empty() => 2,
+            _ => 1,
+        });
+        let of_placement = |&placement| with_adapters.clone().map(move |adapters| (placement, adapters));
+        let cases: Vec<(BlockLayoutArg, bool)> = self.placement.iter().flat_map(of_placement).collect();
+        let mut rates: Vec<Vec<f64>> = vec![Vec::new(); cases.len()];
         stage.capacity = if test == "prefill" { tokens } else { tokens + self.decode };
         for round in 0..=self.repeat {
-            for (which, &placement) in self.placement.iter().enumerate() {
+            for (which, &(placement, adapters)) in cases.iter().enumerate() {
+                stage.uses_adapters = adapters;
                 let rate = match test {
                     "prefill" => {
                         let start = Instant::now();
@@ -247,7 +269,9 @@ impl Bench {
                 }
             }
         }
-        let rows = self.placement.iter().zip(rates).map(|(&placement, mut rates)| {
+        stage.uses_adapters = false;
+        let rows = cases.iter().zip(rates).map(|(&(placement, adapters), mut rates)| {
+            let test = if adapters { "lora" } else { test };
             rates.sort_by(f64::total_cmp);
             let tps = rates[rates.len() / 2];
             let spread = (rates[rates.len() - 1] - rates[0]) / tps;
@@ -326,6 +350,12 @@ impl Stage {
         let tables = self.tables.of(placement, batch, self.capacity.div_ceil(BLOCK_TOKENS));
         let states = self.tables.states(batch, context);
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };
+        if self.uses_adapters {
+            let adapters = self.adapters.iter().copied().cycle();
+            let of_rows: Vec<_> =
+                sequences.iter().map(|sequence| sequence.rows.clone()).zip(adapters).collect();
+            self.decoder.use_adapters(&of_rows)?;
+        }
         Ok(self.decoder.forward(&[], &input)?)
     }
 }
