@@ -160,7 +160,7 @@ fn checkpoint() {
 #[test]
 fn adapter() {
     let folder = scratch("adapter");
-    let base = ModelFile::open(&workspace().join("tests/fixtures/tiny/llama/llama-f32.gguf")).unwrap();
+    let base = ModelFile::open(workspace().join("tests/fixtures/tiny/llama/llama-f32.gguf")).unwrap();
     let spec = ModelSpec::from_file(&base).unwrap();
     fuzz("adapter", Vec::new(), mutate::json, |input| {
         if write_folder(&folder, ["adapter_config.json", "adapter_model.safetensors"], input).is_none() {

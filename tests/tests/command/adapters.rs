@@ -284,7 +284,8 @@ const DENSE: [&str; 4] = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj",
 /// merged weights computes, also beside rows without it.
 #[test]
 fn an_adapter_adds_what_merged_weights_compute() {
-    let of_model: [(&str, &str, &[(usize, &[&str])]); 5] = [
+    type Layers = [(usize, &'static [&'static str])];
+    let of_model: [(&str, &str, &Layers); 5] = [
         ("deepseek_v3", "model.", &[(0, &LATENT_DENSE), (1, &LATENT), (2, &SHARED_EXPERTS)]),
         ("qwen3_5_moe", "model.language_model.", &[(0, &RECURRENT), (3, &GATED_ATTENTION)]),
         ("falcon_h1", "model.", &[(0, &BESIDE_MAMBA), (1, &BESIDE_MAMBA)]),
