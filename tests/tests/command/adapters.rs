@@ -280,8 +280,8 @@ const CONVOLUTION: [&str; 3] = ["conv.in_proj", "conv.out_proj", "feed_forward.w
 const SHORT_ATTENTION: [&str; 2] = ["self_attn.v_proj", "self_attn.out_proj"];
 const DENSE: [&str; 4] = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"];
 
-/// Latent attention, recurrent layers with gates, short convolutions, and FP8 weights: what an adapter adds is what the same model with
-/// merged weights computes, also beside rows without it.
+/// Latent attention, recurrent layers with gates, short convolutions, and FP8 weights: what an adapter adds is what the
+/// same model with merged weights computes, also beside rows without it.
 #[test]
 fn an_adapter_adds_what_merged_weights_compute() {
     type Layers = [(usize, &'static [&'static str])];

@@ -181,9 +181,10 @@ fn files(dir: &Path) -> Vec<String> {
     names
 }
 
-const PULLED: [&str; 9] = [
+const PULLED: [&str; 10] = [
     ".lock",
     "1_Pooling/config.json",
+    "README.md",
     "chat_template.jinja",
     "config.json",
     "download.json",
@@ -236,7 +237,7 @@ fn a_pull_that_is_cut_or_ends_is_resumed() {
     let moved = Repository { commit: false, requests: Rc::default(), ..hub };
     let record = moved.pull(dir.path(), "hf://o/r").unwrap();
     assert_eq!(files(dir.path()), PULLED);
-    assert_eq!(record.files.len(), 7);
+    assert_eq!(record.files.len(), 8);
     assert!(moved.targets().iter().all(|target| target.contains(COMMIT) || target.contains("cursor")));
     let from: Vec<u64> = moved.requests.borrow().iter().filter_map(|request| request.from).collect();
     assert_eq!(from, [300]);
