@@ -25,7 +25,7 @@ pub trait AuditLog: Debug + Send + Sync {
     fn note(&self, who: &str, from: Option<IpAddr>, what: &str, on: &str, result: &str);
 }
 
-/// What to do with an adapter.
+/// The operation of a request on an adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Change {
     Load,

@@ -13,7 +13,7 @@ use transport::service::deadline;
 /// Time for a worker to read and load an adapter.
 const LOAD_LIMIT: Duration = Duration::from_secs(120);
 
-/// What a worker did with an order about an adapter.
+/// A worker's result of loading or unloading an adapter.
 pub type AdapterOutcome = (NodeId, Result<(), AdapterRefusal>);
 
 impl Dispatch {

@@ -114,7 +114,7 @@ pub struct RopeSource {
     pub magnitude: f32,
 }
 
-/// What an adapter adds to the products of a matrix: `scale * B (A x)`.
+/// The addition of an adapter to the products of a matrix: `scale * B (A x)`.
 #[derive(Debug, Clone, Copy)]
 pub struct LowRankSource<'a> {
     pub matrix: MatrixId,

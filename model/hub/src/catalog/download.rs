@@ -69,7 +69,7 @@ pub struct Record {
     pub folder: Option<FolderState>,
 }
 
-/// What is known of the folder of a repository.
+/// The commit of a repository's folder, and its state on disk.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct FolderState {
     /// The commit that all files are of, if the hub named it.

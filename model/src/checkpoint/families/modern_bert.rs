@@ -54,6 +54,6 @@ const RULES: &[Rule] = &[
     rule("head.dense.*", "cls.*"),
     rule("head.norm.*", "cls.norm.*"),
     rule("classifier.*", "cls.output.*"),
-    // What a model is trained with.
+    // The head of training by masked tokens, which vectors and scores do not use.
     formed("decoder.*", "", Form::Unused),
 ];

@@ -64,7 +64,7 @@ pub enum FolderRefusal {
     List,
 }
 
-/// What the list says of a file.
+/// A file's entry in the repository's list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Listed {
     bytes: u64,
