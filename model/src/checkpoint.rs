@@ -20,6 +20,7 @@ use rerank::Ranker;
 
 mod bert;
 mod config;
+mod defaults;
 mod families;
 pub mod lora;
 mod names;
@@ -140,7 +141,7 @@ pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
         keys.set("pooling_type", folder.pooling(config.need_count("hidden_size")?)?);
     }
     let metadata = keys.metadata;
-    let mut tensors = family.tensors(&config, stored, pools)?;
+    let mut tensors = family.tensors(&config, &files, stored, pools)?;
     for (name, tensor) in made {
         tensors.push(tensor.info(name.to_owned(), name.to_owned())?);
     }

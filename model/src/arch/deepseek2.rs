@@ -20,7 +20,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
         let mixer = MixerSpec::Attention(dims.attention(&decoder, layer, options)?);
         decoder.pre_norm_layer(layer, mixer, "ffn_norm", ffn)
     };
-    let ffns = decoder.dense_then_mixtures(false)?;
+    let ffns = decoder.dense_then_mixtures(false, false)?;
     let layers = ffns.into_iter().enumerate().map(layer).collect::<Result<_, _>>()?;
     Ok(decoder.model(layers, decoder.logits()?))
 }
@@ -35,6 +35,8 @@ struct LatentDims {
     plain: usize,
     /// A head's value after its up projection.
     value: usize,
+    /// Epsilon of the compressions' norms.
+    eps: f32,
 }
 
 impl LatentDims {
@@ -58,6 +60,8 @@ impl LatentDims {
             rotating: n_rot,
             plain: whole - n_rot,
             value: source.require_count("attention.value_length_mla", 1..=limits::HEAD_DIM)?,
+            // A key of Kvasir's.
+            eps: source.positive("attention.latent_norm_epsilon")?.unwrap_or(decoder.eps),
         })
     }
 
@@ -67,7 +71,7 @@ impl LatentDims {
         layer: usize,
         options: AttentionOptions,
     ) -> Result<AttentionSpec, Error> {
-        let Self { q_latent, latent, rotating, plain, value } = *self;
+        let Self { q_latent, latent, rotating, plain, value, .. } = *self;
         let (source, hidden, heads) = (decoder.source, decoder.shape.hidden, decoder.heads(layer).0);
         let stem = |name| decoder.stem(layer, name);
         let (q_name, q_cols) = q_latent.map_or(("attn_q", hidden), |rank| ("attn_q_b", rank));
@@ -90,7 +94,7 @@ impl LatentDims {
             None => None,
             Some(rank) => Some((
                 decoder.linear(layer, "attn_q_a", hidden, rank)?,
-                source.rms_norm(&stem("attn_q_a_norm"), rank, decoder.eps)?,
+                source.rms_norm(&stem("attn_q_a_norm"), rank, self.eps)?,
             )),
         };
         let kv = KvSpec::Latent(Box::new(LatentSpec {
@@ -98,7 +102,7 @@ impl LatentDims {
             q_rope: q_rows(plain, rotating)?,
             k_rope: kv_rows(latent, rotating)?,
             latent: kv_rows(0, latent)?,
-            latent_norm: source.rms_norm(&stem("attn_kv_a_norm"), latent, decoder.eps)?,
+            latent_norm: source.rms_norm(&stem("attn_kv_a_norm"), latent, self.eps)?,
             k_up: heads_linear("attn_k_b", plain, latent)?,
             v_up: heads_linear("attn_v_b", latent, value)?,
         }));
@@ -113,7 +117,7 @@ impl LatentDims {
 /// The rotary embedding, and the factor of scores of heads with `plain` elements that do not rotate.
 fn rope_and_scale(decoder: &Decoder<'_>, plain: usize) -> Result<(RopeSpec, f32), Error> {
     let source = decoder.source;
-    let rope = decoder.rope_or_yarn(RopeStyle::Interleaved)?;
+    let rope = decoder.rope(RopeStyle::Interleaved)?;
     let scale = ((plain + rope.n_rot) as f32).sqrt().recip();
     let Some("yarn") = source.metadata().get::<&str>(&source.key("rope.scaling.type"))? else {
         return Ok((rope, scale));

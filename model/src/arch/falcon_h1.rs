@@ -9,14 +9,14 @@ use super::source::Source;
 use crate::Error;
 use crate::spec::{
     Activation, AttentionSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, LinearSpec, LogitsSpec, Mamba2Spec,
-    MixerSpec, ModelSpec, RopeSpec, RopeStyle,
+    MixerSpec, ModelSpec, RopeStyle,
 };
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     source.refuse_experts()?;
     let decoder = Decoder::read(source)?;
     let (ssm, ffns) = (Ssm::read(source)?, decoder.dense(Activation::Silu)?);
-    let rope = RopeSpec { factors: decoder.rope_factors()?, ..decoder.rope(RopeStyle::Half)? };
+    let rope = decoder.rope(RopeStyle::Half)?;
     let factor = |key: &str| -> Result<f32, Error> { Ok(source.positive(key)?.unwrap_or(1.0)) };
     let [gate, down] = factors(source, "feed_forward.factors")?;
     let layer = |(layer, mut ffn)| {

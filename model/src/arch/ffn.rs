@@ -1,11 +1,28 @@
 //! Feed-forward parts with the usual tensor names.
 
 use super::decoder::Decoder;
-use super::shape::limits;
+use super::shape::{Shape, limits};
 use crate::Error;
 use crate::spec::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, LinearSpec, MoeSpec, RowSlice};
 
 impl Decoder<'_> {
+    /// The function of the key `feed_forward.activation`, or `usual` without it. A key of Kvasir's: in a GGUF the
+    /// architecture says it.
+    pub(super) fn activation(&self, usual: Activation) -> Result<Activation, Error> {
+        let key = "feed_forward.activation";
+        if usual == Activation::ClampedSwiglu {
+            return Ok(usual);
+        }
+        match self.source.metadata().get::<&str>(&self.source.key(key))? {
+            None => Ok(usual),
+            Some("silu") => Ok(Activation::Silu),
+            Some("gelu") => Ok(Activation::GeluErf),
+            Some("gelu_tanh") => Ok(Activation::GeluTanh),
+            Some("relu2") => Ok(Activation::ReluSquared),
+            Some(other) => Err(self.source.refuse(key, other, "silu, gelu, gelu_tanh or relu2")),
+        }
+    }
+
     /// The gated feed-forward of every layer.
     pub(super) fn dense(&self, activation: Activation) -> Result<Vec<FfnSpec>, Error> {
         let widths = self.shape.feed_forward_lengths(self.source)?;
@@ -27,7 +44,7 @@ impl Decoder<'_> {
             gate: linear("ffn_gate", hidden, width)?,
             up: linear("ffn_up", hidden, width)?,
             down: linear("ffn_down", width, hidden)?,
-            activation,
+            activation: self.activation(activation)?,
             row_gate: None,
         })
     }
@@ -48,7 +65,7 @@ impl Decoder<'_> {
             gate: half(0)?,
             up: half(width)?,
             down: self.linear(layer, "ffn_down", width, hidden)?,
-            activation,
+            activation: self.activation(activation)?,
             row_gate: None,
         })
     }
@@ -103,7 +120,13 @@ impl Decoder<'_> {
         widths.iter().take(self.shape.layers).enumerate().map(moe).collect()
     }
 
-    /// The mixture of a layer, with softmax scores.
+    /// The mixture of a layer, with softmax scores, of silu.
+    pub(super) fn moe_layer(&self, layer: usize, width: usize) -> Result<MoeSpec, Error> {
+        let router = |layer, experts| self.linear(layer, "ffn_gate_inp", self.shape.hidden, experts);
+        self.moe_of(layer, width, Activation::Silu, router)
+    }
+
+    /// Like [`moe_layer`](Self::moe_layer), of another function and router.
     fn moe_of(
         &self,
         layer: usize,
@@ -128,44 +151,69 @@ impl Decoder<'_> {
             sigmoid: false,
             selection_bias: None,
             groups: None,
-            renormalise: true,
+            renormalise: self.renormalises(true)?,
             scale: 1.0,
             gate_up,
             down: source.experts(&stem("ffn_down_exps"), width, hidden, experts)?,
             expert_ff: width,
-            activation,
+            activation: self.activation(activation)?,
         })
     }
 
+    /// Whether the weights of a token's experts sum to one; `usual`: without the key.
+    pub(super) fn renormalises(&self, usual: bool) -> Result<bool, Error> {
+        Ok(self.source.metadata().get(&self.source.key("expert_weights_norm"))?.unwrap_or(usual))
+    }
+
+    /// The feed-forward of each layer: that of `mixture`, or the dense one where the file says so.
+    pub(super) fn mixtures_or_dense(
+        &self,
+        mixture: impl Fn(usize) -> Result<Vec<FfnPart>, Error>,
+    ) -> Result<Vec<Vec<FfnPart>>, Error> {
+        let (source, &Shape { layers, blocks, .. }) = (self.source, &self.shape);
+        let dense = source.count("leading_dense_block_count", 0..=layers)?.unwrap_or(0);
+        // A key of Kvasir's, for other orders.
+        let sparse = match source.layer_flags("expert_layers", &[layers, blocks])? {
+            Some(sparse) => sparse,
+            None => (0..layers).map(|layer| layer >= dense).collect(),
+        };
+        let all = sparse.iter().all(|&sparse| sparse);
+        let widths = if all { Vec::new() } else { self.shape.feed_forward_lengths(source)? };
+        let parts = |layer: usize| match sparse[layer] {
+            true => mixture(layer),
+            false => Ok(vec![FfnPart::plain(self.gated(layer, "", widths[layer], Activation::Silu)?)]),
+        };
+        (0..layers).map(parts).collect()
+    }
+
     /// The feed-forward of each layer: dense in the first ones, then a mixture with the router that the keys
-    /// describe, and its shared experts. `sigmoid`: the scores without a key.
-    pub(super) fn dense_then_mixtures(&self, sigmoid: bool) -> Result<Vec<Vec<FfnPart>>, Error> {
+    /// describe, and its shared experts. `sigmoid`, `renormalise`: without keys for them.
+    pub(super) fn dense_then_mixtures(
+        &self,
+        sigmoid: bool,
+        renormalise: bool,
+    ) -> Result<Vec<Vec<FfnPart>>, Error> {
         let source = self.source;
-        let dense = source.count("leading_dense_block_count", 0..=self.shape.layers)?.unwrap_or(0);
         let width = source.require_count("expert_feed_forward_length", 1..=limits::WIDTH)?;
         let shared = source.count("expert_shared_count", 0..=limits::EXPERTS)?.unwrap_or(0);
         let shared = source
             .count("expert_shared_feed_forward_length", 0..=limits::WIDTH)?
             .unwrap_or_else(|| shared.saturating_mul(width));
-        let widths = if dense > 0 { self.shape.feed_forward_lengths(source)? } else { Vec::new() };
-        let parts = |layer: usize| {
-            if layer < dense {
-                return Ok(vec![FfnPart::plain(self.gated(layer, "", widths[layer], Activation::Silu)?)]);
-            }
-            let mut parts = vec![FfnPart::plain(FfnSpec::Moe(self.keyed_moe(layer, width, sigmoid)?))];
+        self.mixtures_or_dense(|layer| {
+            let moe = self.keyed_moe(layer, width, sigmoid)?;
+            let moe = MoeSpec { renormalise: self.renormalises(renormalise)?, ..moe };
+            let mut parts = vec![FfnPart::plain(FfnSpec::Moe(moe))];
             if shared > 0 {
                 parts.push(FfnPart::plain(self.gated(layer, "_shexp", shared, Activation::Silu)?));
             }
             Ok(parts)
-        };
-        (0..self.shape.layers).map(parts).collect()
+        })
     }
 
     /// A mixture with the router that the keys describe.
     fn keyed_moe(&self, layer: usize, width: usize, sigmoid: bool) -> Result<MoeSpec, Error> {
         let source = self.source;
-        let router = |layer, experts| self.linear(layer, "ffn_gate_inp", self.shape.hidden, experts);
-        let moe = self.moe_of(layer, width, Activation::Silu, router)?;
+        let moe = self.moe_layer(layer, width)?;
         let gating = "expert_gating_func";
         let sigmoid = match source.count(gating, 0..=usize::MAX)? {
             None | Some(0) => sigmoid,
@@ -193,18 +241,8 @@ impl Decoder<'_> {
             sigmoid,
             selection_bias: source.optional_floats(&self.stem(layer, "exp_probs_b.bias"), &[moe.experts])?,
             groups,
-            renormalise: source.metadata().get(&source.key("expert_weights_norm"))?.unwrap_or(false),
             scale: source.positive_unless_zero("expert_weights_scale")?.unwrap_or(1.0),
             ..moe
         })
-    }
-}
-
-/// Sets mixtures to weights that sum to one, for architectures without a key for it.
-pub(super) fn renormalised(parts: &mut [FfnPart]) {
-    for part in parts {
-        if let FfnSpec::Moe(moe) = &mut part.ffn {
-            moe.renormalise = true;
-        }
     }
 }

@@ -18,7 +18,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
     let full = decoder.rope(RopeStyle::Half)?;
     let base = source.positive("rope.freq_base_swa")?.unwrap_or(10_000.0);
-    let sliding = RopeSpec { base, freq_scale: 1.0, ..full.clone() };
+    let sliding = RopeSpec { base, ..decoder.plain_rope(RopeStyle::Half)? };
     let scale = attention_scale(source, &decoder)?;
     let windows = windows(source, decoder.shape.layers, PERIOD)?;
     let ffns = decoder.dense(Activation::GeluTanh)?;

@@ -20,8 +20,12 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
         let mixer = MixerSpec::Attention(decoder.attention(layer, options)?);
         decoder.pre_norm_layer(layer, mixer, "post_attention_norm", ffn)
     };
-    let layers =
-        decoder.dense_then_mixtures(true)?.into_iter().enumerate().map(layer).collect::<Result<_, _>>()?;
+    let layers = decoder
+        .dense_then_mixtures(true, false)?
+        .into_iter()
+        .enumerate()
+        .map(layer)
+        .collect::<Result<_, _>>()?;
     Ok(decoder.model(layers, decoder.logits()?))
 }
 

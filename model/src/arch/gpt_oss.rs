@@ -25,11 +25,11 @@ const BIASES: [&str; 8] = [
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    // The output matrix is never tied.
-    source.dims("output.weight")?;
     source.require_count("attention.sliding_window", 1..=limits::CONTEXT)?;
     let windows = windows(source, decoder.shape.layers, PERIOD)?;
-    let rope = decoder.yarn_rope(RopeStyle::Half)?;
+    // Released files have YaRN: without the key something is missing.
+    source.metadata().require::<&str>(&source.key("rope.scaling.type"))?;
+    let rope = decoder.rope(RopeStyle::Half)?;
     let moes = decoder.moe(&decoder.expert_widths()?, Activation::ClampedSwiglu)?;
     let layer = |(layer, (moe, window)): (usize, (MoeSpec, Option<usize>))| -> Result<LayerSpec, Error> {
         decoder.require(layer, &BIASES)?;

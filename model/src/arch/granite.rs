@@ -110,8 +110,8 @@ impl Ssm {
     }
 
     pub(super) fn layer(&self, decoder: &Decoder<'_>, layer: usize) -> Result<Mamba2Spec, Error> {
-        // These are optional in other architectures.
-        decoder.require(layer, &["ssm_conv1d.bias", "ssm_norm.weight"])?;
+        // Optional in other architectures.
+        decoder.require(layer, &["ssm_norm.weight"])?;
         self.bare_layer(decoder, layer)
     }
 

@@ -2,7 +2,6 @@
 //! and k.
 
 use super::decoder::{AttentionOptions, Decoder};
-use super::ffn::renormalised;
 use super::shape::{Counting, limits};
 use super::source::Source;
 use crate::Error;
@@ -17,8 +16,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
 
 pub(super) fn translate_moe(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = read(source)?;
-    let mut ffns = decoder.dense_then_mixtures(true)?;
-    ffns.iter_mut().for_each(|parts| renormalised(parts));
+    let ffns = decoder.dense_then_mixtures(true, true)?;
     model(&decoder, ffns.into_iter())
 }
 

@@ -3,12 +3,12 @@
 use super::decoder::{AttentionOptions, Decoder};
 use super::source::Source;
 use crate::Error;
-use crate::spec::{Activation, FfnPart, FfnSpec, MixerSpec, ModelSpec, RopeSpec, RopeStyle};
+use crate::spec::{Activation, FfnPart, FfnSpec, MixerSpec, ModelSpec, RopeStyle};
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     source.refuse_experts()?;
     let decoder = Decoder::read(source)?;
-    let rope = RopeSpec { factors: decoder.rope_factors()?, ..decoder.rope(RopeStyle::Interleaved)? };
+    let rope = decoder.rope(RopeStyle::Interleaved)?;
     let scale = source.positive_unless_zero("attention.scale")?;
     let layer = |(layer, ffn): (usize, FfnSpec)| {
         let options = AttentionOptions { rope: Some(rope.clone()), scale, ..Default::default() };

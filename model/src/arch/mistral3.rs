@@ -13,7 +13,7 @@ use crate::spec::{
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     source.refuse_experts()?;
     let decoder = Decoder::read(source)?;
-    let rope = decoder.rope_or_yarn(RopeStyle::Interleaved)?;
+    let rope = decoder.rope(RopeStyle::Interleaved)?;
     let q_growth = match source.positive_unless_zero("attention.temperature_scale")? {
         None => None,
         Some(beta) => {

@@ -25,8 +25,8 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     }
     let decoder = Decoder { source, shape: Shape::read(source, Counting::default())?, eps };
     let full = decoder.rope(RopeStyle::Half)?;
-    let sliding =
-        RopeSpec { base: source.positive("rope.freq_base_swa")?.unwrap_or(10_000.0), ..full.clone() };
+    let base = source.positive("rope.freq_base_swa")?.unwrap_or(10_000.0);
+    let sliding = RopeSpec { base, ..decoder.plain_rope(RopeStyle::Half)? };
     let widths = decoder.shape.feed_forward_lengths(source)?;
     let layer = |(layer, (window, width)): (usize, (Option<usize>, usize))| {
         let rope = Some(if window.is_some() { &sliding } else { &full }.clone());

@@ -24,7 +24,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
             let ffn = FfnSpec::Plain {
                 up: decoder.linear(block, "ffn_up", decoder.shape.hidden, width)?,
                 down: decoder.linear(block, "ffn_down", width, decoder.shape.hidden)?,
-                activation: Activation::ReluSquared,
+                activation: decoder.activation(Activation::ReluSquared)?,
             };
             let Some(layer) = layers.last_mut().filter(|layer| layer.ffn.is_empty()) else {
                 let needs = format!("0 for block {block}, as no mixer without a feed-forward precedes it");

@@ -7,7 +7,7 @@ use super::windows::windows;
 use crate::Error;
 use crate::spec::{
     Activation, AttentionSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, MixerSpec, ModelSpec, OwnKvSpec,
-    RopeStyle,
+    RopeSpec, RopeStyle,
 };
 
 /// Every `PERIOD`th layer has full attention, unless the file specifies it.
@@ -15,7 +15,8 @@ const PERIOD: usize = 4;
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    let (full, sliding) = (decoder.rope_or_yarn(RopeStyle::Half)?, decoder.plain_rope(RopeStyle::Half)?);
+    let (full, plain) = (decoder.rope(RopeStyle::Half)?, decoder.plain_rope(RopeStyle::Half)?);
+    let sliding = RopeSpec { base: source.positive("rope.freq_base_swa")?.unwrap_or(plain.base), ..plain };
     let windows = windows(source, decoder.shape.layers, PERIOD)?;
     let layer = |(layer, (ffn, window)): (usize, (FfnSpec, Option<usize>))| {
         let rope = Some(if window.is_some() { &sliding } else { &full }.clone());

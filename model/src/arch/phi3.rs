@@ -1,18 +1,16 @@
 //! `phi3`: llama with one matrix for q, k and v, one for gate and up, and frequency factors by context.
 
 use super::decoder::{AttentionOptions, Decoder};
-use super::shape::limits;
 use super::source::Source;
 use super::windows::windows;
 use crate::Error;
 use crate::spec::{
-    Activation, AttentionSpec, FfnPart, KvSpec, MixerSpec, ModelSpec, OwnKvSpec, RopeFactors, RopeSpec,
-    RopeStyle, RowSlice,
+    Activation, AttentionSpec, FfnPart, KvSpec, MixerSpec, ModelSpec, OwnKvSpec, RopeStyle, RowSlice,
 };
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    let rope = rope(&decoder)?;
+    let rope = decoder.long_rope(RopeStyle::Half)?;
     let windows = windows(source, decoder.shape.layers, usize::MAX)?;
     let widths = decoder.shape.feed_forward_lengths(source)?;
     let layer = |(layer, (window, width)): (usize, (Option<usize>, usize))| {
@@ -23,25 +21,6 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     };
     let layers = windows.into_iter().zip(widths).enumerate().map(layer).collect::<Result<_, Error>>()?;
     Ok(decoder.model(layers, decoder.logits()?))
-}
-
-/// Long factors if the context is longer than the original one. They are chosen once: a sequence's numbers must not
-/// change while it grows.
-fn rope(decoder: &Decoder<'_>) -> Result<RopeSpec, Error> {
-    let (source, plain) = (decoder.source, decoder.plain_rope(RopeStyle::Half)?);
-    let factors = |name| source.optional_floats(name, &[plain.n_rot / 2]);
-    let (short, long) = (factors("rope_factors_short.weight")?, factors("rope_factors_long.weight")?);
-    let factors = match short.zip(long) {
-        Some((short, long)) => {
-            let key = "rope.scaling.original_context_length";
-            let original = source.require_count(key, 1..=limits::CONTEXT)?;
-            let is_long = decoder.shape.context_length > original;
-            Some(RopeFactors::ByContext { short, long, original, is_long })
-        }
-        None => None,
-    };
-    let magnitude = source.positive("rope.scaling.attn_factor")?.unwrap_or(1.0);
-    Ok(RopeSpec { factors, magnitude, ..plain })
 }
 
 /// Rows of all query heads, of all key heads, of all value heads.

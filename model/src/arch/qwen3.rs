@@ -4,6 +4,7 @@
 use super::bert::{POOLING_TYPE, labels, pooling};
 use super::decoder::{AttentionOptions, Decoder};
 use super::source::Source;
+use super::windows::windows;
 use crate::Error;
 use crate::spec::{
     Activation, ClassifierSpec, FfnPart, FfnSpec, LayerSpec, MixerSpec, ModelSpec, OutputSpec, PooledSpec,
@@ -13,23 +14,28 @@ use metadata::Strings;
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    model(&decoder, decoder.dense(Activation::Silu)?.into_iter())
+    let ffns = decoder.dense(Activation::Silu)?;
+    model(&decoder, ffns.into_iter().map(|ffn| vec![FfnPart::plain(ffn)]))
 }
 
 pub(super) fn translate_moe(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    let moes = decoder.moe(&decoder.expert_widths()?, Activation::Silu)?;
-    model(&decoder, moes.into_iter().map(FfnSpec::Moe))
+    let widths = decoder.expert_widths()?;
+    let mixture =
+        |layer: usize| Ok(vec![FfnPart::plain(FfnSpec::Moe(decoder.moe_layer(layer, widths[layer])?))]);
+    model(&decoder, decoder.mixtures_or_dense(mixture)?.into_iter())
 }
 
-fn model(decoder: &Decoder<'_>, ffns: impl Iterator<Item = FfnSpec>) -> Result<ModelSpec, Error> {
+fn model(decoder: &Decoder<'_>, ffns: impl Iterator<Item = Vec<FfnPart>>) -> Result<ModelSpec, Error> {
     let rope = decoder.rope(RopeStyle::Half)?;
-    let layer = |(layer, ffn)| {
-        let options = AttentionOptions { rope: Some(rope.clone()), qk_norm: true, ..Default::default() };
+    let layer = |(layer, (ffn, window))| {
+        let options =
+            AttentionOptions { window, rope: Some(rope.clone()), qk_norm: true, ..Default::default() };
         let mixer = MixerSpec::Attention(decoder.attention(layer, options)?);
-        decoder.pre_norm_layer(layer, mixer, "ffn_norm", vec![FfnPart::plain(ffn)])
+        decoder.pre_norm_layer(layer, mixer, "ffn_norm", ffn)
     };
-    let mut layers = ffns.enumerate().map(layer).collect::<Result<Vec<LayerSpec>, Error>>()?;
+    let windows = windows(decoder.source, decoder.shape.layers, 1)?;
+    let mut layers = ffns.zip(windows).enumerate().map(layer).collect::<Result<Vec<LayerSpec>, Error>>()?;
     let source = decoder.source;
     let Some(number) = source.count(POOLING_TYPE, 0..=usize::MAX)?.filter(|&number| number > 0) else {
         return Ok(decoder.model(layers, decoder.logits()?));

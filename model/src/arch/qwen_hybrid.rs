@@ -165,12 +165,11 @@ fn check_sections(source: &Source<'_>) -> Result<(), Error> {
 
 /// The mixture of experts and the shared expert of every layer.
 fn mixtures(decoder: &Decoder<'_>) -> Result<Vec<Vec<FfnPart>>, Error> {
-    let moes = decoder.moe(&decoder.expert_widths()?, Activation::Silu)?;
-    let parts = |(layer, (moe, width))| {
-        let shared = decoder.shared_expert(layer, width)?;
-        Ok(vec![FfnPart::plain(FfnSpec::Moe(moe)), FfnPart::plain(shared)])
-    };
-    moes.into_iter().zip(decoder.shared_expert_widths()?).enumerate().map(parts).collect()
+    let (widths, shared) = (decoder.expert_widths()?, decoder.shared_expert_widths()?);
+    decoder.mixtures_or_dense(|layer| {
+        let moe = FfnSpec::Moe(decoder.moe_layer(layer, widths[layer])?);
+        Ok(vec![FfnPart::plain(moe), FfnPart::plain(decoder.shared_expert(layer, shared[layer])?)])
+    })
 }
 
 type BetaAndAlpha = fn(&Decoder<'_>, usize, &Heads) -> Result<(LinearSpec, LinearSpec), Error>;

@@ -9,10 +9,20 @@ use crate::Error;
 use crate::spec::{RopeFactors, RopeSpec, RopeStyle};
 
 impl Decoder<'_> {
-    /// The rotary embedding of `rope.freq_base` and `rope.scaling.*`, without scaling or with linear scaling.
+    /// The rotary embedding of `rope.freq_base` and `rope.scaling.*`: without scaling, linear, with a factor for each
+    /// frequency, or YaRN (arXiv 2309.00071).
     pub(super) fn rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
-        let source = self.source;
+        let (source, plain) = (self.source, self.plain_rope(style)?);
         let freq_scale = match source.metadata().get::<&str>(&source.key("rope.scaling.type"))? {
+            Some("yarn") => {
+                let yarn = Yarn::read(source)?;
+                return Ok(RopeSpec {
+                    factors: Some(RopeFactors::Values(yarn.factors(plain.n_rot, plain.base))),
+                    magnitude: yarn.magnitude(),
+                    ..plain
+                });
+            }
+            Some("longrope") => return self.long_rope(style),
             Some("none") => 1.0,
             // A factor without a type is linear; `rope.scale_linear` is the factor's older name.
             Some("linear") | None => {
@@ -22,38 +32,31 @@ impl Decoder<'_> {
                 };
                 factor.map_or(1.0, f32::recip)
             }
-            Some(other) => return Err(source.refuse("rope.scaling.type", other, "none or linear")),
+            Some(other) => {
+                return Err(source.refuse("rope.scaling.type", other, "none, linear, longrope or yarn"));
+            }
         };
-        Ok(RopeSpec { freq_scale, ..self.plain_rope(style)? })
+        let factors = source.optional_floats("rope_freqs.weight", &[plain.n_rot / 2])?;
+        Ok(RopeSpec { freq_scale, factors: factors.map(RopeFactors::Tensor), ..plain })
     }
 
-    /// Like [`rope`](Self::rope), with YaRN scaling (arXiv 2309.00071).
-    pub(super) fn yarn_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
+    /// Long factors if the context is longer than the original one, if there are factors. They are chosen once: a
+    /// sequence's numbers must not change while it grows.
+    pub(super) fn long_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
         let (source, plain) = (self.source, self.plain_rope(style)?);
-        let found: &str = source.metadata().require(&source.key("rope.scaling.type"))?;
-        if found != "yarn" {
-            return Err(source.refuse("rope.scaling.type", found, "yarn"));
-        }
-        let yarn = Yarn::read(source)?;
-        Ok(RopeSpec {
-            factors: Some(RopeFactors::Values(yarn.factors(plain.n_rot, plain.base))),
-            magnitude: yarn.magnitude(),
-            ..plain
-        })
-    }
-
-    /// Like [`rope`](Self::rope), or with YaRN scaling if the file says so.
-    pub(super) fn rope_or_yarn(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
-        match self.source.metadata().get::<&str>(&self.source.key("rope.scaling.type"))? {
-            Some("yarn") => self.yarn_rope(style),
-            _ => self.rope(style),
-        }
-    }
-
-    /// The tensor of frequency factors, if there is one.
-    pub(super) fn rope_factors(&self) -> Result<Option<RopeFactors>, Error> {
-        let tensor = self.source.optional_floats("rope_freqs.weight", &[self.shape.dims.n_rot / 2])?;
-        Ok(tensor.map(RopeFactors::Tensor))
+        let factors = |name| source.optional_floats(name, &[plain.n_rot / 2]);
+        let (short, long) = (factors("rope_factors_short.weight")?, factors("rope_factors_long.weight")?);
+        let factors = match short.zip(long) {
+            Some((short, long)) => {
+                let key = "rope.scaling.original_context_length";
+                let original = source.require_count(key, 1..=limits::CONTEXT)?;
+                let is_long = self.shape.context_length > original;
+                Some(RopeFactors::ByContext { short, long, original, is_long })
+            }
+            None => None,
+        };
+        let magnitude = source.positive("rope.scaling.attn_factor")?.unwrap_or(1.0);
+        Ok(RopeSpec { factors, magnitude, ..plain })
     }
 
     pub(super) fn plain_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {

@@ -2,6 +2,7 @@
 
 use super::decoder::{AttentionOptions, Decoder};
 use super::source::Source;
+use super::windows::windows;
 use crate::Error;
 use crate::spec::{Activation, FfnPart, FfnSpec, MixerSpec, ModelSpec, RopeStyle};
 
@@ -16,11 +17,12 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
         Some(rotates) => rotates,
         None => (1..=layers).map(|nth| !nth.is_multiple_of(INTERVAL)).collect(),
     };
-    let layer = |(layer, (ffn, rotates)): (usize, (FfnSpec, bool))| {
-        let options = AttentionOptions { rope: rotates.then(|| rope.clone()), ..Default::default() };
+    let windows = windows(source, layers, 1)?;
+    let layer = |(layer, ((ffn, rotates), window)): (usize, ((FfnSpec, bool), Option<usize>))| {
+        let options = AttentionOptions { window, rope: rotates.then(|| rope.clone()), ..Default::default() };
         let mixer = MixerSpec::Attention(decoder.attention(layer, options)?);
         decoder.pre_norm_layer(layer, mixer, "ffn_norm", vec![FfnPart::plain(ffn)])
     };
-    let ffns = decoder.dense(Activation::Silu)?.into_iter().zip(rotates).enumerate();
+    let ffns = decoder.dense(Activation::Silu)?.into_iter().zip(rotates).zip(windows).enumerate();
     Ok(decoder.model(ffns.map(layer).collect::<Result<_, _>>()?, decoder.logits()?))
 }

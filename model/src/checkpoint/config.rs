@@ -2,18 +2,20 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::{CONFIG, CheckpointError, Folder};
+use super::{CONFIG, CheckpointError, Folder, defaults};
 use crate::Error;
 use metadata::{Metadata, Value};
 
 /// Largest width of a head. Lists of frequencies are as long.
 pub(super) const MAX_HEAD_DIM: u64 = 1 << 14;
 
-/// The settings of a model's text part. Those of a `text_config` come before the outer ones.
+/// The settings of a model's text part. Those of a `text_config` come before the outer ones, and both before those
+/// that the model's type gives an absent setting.
 pub(super) struct Config<'a> {
     folder: &'a Folder<'a>,
     text: Map<String, Json>,
     outer: Map<String, Json>,
+    absent: Map<String, Json>,
 }
 
 impl<'a> Config<'a> {
@@ -24,12 +26,22 @@ impl<'a> Config<'a> {
             Some(Json::Object(text)) => text,
             _ => Map::new(),
         };
-        Ok(Self { folder, text, outer })
+        let mut config = Self { folder, text, outer, absent: Map::new() };
+        let absent = config.model_types().find_map(defaults::of);
+        config.absent = absent.unwrap_or_default();
+        Ok(config)
     }
 
-    /// The setting, unless it is absent or null.
+    /// The setting or what stands for an absent one, unless that is null.
     pub(super) fn get(&self, key: &str) -> Option<&Json> {
-        self.text.get(key).or_else(|| self.outer.get(key)).filter(|value| !value.is_null())
+        let maps = [&self.text, &self.outer, &self.absent];
+        maps.into_iter().find_map(|map| map.get(key)).filter(|value| !value.is_null())
+    }
+
+    /// Like [`get`](Self::get), if the checkpoint has the setting.
+    pub(super) fn given(&self, key: &str) -> Option<&Json> {
+        let maps = [&self.text, &self.outer];
+        maps.into_iter().find_map(|map| map.get(key)).filter(|value| !value.is_null())
     }
 
     /// A setting that a `text_config` may contain, but that counts outside of it if it is there.
@@ -85,9 +97,19 @@ impl<'a> Config<'a> {
         self.typed(key, "true or false", Json::as_bool)
     }
 
-    /// Whether the output matrix is the embedding.
-    pub(super) fn ties_embeddings(&self, default: bool) -> bool {
-        self.outer_first("tie_word_embeddings").and_then(Json::as_bool).unwrap_or(default)
+    /// Whether the output matrix is the embedding. LFM2's key has another name.
+    pub(super) fn ties_embeddings(&self) -> bool {
+        let key = |key| self.outer_first(key).and_then(Json::as_bool);
+        let tied = key("tie_word_embeddings").or_else(|| key("tie_embedding"));
+        tied.or_else(|| self.absent.get("tie_word_embeddings")?.as_bool()).unwrap_or(false)
+    }
+
+    /// Number of layers. Nemotron-H's newer files have only a list.
+    pub(super) fn layers(&self) -> Result<u64, Error> {
+        match self.get("layers_block_type").and_then(Json::as_array) {
+            Some(list) => Ok(list.len() as u64),
+            None => self.need_count("num_hidden_layers"),
+        }
     }
 
     pub(super) fn object(&self, key: &str) -> Result<Option<&Map<String, Json>>, Error> {
@@ -121,14 +143,35 @@ impl<'a> Config<'a> {
 
     /// `layer_types`: for each layer the place of its name in `names`. `None` if there is no such list.
     pub(super) fn layer_types(&self, layers: u64, names: &[&str]) -> Result<Option<Vec<usize>>, Error> {
-        let key = "layer_types";
+        self.layer_names("layer_types", layers, names)
+    }
+
+    /// A list of layers' names: for each the place in `names`. `None` if there is no such list.
+    pub(super) fn layer_names(
+        &self,
+        key: &str,
+        layers: u64,
+        names: &[&str],
+    ) -> Result<Option<Vec<usize>>, Error> {
         let Some(found) = self.get(key) else { return Ok(None) };
-        let place = |name: &Json| names.iter().position(|known| name.as_str() == Some(*known));
+        let place = |name: &Json| {
+            let name = newer_name(name.as_str()?);
+            names.iter().position(|known| *known == name)
+        };
         let list = found.as_array().filter(|list| list.len() as u64 == layers);
         let places = list.and_then(|list| list.iter().map(place).collect::<Option<Vec<usize>>>());
         places.map(Some).ok_or_else(|| {
             self.refuse(key, short(found), format!("a list of {layers} names of {}", names.join(" and ")))
         })
+    }
+}
+
+/// Today's name of a kind of layer.
+fn newer_name(name: &str) -> &str {
+    match name {
+        "mamba" => "linear_attention",
+        "attention" => "full_attention",
+        name => name,
     }
 }
 
@@ -243,6 +286,12 @@ pub(super) struct Rope<'a> {
     pub(super) partial: Option<f64>,
 }
 
+/// Names of tensors with factors of frequencies, and their elements.
+pub(super) type RopeFactors = Vec<(&'static str, Vec<f32>)>;
+
+/// Architectures of whose heads a part may rotate.
+const PARTIAL: [&str; 7] = ["glm4", "glm4moe", "minimax-m2", "phi3", "qwen3next", "qwen35", "qwen35moe"];
+
 impl<'a> Keys<'a> {
     pub(super) fn set(&mut self, key: &str, value: impl Into<Value>) {
         self.metadata.insert(format!("{}.{key}", self.arch), value);
@@ -276,7 +325,7 @@ impl<'a> Keys<'a> {
     /// Like [`decoder`](Self::decoder), with another setting for the norms' epsilon.
     pub(super) fn decoder_with(&mut self, eps: &str, eps_key: &str) -> Result<u64, Error> {
         let config = self.config;
-        let layers = config.need_count("num_hidden_layers")?;
+        let layers = config.layers()?;
         let heads = config.need_count("num_attention_heads")?;
         self.set("block_count", layers);
         self.set("context_length", config.need_count("max_position_embeddings")?);
@@ -311,87 +360,154 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`. `inner`: of its entry for a
-    /// kind of layer.
-    pub(super) fn rope_config(&self, inner: Option<&str>) -> Result<Rope<'a>, Error> {
+    /// The rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`. `kind`: that of a kind of layer,
+    /// if there are several.
+    pub(super) fn rope_config(&self, kind: &str) -> Result<Rope<'a>, Error> {
         let config = self.config;
-        let of_layer = |map: &'a Map<String, Json>| match inner {
-            Some(kind) => map.get(kind).and_then(Json::as_object),
-            None => Some(map),
+        let scaling = "rope_scaling";
+        let old = ["rope_theta", scaling].iter().any(|key| config.given(key).is_some());
+        let parameters = match config.given("rope_parameters") {
+            None if old => None,
+            _ => config.object("rope_parameters")?,
         };
-        let map = match config.object("rope_parameters")?.and_then(of_layer) {
+        let map = match parameters {
+            Some(map) if map.values().any(Json::is_object) => map.get(kind).and_then(Json::as_object),
             Some(map) => Some(map),
-            None => config.object("rope_scaling")?,
+            None => config.object(scaling)?,
         };
-        let number = |key: &str| map.and_then(|map| map.get(key)).and_then(Json::as_f64);
-        let theta = number("rope_theta").map(Ok).or_else(|| config.number("rope_theta").transpose());
-        let partial = number("partial_rotary_factor")
-            .map(Ok)
-            .or_else(|| config.number("partial_rotary_factor").transpose());
-        let kind =
-            map.and_then(|map| map.get("rope_type").or_else(|| map.get("type"))).and_then(Json::as_str);
+        let number = |key: &str| match map.and_then(|map| map.get(key)).and_then(Json::as_f64) {
+            None => config.number(key),
+            found => Ok(found),
+        };
+        let found = ["rope_type", "type"].iter().find_map(|key| map?.get(*key)?.as_str());
         Ok(Rope {
             map,
-            theta: theta.transpose()?.unwrap_or(10_000.0),
-            kind: kind.unwrap_or("default").to_owned(),
-            partial: partial.transpose()?,
+            theta: number("rope_theta")?.unwrap_or(10_000.0),
+            kind: found.unwrap_or("default").to_owned(),
+            partial: number("partial_rotary_factor")?,
         })
     }
 
-    /// Elements of a head that rotate.
+    /// Elements of a head that rotate. Most types have no partial rotation, whatever the settings say.
     pub(super) fn rotating(&self, rope: &Rope<'_>) -> Result<u64, Error> {
         let dim = self.head_dim()?;
-        if let Some(count) = self.config.count("rotary_dim")? {
-            return Ok(count.min(dim));
-        }
-        Ok(rope.partial.map_or(dim, |partial| ((partial * dim as f64) as u64).min(dim)))
+        let is_partial = PARTIAL.contains(&self.arch);
+        let given = if is_partial { self.config.count("rotary_dim")? } else { None };
+        Ok(match (rope.partial.filter(|_| is_partial), given) {
+            (Some(partial), _) => ((partial * dim as f64) as u64).min(dim),
+            (None, Some(count)) => count.min(dim),
+            (None, None) => dim,
+        })
     }
 
-    /// Keys of the rotary embedding. Returns its frequency factors, for `rope_freqs.weight`, if it has some.
-    pub(super) fn rope(&mut self) -> Result<Option<Vec<f32>>, Error> {
-        let rope = self.rope_config(None)?;
+    /// Keys of the rotary embedding. Returns its frequency factors by the names of their tensors.
+    pub(super) fn rope(&mut self) -> Result<RopeFactors, Error> {
+        let rope = self.rope_config("full_attention")?;
+        let rotating = self.rotating(&rope)?;
+        self.rope_over(&rope, rotating)
+    }
+
+    /// Like [`rope`](Self::rope), for this number of elements of a head.
+    pub(super) fn rope_over(&mut self, rope: &Rope<'_>, rotating: u64) -> Result<RopeFactors, Error> {
         if let Some(beta) = rope.number("llama_4_scaling_beta").filter(|&beta| beta != 0.0) {
             if self.arch != "mistral3" {
                 return Err(self.config.refuse("rope_parameters.llama_4_scaling_beta", beta, 0));
             }
             self.set("attention.temperature_scale", beta);
+            self.set("rope.scaling.original_context_length", self.original_context(rope)?);
         }
         self.set("rope.freq_base", rope.theta);
-        let rotating = self.rotating(&rope)?;
         self.set("rope.dimension_count", rotating);
         match rope.kind.as_str() {
-            "default" => Ok(None),
-            "linear" => self.linear_scaling(&rope).map(|()| None),
-            "llama3" => self.llama3_factors(&rope, rotating).map(Some),
-            "yarn" => {
-                self.set("rope.scaling.type", "yarn");
-                self.set("rope.scaling.factor", self.scaling(&rope, "factor")?);
-                let original = self.scaling(&rope, "original_max_position_embeddings")?;
-                self.set("rope.scaling.original_context_length", original as u64);
-                for (from, to) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
-                    if let Some(beta) = rope.number(from) {
-                        self.set(&format!("rope.scaling.{to}"), beta);
-                    }
-                }
-                // The key's value multiplies the usual one.
-                let log = self.scaling(&rope, "factor")?.max(1.0).ln();
-                let of = |mscale: f64| 1.0 + 0.1 * mscale * log;
-                let ratio = |both: (f64, f64)| of(both.0) / of(both.1);
-                let both = rope.number("mscale").zip(rope.number("mscale_all_dim"));
-                let given = rope.number("attention_factor").or_else(|| both.map(ratio));
-                if let Some(given) = given {
-                    self.set("rope.scaling.attn_factor", given / of(1.0));
-                }
-                if rope.map.and_then(|map| map.get("truncate")).and_then(Json::as_bool) == Some(false) {
-                    self.set("rope.scaling.yarn_truncate", false);
-                }
-                Ok(None)
+            // Up to the longest context the second is as the first.
+            "default" | "dynamic" => {
+                self.set("rope.scaling.type", "none");
+                Ok(Vec::new())
             }
+            "linear" => {
+                self.set("rope.scaling.type", "linear");
+                self.set("rope.scaling.factor", self.scaling(rope, "factor")?);
+                Ok(Vec::new())
+            }
+            "llama3" => Ok(vec![("rope_freqs.weight", self.llama3_factors(rope, rotating)?)]),
+            "yarn" if self.arch != "phi3" => self.yarn(rope).map(|()| Vec::new()),
+            // Older names of Phi's.
+            "longrope" | "su" | "yarn" => self.long_rope(rope, rotating / 2),
             other => {
-                let needs = "default, linear, llama3 or yarn";
+                let needs = "default, dynamic, linear, llama3, longrope or yarn";
                 Err(self.config.refuse("rope_scaling.rope_type", format!("{other:?}"), needs))
             }
         }
+    }
+
+    /// Positions before the context was stretched.
+    fn original_context(&self, rope: &Rope<'_>) -> Result<u64, Error> {
+        let key = "original_max_position_embeddings";
+        match (self.config.count(key)?, rope.number(key)) {
+            (Some(outer), _) => Ok(outer),
+            (None, Some(original)) => Ok(original as u64),
+            (None, None) => self.config.need_count("max_position_embeddings"),
+        }
+    }
+
+    /// How often the original context is in the longest one, unless a factor says so.
+    fn stretch(&self, rope: &Rope<'_>) -> Result<f64, Error> {
+        if let Some(factor) = rope.number("factor") {
+            return Ok(factor);
+        }
+        let context = self.config.need_count("max_position_embeddings")?;
+        Ok(context as f64 / self.original_context(rope)?.max(1) as f64)
+    }
+
+    fn yarn(&mut self, rope: &Rope<'_>) -> Result<(), Error> {
+        let factor = self.stretch(rope)?;
+        self.set("rope.scaling.type", "yarn");
+        self.set("rope.scaling.factor", factor);
+        self.set("rope.scaling.original_context_length", self.original_context(rope)?);
+        let given = |key: &str| rope.number(key).filter(|&number| number != 0.0);
+        for (from, to) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
+            if let Some(beta) = given(from) {
+                self.set(&format!("rope.scaling.{to}"), beta);
+            }
+        }
+        // The key's value multiplies the usual one.
+        let log = factor.max(1.0).ln();
+        let of = |mscale: f64| 1.0 + 0.1 * mscale * log;
+        let both = given("mscale").zip(given("mscale_all_dim"));
+        let given = rope.number("attention_factor").or_else(|| both.map(|both| of(both.0) / of(both.1)));
+        if let Some(given) = given {
+            self.set("rope.scaling.attn_factor", given / of(1.0));
+        }
+        if rope.map.and_then(|map| map.get("truncate")).and_then(Json::as_bool) == Some(false) {
+            self.set("rope.scaling.yarn_truncate", false);
+        }
+        Ok(())
+    }
+
+    /// Frequency factors of `pairs` for short and for long contexts.
+    fn long_rope(&mut self, rope: &Rope<'_>, pairs: u64) -> Result<RopeFactors, Error> {
+        let (original, stretch) = (self.original_context(rope)?, self.stretch(rope)?);
+        let factor = match rope.number("attention_factor") {
+            Some(given) => given,
+            None if stretch <= 1.0 => 1.0,
+            None => (1.0 + stretch.ln() / (original as f64).ln()).sqrt(),
+        };
+        self.set("rope.scaling.type", "longrope");
+        self.set("rope.scaling.original_context_length", original);
+        self.set("rope.scaling.attn_factor", factor);
+        let list = |key: &str| {
+            let number = |number: &Json| Some(number.as_f64()? as f32);
+            let found = rope.map.and_then(|map| map.get(key)?.as_array());
+            let list = found.and_then(|list| list.iter().map(number).collect::<Option<Vec<f32>>>());
+            list.filter(|list| list.len() as u64 == pairs).ok_or_else(|| {
+                let needs = format_args!("a list of {pairs} numbers").to_string();
+                self.config.refuse(&format!("rope_scaling.{key}"), "something else", needs)
+            })
+        };
+        Ok(vec![
+            ("rope_factors_long.weight", list("long_factor")?),
+            ("rope_factors_short.weight", list("short_factor")?),
+        ])
     }
 
     fn scaling(&self, rope: &Rope<'_>, key: &str) -> Result<f64, Error> {
@@ -404,7 +520,7 @@ impl<'a> Keys<'a> {
     fn llama3_factors(&self, rope: &Rope<'_>, rotating: u64) -> Result<Vec<f32>, Error> {
         let factor = self.scaling(rope, "factor")?;
         let (low, high) = (self.scaling(rope, "low_freq_factor")?, self.scaling(rope, "high_freq_factor")?);
-        let original = self.scaling(rope, "original_max_position_embeddings")?;
+        let original = self.original_context(rope)? as f64;
         let divisor = |pair: u64| {
             let wavelength = std::f64::consts::TAU * rope.theta.powf(2.0 * pair as f64 / rotating as f64);
             let ramp = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
@@ -412,33 +528,62 @@ impl<'a> Keys<'a> {
         };
         Ok((0..rotating / 2).map(divisor).collect())
     }
-}
 
-impl Keys<'_> {
-    /// Linear scaling or none.
-    pub(super) fn linear_scaling(&mut self, rope: &Rope<'_>) -> Result<(), Error> {
-        match rope.kind.as_str() {
-            "default" => Ok(()),
-            "linear" => {
-                self.set("rope.scaling.type", "linear");
-                self.set("rope.scaling.factor", self.scaling(rope, "factor")?);
-                Ok(())
-            }
-            other => {
-                Err(self.config.refuse("rope_scaling.rope_type", format!("{other:?}"), "default or linear"))
-            }
+    /// Sets the rotary embedding of the layers with a window, which has no scaling.
+    pub(super) fn sliding_rope(&mut self, theta: f64) -> Result<(), Error> {
+        let parameters = self.config.object("rope_parameters")?;
+        let map = parameters.and_then(|map| map.get("sliding_attention")).and_then(Json::as_object);
+        let kind = map.and_then(|map| map.get("rope_type"));
+        if let Some(kind) = kind.filter(|kind| *kind != "default") {
+            let key = "rope_parameters.sliding_attention.rope_type";
+            return Err(self.config.refuse(key, short(kind), "\"default\""));
         }
+        let given = map.and_then(|map| map.get("rope_theta")?.as_f64());
+        self.set("rope.freq_base_swa", given.unwrap_or(theta));
+        Ok(())
+    }
+
+    /// Sets the window, and returns the layers that have it: those of `layer_types`, or those that `slides` says,
+    /// counted from 1.
+    pub(super) fn windows(
+        &mut self,
+        layers: u64,
+        window: Option<u64>,
+        slides: impl Fn(u64) -> bool,
+    ) -> Result<Vec<bool>, Error> {
+        let list = match self.config.layer_types(layers, &["full_attention", "sliding_attention"])? {
+            Some(kinds) => kinds.iter().map(|&kind| kind == 1).collect::<Vec<bool>>(),
+            None => (1..=layers.min(1 << 16)).map(slides).collect(),
+        };
+        self.set("attention.sliding_window", window.unwrap_or(0));
+        self.set("attention.sliding_window_pattern", list.clone());
+        Ok(list)
+    }
+
+    /// Sets the function between the matrices of feed-forwards, if it is not the architecture's usual one.
+    pub(super) fn activation(&mut self, key: &str) -> Result<(), Error> {
+        let Some(found) = self.config.get(key) else { return Ok(()) };
+        let name = match found.as_str() {
+            Some("silu" | "swish") => "silu",
+            Some("gelu") => "gelu",
+            Some("gelu_pytorch_tanh" | "gelu_new") => "gelu_tanh",
+            Some("relu2") => "relu2",
+            _ => {
+                return Err(self.config.refuse(key, short(found), "silu, gelu, gelu_pytorch_tanh or relu2"));
+            }
+        };
+        self.set("feed_forward.activation", name);
+        Ok(())
     }
 }
 
 impl Rope<'_> {
-    pub(super) fn number(&self, key: &str) -> Option<f64> {
-        self.map?.get(key)?.as_f64()
+    pub(super) fn setting(&self, key: &str) -> Option<&Json> {
+        self.map?.get(key)
     }
 
-    pub(super) fn numbers(&self, key: &str) -> Option<Vec<f32>> {
-        let number = |number: &Json| Some(number.as_f64()? as f32);
-        self.map?.get(key)?.as_array()?.iter().map(number).collect()
+    pub(super) fn number(&self, key: &str) -> Option<f64> {
+        self.map?.get(key)?.as_f64()
     }
 }
 

@@ -8,10 +8,11 @@ use std::collections::BTreeMap;
 
 use super::CheckpointError;
 use super::bert;
-use super::config::{Config, Keys};
+use super::config::{Config, Keys, RopeFactors};
 use super::weights::{StoredTensor, StoredTensors};
 use crate::conversion::{Conversion, FloatMap, FloatType, Scaled, Turned};
 use crate::header::TensorInfo;
+use crate::mmap::MappedFile;
 use crate::{Error, GgmlType};
 
 mod decoders;
@@ -160,17 +161,18 @@ impl Family {
         })
     }
 
-    /// The tensors under the GGUF's names and in its form, by name. `pools`: the model has no logits.
+    /// The tensors of `files` under the GGUF's names and in its form, by name. `pools`: the model has no logits.
     pub(super) fn tensors(
         &self,
         config: &Config<'_>,
+        files: &[MappedFile],
         stored: StoredTensors,
         pools: bool,
     ) -> Result<Vec<TensorInfo>, Error> {
         let mut renamed = Renamed::default();
         // An output matrix that nothing uses.
-        let unused_head = pools || config.ties_embeddings(false);
-        let layers = config.need_count("num_hidden_layers")?;
+        let unused_head = pools || config.ties_embeddings() && is_head_tied(&stored, files)?;
+        let layers = config.layers()?;
         let mut left_out = 0_usize;
         for (name, tensor) in stored {
             let plain = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(&name);
@@ -219,6 +221,17 @@ impl Family {
         }
         renamed.finish()
     }
+}
+
+/// Whether the output matrix is as the embedding or not stored. One that differs is used whatever the settings say.
+fn is_head_tied(stored: &StoredTensors, files: &[MappedFile]) -> Result<bool, Error> {
+    let ends = |end: &'static str| move |(name, _): &(&String, &StoredTensor)| name.ends_with(end);
+    let embedding = |end| stored.iter().find(ends(end));
+    let head = stored.iter().find(ends("lm_head.weight"));
+    let embedding = embedding("embed_tokens.weight").or_else(|| embedding("backbone.embeddings.weight"));
+    let Some(((_, head), (_, embedding))) = head.zip(embedding) else { return Ok(true) };
+    Ok((head.ty, &head.shape) == (embedding.ty, &embedding.shape)
+        && head.bytes.bytes(files)? == embedding.bytes.bytes(files)?)
 }
 
 /// The GGUF's name of the weight of a module, if it has the same rows there but perhaps in another order.
@@ -464,14 +477,19 @@ fn none() -> Result<NamedTensors, Error> {
     Ok(Vec::new())
 }
 
-/// Sets the rotary embedding's keys; returns the tensor of its frequencies, if it has one.
+/// Sets the rotary embedding's keys; returns the tensors of its frequencies, if it has some.
 fn rope(keys: &mut Keys<'_>) -> Result<NamedTensors, Error> {
-    let factors = keys.rope()?;
-    Ok(factors.iter().map(|factors| ("rope_freqs.weight", StoredTensor::literal(factors))).collect())
+    keys.rope().map(factors)
 }
 
-/// Keys of a mixture of experts whose experts are all in every layer.
-fn experts(keys: &mut Keys<'_>, renormalise: bool) -> Result<(), Error> {
+/// Factors of frequencies as tensors.
+fn factors(found: RopeFactors) -> NamedTensors {
+    found.into_iter().map(|(name, factors)| (name, StoredTensor::literal(&factors))).collect()
+}
+
+/// Keys of a mixture of experts. `renormalise`: what the architecture does without the setting; `more`: blocks behind
+/// the layers, which have experts.
+fn experts(keys: &mut Keys<'_>, renormalise: bool, more: u64) -> Result<(), Error> {
     let config = keys.config;
     let count = match config.count("num_experts")? {
         Some(count) => count,
@@ -483,17 +501,28 @@ fn experts(keys: &mut Keys<'_>, renormalise: bool) -> Result<(), Error> {
         ("moe_intermediate_size", "expert_feed_forward_length"),
         ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
     ])?;
-    if let Some(step) = config.count("decoder_sparse_step")?.filter(|&step| step != 1) {
-        return Err(config.refuse("decoder_sparse_step", step, 1));
-    }
-    if let Some(found) =
-        config.get("mlp_only_layers").filter(|list| list.as_array().is_none_or(|list| !list.is_empty()))
-    {
-        return Err(config.refuse("mlp_only_layers", found, "an empty list"));
-    }
-    match config.flag("norm_topk_prob")? {
-        Some(found) if found != renormalise => Err(config.refuse("norm_topk_prob", found, renormalise)),
-        _ => Ok(()),
+    keys.set("expert_weights_norm", config.flag("norm_topk_prob")?.unwrap_or(renormalise));
+    let (layers, key) = (config.layers()?, "mlp_only_layers");
+    let step = config.count("decoder_sparse_step")?.unwrap_or(1).max(1);
+    let dense: Vec<u64> = match config.get(key) {
+        None => Vec::new(),
+        Some(found) => found
+            .as_array()
+            .and_then(|list| list.iter().map(serde_json::Value::as_u64).collect())
+            .ok_or_else(|| config.refuse(key, "something else", "a list of layers"))?,
+    };
+    set_expert_layers(keys, layers, more, |layer| {
+        !dense.contains(&layer) && (layer + 1).is_multiple_of(step)
+    });
+    Ok(())
+}
+
+/// Says which layers have experts, if not all have. `more`: blocks behind the layers, which have some.
+fn set_expert_layers(keys: &mut Keys<'_>, layers: u64, more: u64, has: impl Fn(u64) -> bool) {
+    let all = layers.saturating_add(more).min(1 << 16);
+    let flags: Vec<bool> = (0..all).map(|layer| layer >= layers || has(layer)).collect();
+    if flags.contains(&false) {
+        keys.set("expert_layers", flags);
     }
 }
 

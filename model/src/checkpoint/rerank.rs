@@ -170,8 +170,9 @@ impl Ranker {
             Self::Tokens { file, ids } => (file, ids),
         };
         keys.set("pooling_type", RANK);
-        let name = if keys.config.ties_embeddings(false) { "embed_tokens.weight" } else { "lm_head.weight" };
-        let matrix = named(stored, name).ok_or_else(|| Error::MissingTensor { tensor: name.to_owned() })?;
+        let name = "embed_tokens.weight";
+        let matrix = named(stored, "lm_head.weight").or_else(|| named(stored, name));
+        let matrix = matrix.ok_or_else(|| Error::MissingTensor { tensor: name.to_owned() })?;
         let rows = matrix.shape.first().copied().unwrap_or(0);
         if let Some((key, id)) = ids.iter().find(|(_, id)| *id >= rows) {
             return Err(folder.setting(&file, key, id.to_string(), &format!("less than {rows}")));

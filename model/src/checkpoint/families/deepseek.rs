@@ -1,7 +1,10 @@
 //! Latent attention: DeepSeek V2 and V3, GLM-4.7-Flash.
 
 use super::mixtures::{NEXT_TOKENS, SHARED_EXPERTS, count_mtp_heads, mixture};
-use super::{EXPERTS, Family, Form, MLP, MODEL, NamedTensors, PRE_NORMS, StoredTensor, formed, rope, rule};
+use super::{
+    EXPERTS, Family, Form, MLP, MODEL, NamedTensors, PRE_NORMS, StoredTensor, factors, formed, rule,
+    set_expert_layers,
+};
 use crate::Error;
 use crate::checkpoint::config::{Config, Keys};
 
@@ -14,6 +17,10 @@ pub(super) const DEEPSEEK: Family = Family {
         router(keys)?;
         let layers = keys.decoder()?;
         count_mtp_heads(keys, stored, layers);
+        if let Some(kinds) = config.layer_names("mlp_layer_types", layers, &["dense", "sparse"])? {
+            keys.set("leading_dense_block_count", 0_u64);
+            set_expert_layers(keys, layers, 0, |layer| kinds.get(layer as usize) == Some(&1));
+        }
         let dims = Dims::read(config)?;
         let rotating = config.need_count("qk_rope_head_dim")?;
         keys.counts(&[("q_lora_rank", "attention.q_lora_rank")])?;
@@ -27,9 +34,11 @@ pub(super) const DEEPSEEK: Family = Family {
         ] {
             keys.set(key, count);
         }
-        let tensors = rope(keys)?;
-        keys.set("rope.dimension_count", rotating);
-        let scaling = keys.rope_config(None)?;
+        // The compressions' norms have their own.
+        keys.set("attention.latent_norm_epsilon", 1e-6);
+        keys.set("rope.interleaved", config.flag("rope_interleave")?.unwrap_or(true));
+        let scaling = keys.rope_config("full_attention")?;
+        let tensors = factors(keys.rope_over(&scaling, rotating)?);
         if scaling.kind == "yarn" {
             let all = scaling.number("mscale_all_dim").filter(|&scale| scale != 0.0);
             keys.set("rope.scaling.yarn_log_multiplier", 0.1 * all.unwrap_or(0.0));
@@ -75,7 +84,8 @@ fn router(keys: &mut Keys<'_>) -> Result<(), Error> {
         if method != Some("group_limited_greedy") {
             keys.set("expert_group_count", 0_u64);
         }
-        keys.set("expert_weights_norm", config.flag("norm_topk_prob")?.unwrap_or(false));
+        // The published code has no use for `norm_topk_prob`.
+        keys.set("expert_weights_norm", false);
     }
     Ok(())
 }

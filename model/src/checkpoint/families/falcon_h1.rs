@@ -2,7 +2,7 @@
 
 use serde_json::Value as Json;
 
-use super::granite::{decay, norm};
+use super::granite::{decay, is_unlimited, norm};
 use super::{ATTENTION, Family, Form, MODEL, Rule, formed, rope, rule};
 use crate::Error;
 use crate::checkpoint::config::Keys;
@@ -43,13 +43,6 @@ pub(super) const FALCON_H1: Family = Family {
     },
     rules: &[MODEL, ATTENTION, RULES],
 };
-
-/// The word `Infinity` is null here; newer files have an object instead.
-fn is_unlimited(limit: &Json) -> bool {
-    let [from, to] = limit.as_array().map_or(&[][..], Vec::as_slice) else { return false };
-    let infinite = to.is_null() || to.get("__float__").is_some_and(|to| to == "Infinity");
-    from.as_f64() == Some(0.0) && infinite
-}
 
 fn factors(keys: &mut Keys<'_>, from: &str, to: &str) -> Result<(), Error> {
     let Some(found) = keys.config.get(from) else { return Ok(()) };

@@ -1,8 +1,8 @@
 //! Gemma 2, 3 and 4.
 
-use super::{Family, Form, MLP, Rule, formed, none, rule};
+use super::{Family, Form, MLP, Rule, formed, rope, rule};
 use crate::Error;
-use crate::checkpoint::config::{Keys, MAX_HEAD_DIM};
+use crate::checkpoint::config::{Config, Keys, MAX_HEAD_DIM};
 use crate::checkpoint::weights::StoredTensor;
 
 pub(super) const GEMMA3: Family = Family {
@@ -10,29 +10,16 @@ pub(super) const GEMMA3: Family = Family {
     arch: "gemma3",
     keys: |keys, _| {
         let config = keys.config;
-        config.one_of(&["hidden_activation", "hidden_act"], &["gelu_pytorch_tanh"])?;
-        config.never("attention_bias")?;
+        keys.activation("hidden_activation")?;
         config.never("use_bidirectional_attention")?;
         let layers = keys.decoder()?;
-        for (key, default) in [("head_dim", 256), ("num_key_value_heads", 4)] {
-            if config.count(key)?.is_none() {
-                return Err(config.refuse(key, "absent", format_args!("a count, such as {default}")));
-            }
-        }
         windows(keys, layers)?;
         keys.numbers(&[("final_logit_softcapping", "final_logit_softcapping")])?;
         if let Some(scalar) = config.number("query_pre_attn_scalar")? {
             keys.set("attention.scale", scalar.sqrt().recip());
         }
-        let local = match config.object("rope_parameters")? {
-            Some(_) => Some(keys.rope_config(Some("sliding_attention"))?.theta),
-            None => config.number("rope_local_base_freq")?,
-        };
-        let full = keys.rope_config(Some("full_attention"))?;
-        keys.set("rope.freq_base_swa", local.unwrap_or(10_000.0));
-        keys.set("rope.freq_base", full.theta);
-        keys.linear_scaling(&full)?;
-        none()
+        keys.sliding_rope(config.number("rope_local_base_freq")?.unwrap_or(10_000.0))?;
+        rope(keys)
     },
     rules: &[NORMS, ATTENTION, MLP],
 };
@@ -42,15 +29,10 @@ pub(super) const GEMMA2: Family = Family {
     arch: "gemma2",
     keys: |keys, _| {
         let config = keys.config;
-        config.one_of(&["hidden_activation"], &["gelu_pytorch_tanh"])?;
-        config.never("attention_bias")?;
+        keys.activation("hidden_activation")?;
         config.never("use_bidirectional_attention")?;
         let layers = keys.decoder()?;
-        keys.set("attention.sliding_window", config.need_count("sliding_window")?);
-        if let Some(kinds) = config.layer_types(layers, &["full_attention", "sliding_attention"])? {
-            let slides: Vec<bool> = kinds.iter().map(|&kind| kind == 1).collect();
-            keys.set("attention.sliding_window_pattern", slides);
-        }
+        keys.windows(layers, Some(config.need_count("sliding_window")?), |nth| nth % 2 == 1)?;
         keys.numbers(&[
             ("attn_logit_softcapping", "attn_logit_softcapping"),
             ("final_logit_softcapping", "final_logit_softcapping"),
@@ -58,7 +40,7 @@ pub(super) const GEMMA2: Family = Family {
         if let Some(scalar) = config.number("query_pre_attn_scalar")? {
             keys.set("attention.scale", scalar.sqrt().recip());
         }
-        super::rope(keys)
+        rope(keys)
     },
     rules: &[NORMS, ATTENTION, MLP],
 };
@@ -68,25 +50,20 @@ pub(super) const GEMMA4: Family = Family {
     arch: "gemma4",
     keys: |keys, _| {
         let config = keys.config;
-        config.one_of(&["hidden_activation"], &["gelu_pytorch_tanh"])?;
-        config.never("attention_bias")?;
+        keys.activation("hidden_activation")?;
+        // Tokens of images see each other.
+        config.one_of(&["use_bidirectional_attention"], &["vision"])?;
         let layers = keys.decoder()?;
-        let slides = windows(keys, layers)?;
-        let (dim, full_dim) = (config.need_count("head_dim")?, config.count("global_head_dim")?);
-        let full_dim = full_dim.unwrap_or(dim);
-        if full_dim > MAX_HEAD_DIM {
-            return Err(config.refuse("global_head_dim", full_dim, format_args!("at most {MAX_HEAD_DIM}")));
-        }
+        let mut slides = windows(keys, layers)?;
+        // The last layer has full attention, whatever the list says.
+        slides.last_mut().into_iter().for_each(|last| *last = false);
+        keys.set("attention.sliding_window_pattern", slides.clone());
+        let (dim, kv_heads) = (config.need_count("head_dim")?, config.need_count("num_key_value_heads")?);
+        let (full_dim, full_kv_heads) = full_heads(config, &slides)?;
         for key in ["attention.key_length", "attention.value_length", "rope.dimension_count"] {
             keys.set(key, full_dim);
             keys.set(&format!("{key}_swa"), dim);
         }
-        let kv_heads = config.need_count("num_key_value_heads")?;
-        // Full layers have their own number if their values are their keys.
-        let full_kv_heads = match config.flag("attention_k_eq_v")? {
-            Some(true) => config.count("num_global_key_value_heads")?.unwrap_or(kv_heads),
-            _ => kv_heads,
-        };
         let of_layer = |&slides: &bool| if slides { kv_heads } else { full_kv_heads };
         keys.set("attention.head_count_kv", slides.iter().map(of_layer).collect::<Vec<u64>>());
         let shared = config.count("num_kv_shared_layers")?.unwrap_or(0);
@@ -105,43 +82,70 @@ pub(super) const GEMMA4: Family = Family {
             keys.set("expert_used_count", config.need_count("top_k_experts")?);
             keys.set("expert_feed_forward_length", config.need_count("moe_intermediate_size")?);
         }
-        let (full, sliding) =
-            (keys.rope_config(Some("full_attention"))?, keys.rope_config(Some("sliding_attention"))?);
+        keys.sliding_rope(10_000.0)?;
+        let full = keys.rope_config("full_attention")?;
         keys.set("rope.freq_base", full.theta);
-        keys.set("rope.freq_base_swa", sliding.theta);
-        if full.kind != "proportional" && full.kind != "default" || sliding.kind != "default" {
-            let needs = "proportional for full and default for sliding attention";
-            return Err(config.refuse(
-                "rope_parameters.*.rope_type",
-                format!("{} and {}", full.kind, sliding.kind),
-                needs,
-            ));
-        }
-        if slides.iter().all(|&slides| slides) {
-            return none();
-        }
+        let (partial, factor) = match full.kind.as_str() {
+            "proportional" => (full.partial.unwrap_or(1.0), full.number("factor").unwrap_or(1.0)),
+            "default" => (1.0, 1.0),
+            other => {
+                let needs = "proportional or default";
+                return Err(config.refuse("rope_parameters.full_attention.rope_type", other, needs));
+            }
+        };
         // Pairs that do not rotate have a frequency of almost 0.
-        let (pairs, partial) = (full_dim / 2, full.partial.unwrap_or(1.0));
         let rotating = (partial * full_dim as f64 / 2.0) as u64;
-        let factors: Vec<f32> = (0..pairs).map(|pair| if pair < rotating { 1.0 } else { 1e30 }).collect();
+        let factor_of = |pair| if pair < rotating { factor as f32 } else { 1e30 };
+        let factors: Vec<f32> = (0..full_dim / 2).map(factor_of).collect();
         Ok(vec![("rope_freqs.weight", StoredTensor::literal(&factors))])
     },
     rules: &[PLAIN_NORMS, ATTENTION, MLP, GEMMA4_RULES],
 };
 
-/// Sets the window and the layers that have it, and returns these.
-fn windows(keys: &mut Keys<'_>, layers: u64) -> Result<Vec<bool>, Error> {
-    let config = keys.config;
-    keys.set("attention.sliding_window", config.need_count("sliding_window")?);
-    let slides: Vec<bool> = match config.layer_types(layers, &["full_attention", "sliding_attention"])? {
-        Some(kinds) => kinds.iter().map(|&kind| kind == 1).collect(),
+/// Width and number of the key/value heads in layers with full attention.
+fn full_heads(config: &Config<'_>, slides: &[bool]) -> Result<(u64, u64), Error> {
+    let (dim, heads) = (config.need_count("head_dim")?, config.need_count("num_key_value_heads")?);
+    let key = "per_layer_config";
+    let found = match config.object(key)? {
         None => {
-            let period = config.need_count("sliding_window_pattern")?.max(1);
-            (1..=layers.min(1 << 16)).map(|nth| !nth.is_multiple_of(period)).collect()
+            // They have their own number if their values are their keys.
+            let own = config.flag("attention_k_eq_v")? == Some(true);
+            let own = if own { config.count("num_global_key_value_heads")? } else { None };
+            (config.count("global_head_dim")?.unwrap_or(dim), own.unwrap_or(heads))
+        }
+        Some(map) => {
+            let of_layer = |layer: usize| {
+                let mut entries = map.iter().filter(|(number, _)| number.parse() == Ok(layer));
+                let count = |name: &str, or: u64| match entries.clone().find_map(|(_, entry)| entry.get(name))
+                {
+                    Some(found) => found.as_u64(),
+                    None => Some(or),
+                };
+                let known = |name: &String| ["head_dim", "num_key_value_heads"].contains(&name.as_str());
+                let pair = count("head_dim", dim).zip(count("num_key_value_heads", heads));
+                pair.filter(|_| {
+                    entries.all(|(_, entry)| entry.as_object().is_some_and(|entry| entry.keys().all(known)))
+                })
+            };
+            let pairs: Vec<Option<(u64, u64)>> = (0..slides.len()).map(of_layer).collect();
+            let full = slides.iter().position(|slides| !slides).and_then(|layer| pairs[layer]);
+            let expected = |&slides: &bool| if slides { Some((dim, heads)) } else { full };
+            let good = full.filter(|_| pairs.iter().eq(&slides.iter().map(expected).collect::<Vec<_>>()));
+            let needs = "the same head_dim and num_key_value_heads for all layers with full attention alone";
+            good.ok_or_else(|| config.refuse(key, "something else", needs))?
         }
     };
-    keys.set("attention.sliding_window_pattern", slides.clone());
-    Ok(slides)
+    match found.0 <= MAX_HEAD_DIM {
+        true => Ok(found),
+        false => Err(config.refuse("global_head_dim", found.0, format_args!("at most {MAX_HEAD_DIM}"))),
+    }
+}
+
+/// Sets the window, and returns the layers that have it.
+fn windows(keys: &mut Keys<'_>, layers: u64) -> Result<Vec<bool>, Error> {
+    let config = keys.config;
+    let period = config.need_count("sliding_window_pattern")?.max(1);
+    keys.windows(layers, Some(config.need_count("sliding_window")?), |nth| !nth.is_multiple_of(period))
 }
 
 const ATTENTION: &[Rule] = &[

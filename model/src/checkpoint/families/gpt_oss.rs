@@ -21,11 +21,7 @@ pub(super) const GPT_OSS: Family = Family {
         keys.set("expert_count", config.need_count("num_local_experts")?);
         keys.set("expert_used_count", config.need_count("num_experts_per_tok")?);
         keys.set("expert_feed_forward_length", config.need_count("intermediate_size")?);
-        keys.set("attention.sliding_window", config.need_count("sliding_window")?);
-        if let Some(kinds) = config.layer_types(layers, &["full_attention", "sliding_attention"])? {
-            let slides: Vec<bool> = kinds.iter().map(|&kind| kind == 1).collect();
-            keys.set("attention.sliding_window_pattern", slides);
-        }
+        keys.windows(layers, Some(config.need_count("sliding_window")?), |nth| nth % 2 == 1)?;
         rope(keys)
     },
     rules: &[MODEL, ATTENTION, RULES],

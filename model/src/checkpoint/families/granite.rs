@@ -1,5 +1,7 @@
 //! Granite 4: Mamba-2 and attention, with experts or dense.
 
+use serde_json::Value as Json;
+
 use super::{ATTENTION, Family, Form, MODEL, NamedTensors, PRE_NORMS, Rule, formed, rope, rule};
 use crate::Error;
 use crate::checkpoint::config::Config;
@@ -32,18 +34,25 @@ pub(super) const GRANITE_HYBRID: Family = Family {
                 keys.set("expert_shared_feed_forward_length", shared);
             }
         }
-        if let Some(kinds) = config.layer_types(layers, &["mamba", "attention"])? {
-            let heads =
-                config.count("num_key_value_heads")?.unwrap_or(config.need_count("num_attention_heads")?);
-            let of_layer: Vec<u64> = kinds.iter().map(|&kind| heads * kind as u64).collect();
-            keys.set("attention.head_count_kv", of_layer);
+        let heads = config.count("num_key_value_heads")?.unwrap_or(config.need_count("num_attention_heads")?);
+        let of_layer: Vec<u64> = match config.layer_types(layers, &["linear_attention", "full_attention"])? {
+            Some(kinds) => kinds.iter().map(|&kind| heads * kind as u64).collect(),
+            None => vec![0; layers.min(1 << 16) as usize],
+        };
+        keys.set("attention.head_count_kv", of_layer);
+        if let Some(limit) = config.get("time_step_limit").filter(|limit| !is_unlimited(limit)) {
+            return Err(config.refuse("time_step_limit", limit, "0 to Infinity"));
         }
         let heads = config.need_count("mamba_n_heads")?;
         keys.set("ssm.conv_kernel", config.need_count("mamba_d_conv")?);
         keys.set("ssm.state_size", config.need_count("mamba_d_state")?);
         keys.set("ssm.group_count", config.need_count("mamba_n_groups")?);
         keys.set("ssm.time_step_rank", heads);
-        keys.set("ssm.inner_size", heads.saturating_mul(config.need_count("mamba_d_head")?));
+        let inner = match config.get("mamba_d_head").filter(|dim| *dim != "auto") {
+            Some(_) => heads.saturating_mul(config.need_count("mamba_d_head")?),
+            None => config.need_count("hidden_size")?.saturating_mul(config.need_count("mamba_expand")?),
+        };
+        keys.set("ssm.inner_size", inner);
         rope(keys)
     },
     rules: &[MODEL, ATTENTION, PRE_NORMS, RULES],
@@ -51,6 +60,13 @@ pub(super) const GRANITE_HYBRID: Family = Family {
 
 fn experts(config: &Config<'_>) -> Result<u64, Error> {
     Ok(config.count("num_local_experts")?.unwrap_or(0))
+}
+
+/// The word `Infinity` is null here; newer files have an object instead.
+pub(super) fn is_unlimited(limit: &Json) -> bool {
+    let [from, to] = limit.as_array().map_or(&[][..], Vec::as_slice) else { return false };
+    let infinite = to.is_null() || to.get("__float__").is_some_and(|to| to == "Infinity");
+    from.as_f64() == Some(0.0) && infinite
 }
 
 const RULES: &[Rule] = &[

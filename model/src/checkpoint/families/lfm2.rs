@@ -22,9 +22,7 @@ pub(super) const LFM2_MOE: Family = Family {
     arch: "lfm2moe",
     keys: |keys, _| {
         let (layers, config) = (layers(keys)?, keys.config);
-        if config.flag("norm_topk_prob")? == Some(false) {
-            return Err(config.refuse("norm_topk_prob", false, true));
-        }
+        keys.set("expert_weights_norm", config.flag("norm_topk_prob")?.unwrap_or(true));
         keys.set("expert_count", config.need_count("num_experts")?);
         keys.set("expert_used_count", config.need_count("num_experts_per_tok")?);
         keys.counts(&[

@@ -1,6 +1,8 @@
 //! Models with dense layers before mixtures, and routers with a bias of the choice.
 
-use super::{ATTENTION, EXPERTS, Family, Form, MLP, MODEL, PRE_NORMS, Rule, formed, rope, rule};
+use super::{
+    ATTENTION, EXPERTS, Family, Form, MLP, MODEL, PRE_NORMS, Rule, formed, rope, rule, set_expert_layers,
+};
 use crate::Error;
 use crate::checkpoint::config::Keys;
 use crate::checkpoint::weights::StoredTensors;
@@ -15,7 +17,7 @@ pub(super) const SHARED_EXPERTS: &[Rule] = &[
 /// Keys of the routers of DeepSeek and GLM.
 pub(super) fn mixture(keys: &mut Keys<'_>) -> Result<(), Error> {
     let config = keys.config;
-    config.one_of(&["hidden_act"], &["silu"])?;
+    keys.activation("hidden_act")?;
     keys.set("expert_count", config.need_count("n_routed_experts")?);
     keys.set("expert_used_count", config.need_count("num_experts_per_tok")?);
     keys.counts(&[
@@ -79,7 +81,7 @@ pub(super) const MINIMAX_M2: Family = Family {
     arch: "minimax-m2",
     keys: |keys, _| {
         let config = keys.config;
-        config.one_of(&["hidden_act"], &["silu"])?;
+        keys.activation("hidden_act")?;
         config.one_of(&["scoring_func"], &["sigmoid"])?;
         config.one_of(&["qk_norm_type"], &["per_layer"])?;
         keys.decoder()?;
@@ -110,27 +112,22 @@ pub(super) const ERNIE4_5_MOE: Family = Family {
     arch: "ernie4_5-moe",
     keys: |keys, _| {
         let config = keys.config;
-        config.one_of(&["hidden_act"], &["silu"])?;
+        keys.activation("hidden_act")?;
         let layers = keys.decoder()?;
         keys.set("expert_count", config.need_count("moe_num_experts")?);
         keys.set("expert_used_count", config.need_count("moe_k")?);
         keys.counts(&[
             ("moe_intermediate_size", "expert_feed_forward_length"),
             ("moe_num_shared_experts", "expert_shared_count"),
-            ("moe_layer_start_index", "leading_dense_block_count"),
         ])?;
-        if let Some(interval) = config.count("moe_layer_interval")?.filter(|&interval| interval != 1) {
-            return Err(config.refuse("moe_layer_interval", interval, 1));
-        }
+        let start = config.count("moe_layer_start_index")?.unwrap_or(0);
+        let interval = config.count("moe_layer_interval")?.unwrap_or(1).max(1);
         // -1 is the last layer.
         let end = config.get("moe_layer_end_index").and_then(serde_json::Value::as_i64).unwrap_or(-1);
-        if end >= 0 && (end as u64).saturating_add(1) != layers {
-            return Err(config.refuse(
-                "moe_layer_end_index",
-                end,
-                format_args!("-1 or {}", layers.saturating_sub(1)),
-            ));
-        }
+        let end = u64::try_from(end).unwrap_or(u64::MAX);
+        set_expert_layers(keys, layers, 0, |layer| {
+            (start..=end).contains(&layer) && (layer + 1).is_multiple_of(interval)
+        });
         rope(keys)
     },
     rules: &[

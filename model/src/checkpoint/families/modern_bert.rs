@@ -7,7 +7,8 @@ pub(super) const MODERN_BERT: Family = Family {
     arch: "modern-bert",
     keys: |keys, _| {
         let config = keys.config;
-        config.one_of(&["hidden_activation", "classifier_activation"], &["gelu"])?;
+        config.one_of(&["classifier_activation"], &["gelu"])?;
+        keys.activation("hidden_activation")?;
         let layers = keys.decoder_with("norm_eps", "attention.layer_norm_epsilon")?;
         keys.set("attention.causal", false);
         keys.set("attention.sliding_window", config.need_count("local_attention")?);
@@ -22,7 +23,7 @@ pub(super) const MODERN_BERT: Family = Family {
             ("full_attention", "global_rope_theta", "rope.freq_base"),
             ("sliding_attention", "local_rope_theta", "rope.freq_base_swa"),
         ] {
-            let rope = keys.rope_config(Some(kind))?;
+            let rope = keys.rope_config(kind)?;
             if rope.kind != "default" {
                 return Err(config.refuse("rope_type", format!("{:?}", rope.kind), "default"));
             }

@@ -8,14 +8,17 @@ pub(super) const NEMOTRON_H: Family = Family {
     arch: "nemotron_h",
     keys: |keys, _| {
         let config = keys.config;
-        config.one_of(&["mlp_hidden_act"], &["relu2"])?;
+        keys.activation("mlp_hidden_act")?;
         config.one_of(&["mamba_hidden_act"], &["silu"])?;
-        for key in ["attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias"] {
-            config.never(key)?;
-        }
         let layers = keys.decoder_with("layer_norm_epsilon", "attention.layer_norm_rms_epsilon")?;
-        let pattern =
-            config.get("hybrid_override_pattern").and_then(serde_json::Value::as_str).unwrap_or_default();
+        let names = ["linear_attention", "full_attention", "mlp"];
+        let pattern: String = match config.layer_names("layers_block_type", layers, &names)? {
+            Some(kinds) => kinds.iter().map(|&kind| ['M', '*', '-'][kind]).collect(),
+            None => {
+                let found = config.get("hybrid_override_pattern").and_then(serde_json::Value::as_str);
+                found.unwrap_or_default().to_owned()
+            }
+        };
         let known = pattern.len() as u64 == layers && pattern.bytes().all(|kind| b"M*-".contains(&kind));
         if !known {
             let found = format!("{:?}", pattern.chars().take(100).collect::<String>());

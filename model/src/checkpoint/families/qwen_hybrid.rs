@@ -11,10 +11,10 @@ pub(super) const QWEN3_NEXT: Family = Family {
     types: &["qwen3_next"],
     arch: "qwen3next",
     keys: |keys, stored| {
-        experts(keys, true)?;
+        experts(keys, true, mtp_heads(keys.config, stored)?)?;
         hybrid(keys, stored)
     },
-    rules: &[NORMS, LAYER, PACKED, EXPERTS],
+    rules: &[NORMS, LAYER, PACKED, MLP, EXPERTS, MTP_HEAD],
 };
 
 pub(super) const QWEN3_5: Family = Family {
@@ -31,7 +31,7 @@ pub(super) const QWEN3_5_MOE: Family = Family {
     types: &["qwen3_5_moe_text", "qwen3_5_moe"],
     arch: "qwen35moe",
     keys: |keys, stored| {
-        experts(keys, true)?;
+        experts(keys, true, mtp_heads(keys.config, stored)?)?;
         sections(keys)?;
         hybrid(keys, stored)
     },
@@ -101,22 +101,29 @@ fn queries_and_gates(config: &Config<'_>, tensor: StoredTensor) -> Result<NamedT
     Ok(vec![("blk.{l}.attn_qkv.weight", tensor.rows(&qkv)), ("blk.{l}.attn_gate.weight", tensor.rows(&z))])
 }
 
-/// Pairs of a head rotate by one of three axes, which are equal in text.
+/// Pairs of a head rotate by one of three axes, which are equal in text. Without the setting they do so by turns.
 fn sections(keys: &mut Keys<'_>) -> Result<(), Error> {
-    let key = "rope_parameters";
     let refuse =
-        |found: &str| keys.config.refuse("rope_parameters.mrope_section", found, "three counts, interleaved");
-    let map = keys.config.object(key)?.ok_or_else(|| refuse("absent"))?;
-    let list = map.get("mrope_section").and_then(Json::as_array);
-    let counts = list.and_then(|list| list.iter().map(Json::as_u64).collect::<Option<Vec<u64>>>());
-    let interleaved = map.get("mrope_interleaved").and_then(Json::as_bool).unwrap_or(false);
-    match counts {
-        Some(mut counts) if counts.len() == 3 && interleaved => {
-            counts.push(0);
-            keys.set("rope.dimension_sections", counts);
-            Ok(())
-        }
-        _ => Err(refuse("something else")),
+        || keys.config.refuse("rope_parameters.mrope_section", "something else", "three counts, interleaved");
+    let rope = keys.rope_config("full_attention")?;
+    let Some(list) = rope.setting("mrope_section") else {
+        let pairs = keys.rotating(&rope)? / 2;
+        keys.set("rope.dimension_sections", vec![pairs.div_ceil(3), (pairs + 1) / 3, pairs / 3, 0]);
+        return Ok(());
+    };
+    let interleaved = rope.setting("mrope_interleaved").and_then(Json::as_bool).unwrap_or(false);
+    let counts = list.as_array().and_then(|list| list.iter().map(Json::as_u64).collect::<Option<Vec<u64>>>());
+    let mut counts = counts.filter(|counts| counts.len() == 3 && interleaved).ok_or_else(refuse)?;
+    counts.push(0);
+    keys.set("rope.dimension_sections", counts);
+    Ok(())
+}
+
+/// Blocks behind the last layer.
+fn mtp_heads(config: &Config<'_>, stored: &StoredTensors) -> Result<u64, Error> {
+    match stored.keys().any(|name| name.starts_with("mtp.")) {
+        true => Ok(config.count("mtp_num_hidden_layers")?.unwrap_or(1)),
+        false => Ok(0),
     }
 }
 
@@ -127,8 +134,7 @@ fn hybrid(keys: &mut Keys<'_>, stored: &StoredTensors) -> Result<NamedTensors, E
         return Err(config.refuse("attn_output_gate", false, true));
     }
     let layers = keys.decoder()?;
-    let heads = stored.keys().any(|name| name.starts_with("mtp."));
-    let heads = if heads { config.count("mtp_num_hidden_layers")?.unwrap_or(1) } else { 0 };
+    let heads = mtp_heads(config, stored)?;
     keys.set("block_count", layers.saturating_add(heads));
     keys.set("nextn_predict_layers", heads);
     match config.layer_types(layers, &["full_attention", "linear_attention"])? {

@@ -161,14 +161,116 @@ fn what_is_unknown_is_named() {
     assert!(error.contains("model_type is \"other\", expected") && error.contains("llama"), "{error}");
     let error = plan.clone().with("model.layers.0.self_attn.sinks", &[2]).error();
     assert!(error.contains("model.layers.0.self_attn.sinks"), "{error}");
-    let error = plan.clone().set("rope_scaling", json!({"rope_type": "dynamic", "factor": 2.0})).error();
-    assert!(error.contains("rope_scaling.rope_type is \"dynamic\", expected"), "{error}");
+    let error = plan.clone().set("rope_scaling", json!({"rope_type": "axial", "factor": 2.0})).error();
+    assert!(error.contains("rope_scaling.rope_type is \"axial\", expected default, dynamic"), "{error}");
     let error = plan.clone().set("hidden_act", json!("relu")).error();
-    assert!(error.contains("hidden_act is \"relu\", expected silu"), "{error}");
+    assert!(error.contains("hidden_act is \"relu\", expected silu, gelu"), "{error}");
     let error = plan.clone().set("num_hidden_layers", json!("two")).error();
     assert!(error.contains("num_hidden_layers is \"two\", expected a whole number"), "{error}");
     let error = plan.without("model.layers.0.mlp.up_proj.weight").error();
     assert!(error.contains("blk.0.ffn_up.weight"), "{error}");
+}
+
+#[test]
+fn every_kind_of_scaled_rope_is_for_every_family() {
+    let of = |plan: &Plan, key: &str, rope: Json| {
+        let spec = plan.clone().set(key, rope).spec().unwrap();
+        spec.attention(0).unwrap().rope.clone().unwrap()
+    };
+    let original = "original_max_position_embeddings";
+    for plan in [Plan::llama(), qwen3()] {
+        for key in ["rope_scaling", "rope_parameters"] {
+            let rope = |settings: Json| of(&plan, key, settings);
+            let plain = rope(json!({"rope_type": "default", "rope_theta": 500.0}));
+            assert_eq!((plain.base, &plain.factors, plain.freq_scale), (500.0, &None, 1.0));
+            let dynamic = json!({"type": "dynamic", "factor": 4.0, "rope_theta": 500.0});
+            assert_eq!(rope(dynamic), plain);
+            assert_eq!(rope(json!({"type": "linear", "factor": 4.0})).freq_scale, 0.25);
+            let yarn = rope(json!({"rope_type": "yarn", "factor": 4.0, original: 32}));
+            let yarn_magnitude = 1.0 + 0.1 * 4_f32.ln();
+            assert!((yarn.magnitude - yarn_magnitude).abs() < 1e-6 && yarn.factors.is_some());
+            // The factor is how often the original context is in the longest.
+            assert_eq!(rope(json!({"rope_type": "yarn", original: 32})), yarn);
+            // Zeros are as absent.
+            let zeros =
+                json!({"rope_type": "yarn", original: 32, "mscale": 0, "mscale_all_dim": 1, "beta_fast": 0});
+            assert_eq!(rope(zeros), yarn);
+            let given = json!({"rope_type": "yarn", original: 32, "attention_factor": 1.5});
+            assert!((rope(given).magnitude - 1.5).abs() < 1e-6);
+            let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, original: 32});
+            assert!(rope(llama3).factors.is_some());
+            let list = |factor: f64| vec![factor; 8];
+            let long = json!({"rope_type": "longrope", "factor": 9.0, original: 128, "short_factor": list(1.0),
+                "long_factor": list(2.0)});
+            // The square root of 1 + ln 9 / ln 128.
+            assert!((rope(long).magnitude - 1.205_346).abs() < 1e-5);
+        }
+    }
+    let error = Plan::llama().set("rope_scaling", json!({"type": "linear"})).error();
+    assert!(error.contains("rope_scaling.factor is absent or no number, expected a number"), "{error}");
+    // Only a part of the types have heads of which a part rotates.
+    let partial = json!({"rope_type": "default", "partial_rotary_factor": 0.5});
+    assert_eq!(of(&Plan::llama(), "rope_parameters", partial).n_rot, 16);
+}
+
+#[test]
+fn an_absent_setting_is_that_of_the_types_class() {
+    let plan = qwen3().set("model_type", json!("qwen2"));
+    let windows = |plan: &Plan| plan.spec().map(|spec| spec.attention(0).unwrap().window);
+    let mut plan = ["q", "k", "v"].iter().fold(plan, |plan, name| {
+        let rows = if *name == "q" { 32 } else { 16 };
+        plan.with(&format!("model.layers.0.self_attn.{name}_proj.bias"), &[rows])
+    });
+    plan.tensors.retain(|name, _| !name.contains("_norm."));
+    let sliding = plan.clone().set("sliding_window", json!(8)).set("max_window_layers", json!(0));
+    assert_eq!(windows(&sliding).unwrap(), None);
+    let used = sliding.set("use_sliding_window", json!(true));
+    assert_eq!(windows(&used).unwrap(), Some(8));
+    assert_eq!(windows(&used.clone().set("max_window_layers", json!(1))).unwrap(), None);
+    let listed = used.set("layer_types", json!(["full_attention"]));
+    assert_eq!(windows(&listed).unwrap(), None);
+    // Null is not absent.
+    let mistral = |plan: Plan| plan.set("model_type", json!("mistral"));
+    assert_eq!(windows(&mistral(Plan::llama())).unwrap(), Some(4096));
+    assert_eq!(windows(&mistral(Plan::llama()).set("sliding_window", json!(null))).unwrap(), None);
+    let mut plan = Plan::llama();
+    plan.config.as_object_mut().unwrap().remove("rms_norm_eps");
+    assert_eq!(plan.spec().unwrap().logits().unwrap().norm.eps, 1e-6);
+    let head_dim = |plan: Plan| plan.spec().unwrap().attention(0).unwrap().head_dim;
+    assert_eq!(head_dim(qwen3().set("head_dim", json!(null))), 16);
+    let mut absent = qwen3();
+    absent.config.as_object_mut().unwrap().remove("head_dim");
+    assert!(absent.error().contains("256"), "128 for each of 2 heads");
+}
+
+#[test]
+fn another_function_of_the_feed_forward() {
+    let activation = |name: &str| {
+        let spec = Plan::llama().set("hidden_act", json!(name)).spec().unwrap();
+        let crate::spec::FfnSpec::Gated { activation, .. } = spec.layers[0].ffn[0].ffn else { panic!() };
+        format!("{activation:?}")
+    };
+    for (name, expected) in
+        [("silu", "Silu"), ("gelu", "GeluErf"), ("gelu_pytorch_tanh", "GeluTanh"), ("relu2", "ReluSquared")]
+    {
+        assert_eq!(activation(name), expected);
+    }
+}
+
+#[test]
+fn an_output_matrix_that_is_not_the_embedding_is_used() {
+    let plan = Plan::llama().set("tie_word_embeddings", json!(true));
+    assert_eq!(plan.spec().unwrap().logits().unwrap().linear.weight, "token_embd.weight");
+    let dir = plan.write(1);
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    // The first of the tensors' bytes is of lm_head.
+    let first = bytes.len() - bytes.iter().rev().take_while(|byte| **byte == 0).count();
+    bytes[first] = 1;
+    fs::write(&path, bytes).unwrap();
+    let spec = ModelSpec::from_file(&ModelFile::open(dir.path()).unwrap()).unwrap();
+    assert_eq!(spec.logits().unwrap().linear.weight, "output.weight");
 }
 
 #[test]
@@ -187,7 +289,16 @@ fn experts_become_one_tensor() {
         plan = plan.with(&format!("{stem}.up_proj.weight"), &[8, 32]);
         plan = plan.with(&format!("{stem}.down_proj.weight"), &[32, 8]);
     }
-    plan.spec().unwrap();
+    let renormalises = |plan: &Plan| {
+        let spec = plan.spec().unwrap();
+        let crate::spec::FfnSpec::Moe(moe) = &spec.layers[0].ffn[0].ffn else { panic!() };
+        moe.renormalise
+    };
+    assert!(renormalises(&plan) && !renormalises(&plan.clone().set("norm_topk_prob", json!(false))));
+    for (key, value) in [("mlp_only_layers", json!([0])), ("decoder_sparse_step", json!(2))] {
+        let error = plan.clone().set(key, value).error();
+        assert!(error.contains("blk.0.ffn_gate.weight"), "{error}");
+    }
     let file = ModelFile::open(plan.write(2).path()).unwrap();
     assert_eq!(file.tensor("blk.0.ffn_down_exps.weight").unwrap().dims(), [8, 32, 2]);
     let name = "model.layers.0.mlp.experts.1.up_proj.weight";
@@ -337,7 +448,7 @@ fn reranker(plan: &Plan, files: &[(&str, &str)]) -> Result<(ModelSpec, Option<St
 
 fn qwen3() -> Plan {
     let norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"];
-    let plan = Plan::llama().set("model_type", json!("qwen3"));
+    let plan = Plan::llama().set("model_type", json!("qwen3")).set("head_dim", json!(16));
     norms.iter().fold(plan, |plan, name| plan.with(&format!("model.layers.0.{name}"), &[16]))
 }
 
