@@ -164,8 +164,9 @@ fn all_used(
 ) -> Result<(), Error> {
     let used: HashSet<&str> = used.into_iter().collect();
     // Activation scales are for engines that quantise activations.
-    let of_activations =
-        |name: &str| [".input_scale", ".k_scale", ".v_scale"].iter().any(|end| name.ends_with(end));
+    let of_activations = |name: &str| {
+        [".input_scale", ".q_scale", ".k_scale", ".v_scale"].iter().any(|end| name.ends_with(end))
+    };
     let ignored = |name: &str| of_activations(name) || ignores(source, name);
     match source.header().tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
         Some(info) => {

@@ -44,6 +44,9 @@ pub(crate) enum Conversion {
     Scaled(Box<Scaled>),
     /// The values of such a matrix as F32.
     Dequantised(Box<Scaled>),
+    /// Codes of two E2M1 values in a byte, the lower bits first, and E4M3 scales of 16 values or E8M0 scales of 32
+    /// values, to the values as BF16, which is exact.
+    Fp4Values { codes: Box<Self>, scales: Box<Self>, group: u64 },
     /// Codes of 4 or 8 bits in words of 32 to a byte each, row by row of the matrix.
     Unpacked { of: Box<Self>, packing: Packing, rows: u64, cols: u64 },
 }
@@ -57,11 +60,10 @@ pub(crate) struct Scaled {
     /// `[rows, cols]`; E4M3, signed bytes (INT8), or unsigned ones.
     pub(crate) codes: Conversion,
     pub(crate) rows: u64,
-    /// A multiple of 32.
     pub(crate) cols: u64,
     /// F32.
     pub(crate) scales: Conversion,
-    /// Rows and columns of a scale; the columns are a multiple of 32, or all.
+    /// Rows and columns of a scale; the last of a row or column may have fewer.
     pub(crate) block: [u64; 2],
     /// What is subtracted of unsigned codes: one value, or one for each scale. INT4 needs 8.
     pub(crate) zeros: Option<Conversion>,
@@ -157,7 +159,9 @@ impl Conversion {
             Self::Rows { of, .. } | Self::Transposed { of, .. } | Self::Floats { of, .. } => {
                 of.for_each_region(visit)
             }
-            Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => {
+            Self::Nvfp4 { codes, scales }
+            | Self::Mxfp4 { codes, scales }
+            | Self::Fp4Values { codes, scales, .. } => {
                 codes.for_each_region(visit);
                 scales.for_each_region(visit);
             }
@@ -204,6 +208,7 @@ impl Conversion {
             Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => codes.len() + scales.len(),
             Self::Scaled(scaled) => scaled.rows * (scaled.cols / GROUP) * scaled.ty.block_bytes() as u64,
             Self::Dequantised(scaled) => scaled.rows * scaled.cols * 4,
+            Self::Fp4Values { codes, .. } => codes.len() * 4,
             Self::Unpacked { rows, cols, .. } => rows * cols,
         }
     }
@@ -225,9 +230,9 @@ impl Conversion {
             Self::Transposed { .. } => false,
             Self::Concat(parts) => parts.iter().all(Self::reads_parts),
             Self::Rows { of, .. } | Self::Floats { of, .. } => of.reads_parts(),
-            Self::Nvfp4 { codes, scales } | Self::Mxfp4 { codes, scales } => {
-                codes.reads_parts() && scales.reads_parts()
-            }
+            Self::Nvfp4 { codes, scales }
+            | Self::Mxfp4 { codes, scales }
+            | Self::Fp4Values { codes, scales, .. } => codes.reads_parts() && scales.reads_parts(),
             Self::Scaled(scaled) | Self::Dequantised(scaled) => {
                 scaled.codes.reads_parts() && scaled.scales.reads_parts()
             }
@@ -302,6 +307,22 @@ impl Conversion {
                 let row_bytes = (scaled.cols * 4).max(1);
                 let (first, end) = (range.start / row_bytes, range.end.div_ceil(row_bytes));
                 return Ok(cut(scaled.values(files, first..end)?, first * row_bytes, range));
+            }
+            Self::Fp4Values { codes, scales, group } => {
+                let (first, end) = (range.start / 2 / group, range.end.div_ceil(2 * group));
+                let codes = codes.read(files, first * group / 2..end * group / 2)?;
+                let scales = scales.read(files, first..end)?;
+                let values =
+                    codes.chunks_exact(*group as usize / 2).zip(scales).flat_map(|(codes, scale)| {
+                        let scale =
+                            if *group == 16 { e4m3(scale) } else { 2f32.powi(i32::from(scale) - 127) };
+                        codes.iter().flat_map(move |code| {
+                            let values =
+                                [code & 15, code >> 4].map(|code| half::bf16::from_f32(e2m1(code) * scale));
+                            values.into_iter().flat_map(|value| value.to_le_bytes())
+                        })
+                    });
+                return Ok(cut(values.collect(), first * group * 2, range));
             }
             Self::Transposed { of, rows, cols, size } => {
                 let matrix = (rows * cols * size).max(1);
@@ -414,45 +435,34 @@ impl Region {
 /// Values of a scale of [`Scaled`]'s types.
 const GROUP: u64 = 32;
 
+/// Codes of some rows, with the scales and zeros of the grid from one of its places on.
+struct Parts {
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    zeros: Vec<u8>,
+    first: usize,
+}
+
 impl Scaled {
-    /// The place of the scale of a row's block of 32 columns.
-    fn scale_at(&self, row: usize, block: usize) -> usize {
+    /// Whether the columns are whole blocks of a type with f32 scales, all of a block with one scale.
+    pub(crate) fn has_blocks(&self) -> bool {
+        self.cols.is_multiple_of(GROUP) && (self.block[1].is_multiple_of(GROUP) || self.block[1] >= self.cols)
+    }
+
+    /// The place of an element's scale.
+    fn scale_at(&self, row: usize, col: usize) -> usize {
         let [row_block, col_block] = self.block.map(|len| len as usize);
-        match self.turned {
-            None => row / row_block * (self.cols as usize).div_ceil(col_block) + block * 32 / col_block,
+        let (row, col, cols) = match self.turned {
+            None => (row, col, self.cols as usize),
             Some(Turned { stride, cols }) => {
-                let (stride, cols) = (stride as usize, cols as usize);
-                let (row, col) = (row / cols * stride + block * 32, row % cols);
-                row / row_block * cols.div_ceil(col_block) + col / col_block
+                let cols = cols as usize;
+                (row / cols * stride as usize + col, row % cols, cols)
             }
-        }
+        };
+        row / row_block * cols.div_ceil(col_block) + col / col_block
     }
 
-    /// The values of these rows: each is its code times its scale, rounded once.
-    fn values(&self, files: &[MappedFile], rows: Range<u64>) -> Result<Vec<u8>, Error> {
-        let blocks = self.blocks(files, rows)?;
-        let mut result = Vec::with_capacity(blocks.len() * 4);
-        for block in blocks.chunks_exact(self.ty.block_bytes()) {
-            let (scale, codes) = block.split_at(4);
-            let scale = FloatType::F32.value(scale);
-            let code = |place: usize| {
-                let nibble = |codes: &[u8]| i16::from(codes[place % 16] >> (place / 16 * 4) & 15);
-                match self.ty {
-                    GgmlType::INT4 => f32::from(nibble(codes) - 8),
-                    GgmlType::INT5 => f32::from(
-                        nibble(&codes[4..]) + 16 * i16::from(codes[place / 8] >> (place % 8) & 1) - 16,
-                    ),
-                    GgmlType::INT8 => f32::from(codes[place] as i8),
-                    _ => e4m3(codes[place]),
-                }
-            };
-            result.extend((0..32).flat_map(|place| (code(place) * scale).to_le_bytes()));
-        }
-        Ok(result)
-    }
-
-    /// The blocks of these rows.
-    fn blocks(&self, files: &[MappedFile], rows: Range<u64>) -> Result<Vec<u8>, Error> {
+    fn parts(&self, files: &[MappedFile], rows: &Range<u64>) -> Result<Parts, Error> {
         let per_row = self.cols.div_ceil(self.block[1]);
         // Scales of these rows, of a transposed matrix all.
         let grid = match self.turned {
@@ -461,29 +471,78 @@ impl Scaled {
         };
         let scales = self.scales.read(files, 4 * grid.start..4 * grid.end)?;
         let codes = self.codes.read(files, rows.start * self.cols..rows.end * self.cols)?;
-        let one_zero = self.zeros.as_ref().is_some_and(|zeros| zeros.len() == 1);
-        let zeros = self.zeros.as_ref();
-        let zeros = zeros.map(|zeros| zeros.read(files, if one_zero { 0..1 } else { grid.clone() }));
-        let zeros = zeros.transpose()?;
-        let (first, cols) = (rows.start as usize, self.cols as usize);
-        let mut result = Vec::with_capacity(codes.len() / 32 * self.ty.block_bytes());
-        for (row, codes) in (first..).zip(codes.chunks_exact(cols)) {
-            for (block, codes) in codes.as_chunks::<32>().0.iter().enumerate() {
-                let at = self.scale_at(row, block) - grid.start as usize;
-                result.extend_from_slice(scales.get(4 * at..4 * at + 4).unwrap_or(&[0; 4]));
-                let zero = match zeros.as_deref() {
-                    None => 0,
-                    Some(zeros) if one_zero => zeros.first().copied().unwrap_or(0),
-                    Some(zeros) => zeros.get(at).copied().unwrap_or(0).wrapping_add(self.more),
+        let zeros = match &self.zeros {
+            None => Vec::new(),
+            Some(zeros) if zeros.len() == 1 => zeros.read(files, 0..1)?,
+            Some(zeros) => {
+                let zeros = zeros.read(files, grid.clone())?;
+                zeros.into_iter().map(|zero| zero.wrapping_add(self.more)).collect()
+            }
+        };
+        Ok(Parts { codes, scales, zeros, first: grid.start as usize })
+    }
+
+    /// The zero of a place of the grid, if there are zeros.
+    fn zero(&self, parts: &Parts, at: usize) -> Result<Option<u8>, Error> {
+        let zero = match parts.zeros.as_slice() {
+            [] => return Ok(None),
+            [zero] => *zero,
+            zeros => zeros.get(at - parts.first).copied().unwrap_or(0),
+        };
+        if self.ty == GgmlType::INT4 && zero != 8 {
+            return Err(Error::ZeroPoint { tensor: self.tensor.clone(), found: zero });
+        }
+        Ok(Some(zero))
+    }
+
+    /// Refuses codes of a block that are no numbers of its type.
+    fn check(&self, codes: &[u8], zero: Option<u8>) -> Result<(), Error> {
+        if self.ty == GgmlType::FP8 && codes.iter().any(|code| code & 0x7f == 0x7f) {
+            return Err(Error::NotANumber { tensor: self.tensor.clone() });
+        }
+        let is_outside = |zero: u8, code: u8| i8::try_from(i16::from(code) - i16::from(zero)).is_err();
+        match zero.filter(|&zero| codes.iter().any(|&code| is_outside(zero, code))) {
+            Some(found) => Err(Error::ZeroPoint { tensor: self.tensor.clone(), found }),
+            None => Ok(()),
+        }
+    }
+
+    /// The values of these rows: each is its code times its scale, rounded once.
+    fn values(&self, files: &[MappedFile], rows: Range<u64>) -> Result<Vec<u8>, Error> {
+        let parts = self.parts(files, &rows)?;
+        let mut result = Vec::with_capacity(parts.codes.len() * 4);
+        for (row, codes) in (rows.start as usize..).zip(parts.codes.chunks_exact(self.cols as usize)) {
+            for (col, &code) in codes.iter().enumerate() {
+                let at = self.scale_at(row, col);
+                let place = 4 * (at - parts.first);
+                let scale =
+                    parts.scales.get(place..place + 4).map_or(0.0, |bytes| FloatType::F32.value(bytes));
+                let value = match (self.ty, self.zero(&parts, at)?) {
+                    (GgmlType::FP8, _) => {
+                        self.check(&[code], None)?;
+                        e4m3(code)
+                    }
+                    (GgmlType::INT8, None) => f32::from(code as i8),
+                    (_, zero) => f32::from(i16::from(code) - i16::from(zero.unwrap_or(8))),
                 };
-                if self.ty == GgmlType::INT4 && zeros.is_some() && zero != 8 {
-                    let (tensor, found) = (self.tensor.clone(), zero);
-                    return Err(Error::ZeroPoint { tensor, found });
-                }
-                if self.ty == GgmlType::FP8 && codes.iter().any(|code| code & 0x7f == 0x7f) {
-                    return Err(Error::NotANumber { tensor: self.tensor.clone() });
-                }
-                put_codes(self.ty, codes, zero, &mut result);
+                result.extend((value * scale).to_le_bytes());
+            }
+        }
+        Ok(result)
+    }
+
+    /// The blocks of these rows.
+    fn blocks(&self, files: &[MappedFile], rows: Range<u64>) -> Result<Vec<u8>, Error> {
+        let parts = self.parts(files, &rows)?;
+        let mut result = Vec::with_capacity(parts.codes.len() / 32 * self.ty.block_bytes());
+        for (row, codes) in (rows.start as usize..).zip(parts.codes.chunks_exact(self.cols as usize)) {
+            for (block, codes) in codes.as_chunks::<32>().0.iter().enumerate() {
+                let at = self.scale_at(row, 32 * block);
+                let place = 4 * (at - parts.first);
+                result.extend_from_slice(parts.scales.get(place..place + 4).unwrap_or(&[0; 4]));
+                let zero = self.zero(&parts, at)?;
+                self.check(codes, zero.filter(|_| self.ty == GgmlType::INT8))?;
+                put_codes(self.ty, codes, zero.unwrap_or(0), &mut result);
             }
         }
         Ok(result)
@@ -498,6 +557,12 @@ fn e4m3(code: u8) -> f32 {
         _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
     };
     if code & 0x80 == 0 { size } else { -size }
+}
+
+/// An E2M1 value.
+fn e2m1(code: u8) -> f32 {
+    let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
+    if code & 8 == 0 { size } else { -size }
 }
 
 /// Appends the codes of a block in the layout of `ty`.
@@ -720,6 +785,19 @@ mod tests {
         for (code, value) in [(0x38, 1.0), (0xc0, -2.0), (0x01, 1.0 / 512.0), (0x7e, 448.0), (0x3c, 1.5)] {
             assert_eq!(values(scaled(GgmlType::FP8, vec![code; 128], None))[32], 2.0 * value);
         }
+        // Groups of 20 columns, of which the last has 4.
+        let ragged = Scaled {
+            cols: 24,
+            rows: 1,
+            block: [1, 20],
+            ..scaled(GgmlType::INT8, (0..24).map(|col| 200 + col).collect(), Some(vec![100, 250]))
+        };
+        assert!(!ragged.has_blocks());
+        let found = values(ragged);
+        assert_eq!((found[0], found[19], found[20], found[23]), (100.0, 119.0, -60.0, -54.0));
+        let outside =
+            Conversion::Scaled(Box::new(scaled(GgmlType::INT8, vec![255; 128], Some(vec![100; 4]))));
+        assert!(outside.whole(&[]).unwrap_err().to_string().contains("zero point 100"));
         // Differences from the zeros, plus 16, the fifth bits first.
         let codes = vec![3; 128];
         let bytes = blocks(scaled(GgmlType::INT5, codes.clone(), Some(vec![0, 3, 4, 15])));
@@ -798,5 +876,22 @@ mod tests {
         let mxfp4 = Conversion::Mxfp4 { codes: literal(codes.take(16)), scales: literal([9]) };
         let all: Vec<u8> = (0..16).map(|low| low | low << 4).collect();
         assert_eq!(made(&mxfp4), [&[9][..], &all].concat());
+        // 2 and -1.5 times 0.5 and times 448, 6 times the least and the largest.
+        let codes = [[0xb4; 8], [0xb4; 8], [0x77; 8], [0x77; 8]].concat();
+        let values = |codes: Vec<u8>, scales: Vec<u8>, group: u64| -> Vec<f32> {
+            let bytes =
+                made(&Conversion::Fp4Values { codes: literal(codes), scales: literal(scales), group });
+            bytes
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|bytes| f32::from(half::bf16::from_le_bytes(*bytes)))
+                .collect()
+        };
+        let found = values(codes.clone(), vec![0x30, 0x7e, 0x01, 0x7e], 16);
+        assert_eq!((found[0], found[1], found[16], found[17]), (1.0, -0.75, 896.0, -672.0));
+        assert_eq!((found[32], found[48]), (6.0 / 512.0, 2688.0));
+        let found = values(codes, vec![128, 120], 32);
+        assert_eq!((found[0], found[1], found[32]), (4.0, -3.0, 6.0 / 128.0));
     }
 }

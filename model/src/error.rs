@@ -109,7 +109,7 @@ pub enum Error {
     Store(#[from] crate::shard::StoreError),
     /// A zero point of a matrix whose configuration says that it is symmetric.
     #[error(
-        "tensor {tensor} has the zero point {found}, but its configuration says that it is symmetric (8)"
+        "tensor {tensor} has the zero point {found}, but its configuration says that it is symmetric (8, or 128 of 8 bits)"
     )]
     ZeroPoint { tensor: String, found: u8 },
     /// A code that is no number.

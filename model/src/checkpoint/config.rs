@@ -200,20 +200,21 @@ fn without_infinity(text: &str) -> String {
 }
 
 /// What `quantization_config` says beyond the tensors.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Quantisation {
     pub(super) awq: bool,
     /// GPTQ's first version stores zero points less 1.
     pub(super) zeros_less_one: bool,
     pub(super) symmetric: bool,
-    pub(super) bits: u32,
     /// Rows and columns of a scale in matrices with blocks.
     pub(super) block: [u64; 2],
+    /// Columns of a scale in matrices with groups; several if matrices differ.
+    pub(super) groups: Vec<u64>,
 }
 
 impl Quantisation {
     pub(super) const PLAIN: Self =
-        Self { awq: false, zeros_less_one: false, symmetric: true, bits: 4, block: [128, 128] };
+        Self { awq: false, zeros_less_one: false, symmetric: true, block: [128, 128], groups: Vec::new() };
 }
 
 impl Config<'_> {
@@ -232,25 +233,41 @@ impl Config<'_> {
         if method == "awq" && text("version").is_some_and(|version| !version.eq_ignore_ascii_case("gemm")) {
             return Err(refuse("version", "gemm"));
         }
-        let bits = map.get("bits").map_or(Some(4), Json::as_u64);
-        let bits = match (method, bits) {
-            ("awq", Some(4)) | ("gptq", Some(4 | 8)) => bits.unwrap_or(4) as u32,
-            ("awq" | "gptq", _) => return Err(refuse("bits", "4, or 8 with gptq")),
-            _ => 4,
-        };
-        let groups = map.get("config_groups").and_then(Json::as_object);
-        let of_groups = groups.into_iter().flat_map(|groups| groups.values());
-        let structure =
-            of_groups.filter_map(|group| group.get("weights")?.get("block_structure")?.as_array()).next();
-        let structure = map.get("weight_block_size").and_then(Json::as_array).or(structure);
-        let block = match structure
-            .map(|list| list.iter().filter_map(Json::as_u64).collect::<Vec<u64>>())
-            .as_deref()
+        let bits = map.get("bits").filter(|bits| !bits.is_null()).map_or(Some(4), Json::as_u64);
+        if !matches!((method, bits), ("awq", Some(4)) | ("gptq", Some(4 | 8)))
+            && ["awq", "gptq"].contains(&method)
         {
+            return Err(refuse("bits", "4, or 8 with gptq"));
+        }
+        // Rotations of what matrices read.
+        let transforms = map.get("transform_config").and_then(|found| found.get("config_groups"));
+        if transforms.is_some_and(|found| found.as_object().is_none_or(|found| !found.is_empty())) {
+            return Err(refuse("transform_config", "none"));
+        }
+        let groups = map.get("config_groups").and_then(Json::as_object);
+        let weights =
+            || groups.into_iter().flat_map(|groups| groups.values()).filter_map(|group| group.get("weights"));
+        let structure =
+            weights().filter_map(|weights| weights.get("block_structure")).find(|found| !found.is_null());
+        let structure = map.get("weight_block_size").filter(|found| !found.is_null()).or(structure);
+        let count = |found: &Json| found.as_u64().filter(|&count| count > 0);
+        let block = match structure {
             None => plain.block,
-            Some(&[rows, cols]) if rows > 0 && cols > 0 && cols.is_multiple_of(32) => [rows, cols],
-            Some(_) => return Err(refuse("weight_block_size", "two counts, the second a multiple of 32")),
+            Some(found) => {
+                // A list, or `128x128`.
+                let list = match found.as_str() {
+                    Some(text) => text.split('x').map(|count| count.parse().ok()).collect(),
+                    None => {
+                        found.as_array().and_then(|list| list.iter().map(count).collect::<Option<Vec<u64>>>())
+                    }
+                };
+                let block = list.and_then(|list| <[u64; 2]>::try_from(list).ok());
+                block
+                    .filter(|block| !block.contains(&0))
+                    .ok_or_else(|| refuse("weight_block_size", "two counts of at least 1"))?
+            }
         };
+        let sizes = weights().filter_map(|weights| weights.get("group_size")).chain(map.get("group_size"));
         Ok(Quantisation {
             awq: method == "awq",
             zeros_less_one: method == "gptq" && text("checkpoint_format") != Some("gptq_v2"),
@@ -258,8 +275,8 @@ impl Config<'_> {
                 "awq" => map.get("zero_point").and_then(Json::as_bool) == Some(false),
                 _ => map.get("sym").and_then(Json::as_bool).unwrap_or(false),
             },
-            bits,
             block,
+            groups: sizes.filter_map(count).collect(),
         })
     }
 }
@@ -360,8 +377,8 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`. `kind`: that of a kind of layer,
-    /// if there are several.
+    /// The rotary embedding of `rope_parameters`, or of `rope_theta` and `rope_scaling`. `kind`: that of a kind of
+    /// layer, if there are several.
     pub(super) fn rope_config(&self, kind: &str) -> Result<Rope<'a>, Error> {
         let config = self.config;
         let scaling = "rope_scaling";

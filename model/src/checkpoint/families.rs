@@ -421,6 +421,11 @@ impl StoredTensor {
             size,
         };
         let shape = vec![heads, cols, len];
+        let turned_fp4 = |codes: &Conversion, scales: &Conversion, group| {
+            let (codes, scales) = (Box::new(codes.clone()), Box::new(scales.clone()));
+            let bytes = Conversion::Fp4Values { codes, scales, group };
+            (GgmlType::BF16, turned(Self { ty: GgmlType::BF16, bytes, ..self.clone() }, 2))
+        };
         let (ty, bytes) = match (&self.bytes, self.ty) {
             (Conversion::Scaled(scaled), GgmlType::FP8) if is_whole(&runs, scaled.block[0]) => {
                 let codes = Self { bytes: scaled.codes.clone(), ..self.clone() };
@@ -438,6 +443,8 @@ impl StoredTensor {
                 let floats = Self { ty: GgmlType::F32, bytes, ..self.clone() };
                 (GgmlType::F32, turned(floats, 4))
             }
+            (Conversion::Nvfp4 { codes, scales }, _) => turned_fp4(codes, scales, 16),
+            (Conversion::Mxfp4 { codes, scales }, _) => turned_fp4(codes, scales, 32),
             (_, GgmlType::F32) => (self.ty, turned(self.clone(), 4)),
             (_, GgmlType::F16 | GgmlType::BF16) => (self.ty, turned(self.clone(), 2)),
             (_, found) => {

@@ -138,6 +138,10 @@ impl Join<'_> {
             }
         }
         for (name, Raw { dtype, shape, bytes }) in self.raw {
+            // For engines that quantise activations or the cache.
+            if ["input", "q", "k", "v"].iter().any(|of| name.ends_with(&format!("{of}_zero_point"))) {
+                continue;
+            }
             let ty = match dtype {
                 Dtype::F32 => GgmlType::F32,
                 Dtype::F16 => GgmlType::F16,
@@ -168,9 +172,12 @@ impl Join<'_> {
             Dtype::U8 => (GgmlType::MXFP4, 32),
             _ => return Err(unsupported().into()),
         };
-        check_columns(name, cols, ty)?;
+        check_columns(name, cols, group)?;
         check_scales(name, &scales.shape, &[rows, cols / group])?;
         let (codes, scales) = (Box::new(codes.bytes), Box::new(scales.bytes));
+        // Rows that are not whole blocks have no other type.
+        let whole = cols.is_multiple_of(ty.block_len() as u64);
+        let plain = |codes, scales| Conversion::Fp4Values { codes, scales, group };
         let bytes = match ty {
             GgmlType::NVFP4 => {
                 // One divides by its scale, the other multiplies.
@@ -181,10 +188,11 @@ impl Join<'_> {
                     None => scalar(stem, self.take(&factor)?, FloatMap::Same)?,
                 };
                 self.joined.insert(format!("{stem}.scale"), scale);
-                Conversion::Nvfp4 { codes, scales }
+                if whole { Conversion::Nvfp4 { codes, scales } } else { plain(codes, scales) }
             }
             _ => Conversion::Mxfp4 { codes, scales },
         };
+        let ty = if whole { ty } else { GgmlType::BF16 };
         self.insert(stem, StoredTensor { ty, shape: vec![rows, cols], bytes })
     }
 
@@ -208,7 +216,7 @@ impl Join<'_> {
         let codes = self.take(name)?;
         let unsupported = || CheckpointError::TensorType { tensor: name.to_owned(), found: codes.dtype };
         let &[rows, cols] = codes.shape.as_slice() else { return Err(unsupported().into()) };
-        check_columns(name, cols, ty)?;
+        check_columns(name, cols, 1)?;
         let scales = match self.raw.remove(&format!("{stem}.weight_scale_inv")) {
             Some(scales) => scales,
             None => self.raw.remove(&format!("{stem}.weight_scale")).ok_or_else(unsupported)?,
@@ -219,6 +227,9 @@ impl Join<'_> {
             [] | [1] => [rows, cols],
             [found] | [found, 1] if found == rows => [1, cols],
             [1, 1] if grid != [1, 1] => [rows, cols],
+            [found, groups] if found == rows && [found, groups] != grid => {
+                [1, self.group_of(name, cols, groups)?]
+            }
             _ => {
                 check_scales(name, &scales.shape, &grid)?;
                 [row_block, col_block]
@@ -241,9 +252,26 @@ impl Join<'_> {
         )
     }
 
+    /// A matrix of a type with blocks; of its values if it has no whole blocks, or codes too far from their zeros.
     fn scaled(&mut self, stem: &str, scaled: Scaled) -> Result<(), Error> {
         let (ty, shape) = (scaled.ty, vec![scaled.rows, scaled.cols]);
-        self.insert(stem, StoredTensor { ty, shape, bytes: Conversion::Scaled(Box::new(scaled)) })
+        let far = ty == GgmlType::INT8 && scaled.zeros.as_ref().is_some_and(|zeros| zeros.len() > 1);
+        let (ty, bytes) = match scaled.has_blocks() && (!far || self.quantisation.symmetric) {
+            true => (ty, Conversion::Scaled(Box::new(scaled))),
+            false => (GgmlType::F32, Conversion::Dequantised(Box::new(scaled))),
+        };
+        self.insert(stem, StoredTensor { ty, shape, bytes })
+    }
+
+    /// Columns of a scale: of the sizes in the settings the one that gives `groups`, else equal parts.
+    fn group_of(&self, tensor: &str, cols: u64, groups: u64) -> Result<u64, Error> {
+        let fits = |group: &u64| cols.div_ceil(*group) == groups;
+        let equal = || cols.checked_div(groups).filter(|group| group.saturating_mul(groups) == cols);
+        let group = if groups == 1 { None } else { self.quantisation.groups.iter().copied().find(fits) };
+        group.or_else(equal).filter(|&group| group > 0).ok_or_else(|| {
+            let tensor = tensor.to_owned();
+            CheckpointError::Columns { tensor, found: cols, block: groups }.into()
+        })
     }
 
     /// Joins compressed-tensors' integers in words of 32 bits: offset by half of their range, or with zero points.
@@ -256,14 +284,12 @@ impl Join<'_> {
         let (&[rows, words], &[_, cols]) = (codes.shape.as_slice(), shape.as_slice()) else {
             return Err(unsupported().into());
         };
-        let bits = match (words.checked_mul(8), words.checked_mul(4)) {
-            (Some(four), _) if four == cols => 4,
-            (_, Some(eight)) if eight == cols => 8,
-            _ => return Err(unsupported().into()),
-        };
+        let bits = [4_u32, 8].into_iter().find(|bits| words == cols.div_ceil(32 / u64::from(*bits)));
+        let bits = bits.ok_or_else(unsupported)?;
+        check_columns(name, cols, 1)?;
         let &[scale_rows, groups] = scales.shape.as_slice() else { return Err(unsupported().into()) };
         check_scales(name, &[scale_rows], &[rows])?;
-        let group = group_of(name, cols, groups)?;
+        let group = self.group_of(name, cols, groups)?;
         let zeros = self.raw.remove(&format!("{stem}.weight_zero_point"));
         let ty = match (bits, &zeros) {
             (8, _) => GgmlType::INT8,
@@ -302,15 +328,20 @@ impl Join<'_> {
     /// Joins GPTQ's or AWQ's codes with their scales and zero points, all of which have the inputs first.
     fn gptq_or_awq(&mut self, stem: &str, name: &str) -> Result<(), Error> {
         let codes = self.take(name)?;
-        let Quantisation { awq, zeros_less_one, symmetric, bits, .. } = *self.quantisation;
+        let &Quantisation { awq, zeros_less_one, symmetric, .. } = self.quantisation;
         let unsupported = || CheckpointError::TensorType { tensor: name.to_owned(), found: codes.dtype };
         let (scales, zeros) = (self.take(&format!("{stem}.scales"))?, self.take(&format!("{stem}.qzeros"))?);
         let (&[first, second], &[groups, outputs]) = (codes.shape.as_slice(), scales.shape.as_slice()) else {
             return Err(unsupported().into());
         };
+        // Matrices may differ: the words of the zeros of all outputs tell.
+        let words = zeros.shape.last().copied().unwrap_or(0);
+        let bits = [4_u32, 8].into_iter().find(|bits| words == outputs.div_ceil(32 / u64::from(*bits)));
+        let bits = bits.unwrap_or(4);
         let per_word = 32 / u64::from(bits);
         let (cols, rows) =
             if awq { (first, second.saturating_mul(8)) } else { (first.saturating_mul(per_word), second) };
+        check_columns(name, cols, 1)?;
         check_scales(name, &[outputs], &[rows])?;
         check_scales(name, &zeros.shape, &[groups, rows.div_ceil(per_word)])?;
         if !rows.is_multiple_of(per_word) {
@@ -318,7 +349,7 @@ impl Join<'_> {
                 CheckpointError::Columns { tensor: name.to_owned(), found: rows, block: per_word }.into()
             );
         }
-        let group = group_of(name, cols, groups)?;
+        let group = self.group_of(name, cols, groups)?;
         let packing = if awq { Packing::Outputs } else { Packing::Inputs { bits } };
         let codes = Conversion::Unpacked { of: Box::new(codes.bytes), packing, rows, cols };
         let codes = self.ordered(stem, &format!("{stem}.g_idx"), [rows, cols, group], codes)?;
@@ -421,8 +452,7 @@ impl Join<'_> {
     }
 }
 
-fn check_columns(tensor: &str, cols: u64, ty: GgmlType) -> Result<(), Error> {
-    let block = ty.block_len() as u64;
+fn check_columns(tensor: &str, cols: u64, block: u64) -> Result<(), Error> {
     match cols.is_multiple_of(block) && cols > 0 {
         true => Ok(()),
         false => Err(CheckpointError::Columns { tensor: tensor.to_owned(), found: cols, block }.into()),
@@ -439,16 +469,6 @@ fn check_scales(tensor: &str, found: &[u64], expected: &[u64]) -> Result<(), Err
         }
         .into()),
     }
-}
-
-/// Columns of a group, a multiple of 32.
-fn group_of(tensor: &str, cols: u64, groups: u64) -> Result<u64, Error> {
-    let group = cols.checked_div(groups).filter(|group| group.saturating_mul(groups) == cols);
-    let group = group.filter(|group| *group > 0 && group.is_multiple_of(32));
-    group.ok_or_else(|| {
-        CheckpointError::Columns { tensor: tensor.to_owned(), found: cols, block: groups.saturating_mul(32) }
-            .into()
-    })
 }
 
 /// Scales as F32.
@@ -490,7 +510,7 @@ mod tests {
         let groups = Raw { dtype: Dtype::I32, shape: vec![64], bytes: literal(groups) };
         let raw = BTreeMap::from([("a.g_idx".to_owned(), groups)]);
         let quantisation =
-            Quantisation { awq: false, zeros_less_one: true, symmetric: false, bits: 4, block: [1, 32] };
+            Quantisation { zeros_less_one: true, symmetric: false, block: [1, 32], ..Quantisation::PLAIN };
         let mut join = Join { files: &[], quantisation: &quantisation, raw, joined: StoredTensors::new() };
         let codes = literal((0..64).chain(100..164).collect());
         let codes = join.ordered("a", "a.g_idx", [2, 64, 32], codes)?;
@@ -510,6 +530,47 @@ mod tests {
         assert_eq!(codes, places.iter().copied().chain(second).collect::<Vec<u8>>());
         let floats: Vec<u8> = places.iter().flat_map(|&col| f32::from(col).to_le_bytes()).collect();
         assert_eq!(order, Some(floats));
+    }
+
+    #[test]
+    fn the_settings_say_how_wide_groups_are() {
+        let group = |groups: &[u64], cols, count| {
+            let quantisation = Quantisation { groups: groups.to_vec(), ..Quantisation::PLAIN };
+            let join = Join {
+                files: &[],
+                quantisation: &quantisation,
+                raw: BTreeMap::new(),
+                joined: StoredTensors::new(),
+            };
+            join.group_of("a", cols, count).ok()
+        };
+        // The last group has 32 columns.
+        assert_eq!(group(&[64], 160, 3), Some(64));
+        assert_eq!(group(&[128, 64], 192, 3), Some(64));
+        assert_eq!(group(&[128], 192, 2), Some(128));
+        // One for all columns, and equal parts.
+        assert_eq!(
+            (group(&[128], 96, 1), group(&[], 96, 3), group(&[128], 96, 3)),
+            (Some(96), Some(32), Some(32))
+        );
+        assert_eq!((group(&[128], 100, 3), group(&[], 96, 0)), (None, None));
+    }
+
+    #[test]
+    fn codes_far_from_their_zeros_become_values() {
+        let literal = |bytes: Vec<u8>| Conversion::Literal(bytes);
+        let raw = |dtype, shape: &[u64], bytes| Raw { dtype, shape: shape.to_vec(), bytes: literal(bytes) };
+        // Eight bits, not symmetric: 32 inputs of 8 outputs, all 250, zeros of 100 stored less 1, scales of 0.5.
+        let raw = BTreeMap::from([
+            ("a.qweight".to_owned(), raw(Dtype::I32, &[8, 8], vec![250; 256])),
+            ("a.qzeros".to_owned(), raw(Dtype::I32, &[1, 2], vec![99; 8])),
+            ("a.scales".to_owned(), raw(Dtype::F32, &[1, 8], [0.5_f32.to_le_bytes(); 8].concat())),
+        ]);
+        let quantisation = Quantisation { zeros_less_one: true, symmetric: false, ..Quantisation::PLAIN };
+        let join = Join { files: &[], quantisation: &quantisation, raw, joined: StoredTensors::new() };
+        let matrix = join.run().unwrap().remove("a.weight").unwrap();
+        assert_eq!((matrix.ty, matrix.shape), (GgmlType::F32, vec![8, 32]));
+        assert_eq!(matrix.bytes.bytes(&[]).unwrap()[..4], 75_f32.to_le_bytes());
     }
 
     #[test]

@@ -52,6 +52,13 @@ pub(super) const DEEPSEEK: Family = Family {
     rules: &[
         &[
             formed("layers.{l}.self_attn.kv_b_proj.weight", "", Form::Custom(up_projections)),
+            formed(
+                "layers.{l}.self_attn.kv_b_proj.scale",
+                "",
+                Form::Custom(|_, tensor| {
+                    Ok(vec![("blk.{l}.attn_k_b.scale", tensor.clone()), ("blk.{l}.attn_v_b.scale", tensor)])
+                }),
+            ),
             rule("layers.{l}.self_attn.kv_b_proj.*", "blk.{l}.attn_kv_b.*"),
             rule("layers.{l}.self_attn.kv_a_proj_with_mqa.*", "blk.{l}.attn_kv_a_mqa.*"),
             rule("layers.{l}.self_attn.kv_a_layernorm.*", "blk.{l}.attn_kv_a_norm.*"),

@@ -74,7 +74,8 @@ const RULES: &[Rule] = &[
     rule("layers.{l}.block_sparse_moe.input_linear.*", "blk.{l}.ffn_gate_up_exps.*"),
     rule("layers.{l}.block_sparse_moe.output_linear.*", "blk.{l}.ffn_down_exps.*"),
     formed("layers.{l}.shared_mlp.input_linear.weight", "", Form::Custom(shared_in)),
-    formed("layers.{l}.shared_mlp.output_linear.weight", "", Form::Custom(shared_out)),
+    formed("layers.{l}.shared_mlp.input_linear.*", "", Form::Custom(of_shared_in)),
+    formed("layers.{l}.shared_mlp.output_linear.*", "", Form::Custom(shared_out)),
     rule("layers.{l}.mamba.in_proj.*", "blk.{l}.ssm_in.*"),
     formed("layers.{l}.mamba.conv1d.*", "blk.{l}.ssm_conv1d.*", Form::Floats),
     formed("layers.{l}.mamba.A_log", "blk.{l}.ssm_a", Form::Custom(decay)),
@@ -104,7 +105,16 @@ fn shared_in(config: &Config<'_>, tensor: StoredTensor) -> Result<NamedTensors, 
     Ok(vec![(gate, tensor.rows(&[(0, rows / 2)])), (up, tensor.rows(&[(rows / 2, rows)]))])
 }
 
+/// The scale or the columns' order of both.
+fn of_shared_in(config: &Config<'_>, tensor: StoredTensor) -> Result<NamedTensors, Error> {
+    let (gate, up) = match experts(config)? {
+        0 => ("blk.{l}.ffn_gate.*", "blk.{l}.ffn_up.*"),
+        _ => ("blk.{l}.ffn_gate_shexp.*", "blk.{l}.ffn_up_shexp.*"),
+    };
+    Ok(vec![(gate, tensor.clone()), (up, tensor)])
+}
+
 fn shared_out(config: &Config<'_>, tensor: StoredTensor) -> Result<NamedTensors, Error> {
-    let to = if experts(config)? == 0 { "blk.{l}.ffn_down.weight" } else { "blk.{l}.ffn_down_shexp.weight" };
-    Ok(vec![(to, tensor)])
+    let to = if experts(config)? == 0 { "blk.{l}.ffn_down.*" } else { "blk.{l}.ffn_down_shexp.*" };
+    Ok(vec![(to, tensor.vector_as_floats()?)])
 }

@@ -61,6 +61,14 @@ const LAYER: &[Rule] = &[
 ];
 const PACKED: &[Rule] = &[
     formed("layers.{l}.linear_attn.in_proj_qkvz.weight", "", Form::Custom(queries_and_gates)),
+    // The scale or the columns' order of both.
+    formed(
+        "layers.{l}.linear_attn.in_proj_qkvz.*",
+        "",
+        Form::Custom(|_, tensor| {
+            Ok(vec![("blk.{l}.attn_qkv.*", tensor.clone()), ("blk.{l}.attn_gate.*", tensor)])
+        }),
+    ),
     rule("layers.{l}.linear_attn.in_proj_ba.*", "blk.{l}.ssm_ba.*"),
 ];
 const SEPARATE: &[Rule] = &[

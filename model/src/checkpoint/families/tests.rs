@@ -259,6 +259,25 @@ fn another_function_of_the_feed_forward() {
 }
 
 #[test]
+fn quantisation_that_changes_results_is_named() {
+    let of = |settings: Json| Plan::llama().set("quantization_config", settings);
+    let method = |name: &str| json!({"quant_method": name});
+    let error = of(method("bitsandbytes")).error();
+    assert!(error.contains("quantization_config.quant_method is \"bitsandbytes\", expected fp8"), "{error}");
+    let transformed =
+        json!({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R4": {}}}});
+    assert!(of(transformed).error().contains("quantization_config.transform_config is"), "rotations");
+    let block = |block: Json| of(json!({"quant_method": "fp8", "weight_block_size": block}));
+    for found in [json!([128, 0]), json!([128]), json!("128xx"), json!(128)] {
+        let error = block(found).error();
+        assert!(error.contains("quantization_config.weight_block_size is"), "{error}");
+    }
+    for found in [json!([64, 48]), json!("128x128"), json!(null)] {
+        block(found).spec().unwrap();
+    }
+}
+
+#[test]
 fn an_output_matrix_that_is_not_the_embedding_is_used() {
     let plan = Plan::llama().set("tie_word_embeddings", json!(true));
     assert_eq!(plan.spec().unwrap().logits().unwrap().linear.weight, "token_embd.weight");
