@@ -173,6 +173,7 @@ struct PoolingConfig {
 impl Folder<'_> {
     /// GGUF's number of the pooling kind.
     fn pooling(&self, hidden: u64) -> Result<u32, Error> {
+        rerank::check_modules(self)?;
         let file = POOLING;
         let config: PoolingConfig = self.json(file)?;
         if config.word_embedding_dimension != hidden {

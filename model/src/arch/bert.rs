@@ -2,6 +2,7 @@
 //! pooled vector or a score.
 
 use super::decoder::{bare_embedding, bare_layer};
+use super::ffn::activation;
 use super::shape::{Counting, Shape, limits};
 use super::source::Source;
 use crate::Error;
@@ -105,7 +106,7 @@ impl Encoder<'_> {
         let ffn = FfnSpec::Plain {
             up: self.linear(layer, "ffn_up", self.hidden, width)?,
             down: self.linear(layer, "ffn_down", width, self.hidden)?,
-            activation: Activation::GeluErf,
+            activation: activation(self.source, Activation::GeluErf)?,
         };
         let attention = self.attention(layer, shape)?;
         let norm = |name| self.norm(&format!("blk.{layer}.{name}")).map(Some);

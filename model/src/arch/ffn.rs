@@ -2,24 +2,16 @@
 
 use super::decoder::Decoder;
 use super::shape::{Shape, limits};
+use super::source::Source;
 use crate::Error;
 use crate::spec::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, LinearSpec, MoeSpec, RowSlice};
 
 impl Decoder<'_> {
-    /// The function of the key `feed_forward.activation`, or `usual` without it. A key of Kvasir's: in a GGUF the
-    /// architecture says it.
+    /// The function of the key `feed_forward.activation`, or `usual` without it.
     pub(super) fn activation(&self, usual: Activation) -> Result<Activation, Error> {
-        let key = "feed_forward.activation";
-        if usual == Activation::ClampedSwiglu {
-            return Ok(usual);
-        }
-        match self.source.metadata().get::<&str>(&self.source.key(key))? {
-            None => Ok(usual),
-            Some("silu") => Ok(Activation::Silu),
-            Some("gelu") => Ok(Activation::GeluErf),
-            Some("gelu_tanh") => Ok(Activation::GeluTanh),
-            Some("relu2") => Ok(Activation::ReluSquared),
-            Some(other) => Err(self.source.refuse(key, other, "silu, gelu, gelu_tanh or relu2")),
+        match usual {
+            Activation::ClampedSwiglu => Ok(usual),
+            _ => activation(self.source, usual),
         }
     }
 
@@ -244,5 +236,19 @@ impl Decoder<'_> {
             scale: source.positive_unless_zero("expert_weights_scale")?.unwrap_or(1.0),
             ..moe
         })
+    }
+}
+
+/// The function of the key `feed_forward.activation`, or `usual` without it. A key of Kvasir's: in a GGUF the
+/// architecture says it.
+pub(super) fn activation(source: &Source<'_>, usual: Activation) -> Result<Activation, Error> {
+    let key = "feed_forward.activation";
+    match source.metadata().get::<&str>(&source.key(key))? {
+        None => Ok(usual),
+        Some("silu") => Ok(Activation::Silu),
+        Some("gelu") => Ok(Activation::GeluErf),
+        Some("gelu_tanh") => Ok(Activation::GeluTanh),
+        Some("relu2") => Ok(Activation::ReluSquared),
+        Some(other) => Err(source.refuse(key, other, "silu, gelu, gelu_tanh or relu2")),
     }
 }

@@ -12,16 +12,9 @@ use crate::spec::{
 /// Every `PERIOD`th layer has full attention, unless the file specifies it.
 const PERIOD: usize = 2;
 /// Biases that are optional in other architectures.
-const BIASES: [&str; 8] = [
-    "attn_q.bias",
-    "attn_k.bias",
-    "attn_v.bias",
-    "attn_output.bias",
-    "ffn_gate_inp.bias",
-    "ffn_gate_exps.bias",
-    "ffn_up_exps.bias",
-    "ffn_down_exps.bias",
-];
+const ATTENTION_BIASES: [&str; 4] = ["attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"];
+const BIASES: [&str; 4] =
+    ["ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"];
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
@@ -30,9 +23,14 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     // Released files have YaRN: without the key something is missing.
     source.metadata().require::<&str>(&source.key("rope.scaling.type"))?;
     let rope = decoder.rope(RopeStyle::Half)?;
+    // A key of Kvasir's, for models that have none.
+    let biased: bool = source.metadata().get(&source.key("attention.qkv_bias"))?.unwrap_or(true);
     let moes = decoder.moe(&decoder.expert_widths()?, Activation::ClampedSwiglu)?;
     let layer = |(layer, (moe, window)): (usize, (MoeSpec, Option<usize>))| -> Result<LayerSpec, Error> {
         decoder.require(layer, &BIASES)?;
+        if biased {
+            decoder.require(layer, &ATTENTION_BIASES)?;
+        }
         let options = AttentionOptions { window, rope: Some(rope.clone()), ..Default::default() };
         let attention = decoder.attention(layer, options)?;
         let sinks = source.floats(&decoder.stem(layer, "attn_sinks.weight"), &[attention.heads])?;

@@ -25,7 +25,7 @@ const APPENDED: [&str; 6] = [
     "nextn.embed_tokens.weight",
     "nextn.shared_head_head.weight",
 ];
-/// Tensors of an attention layer, without `.weight`.
+/// Matrices and norms of an attention layer.
 const ATTENTION_LAYER: [&str; 20] = [
     "attn_norm",
     "attn_q",
@@ -81,7 +81,11 @@ pub(super) fn is_mtp_head(source: &Source<'_>, tensor: &str) -> bool {
     let Ok(block) = block.parse::<usize>() else { return false };
     let after_the_last = counts()
         .is_ok_and(|(blocks, mtp_blocks)| block < blocks && block >= blocks.saturating_sub(mtp_blocks));
-    let of_a_layer = || name.strip_suffix(".weight").is_some_and(|stem| ATTENTION_LAYER.contains(&stem));
+    let of_a_layer = || {
+        let parts = ["weight", "bias", "scale", "order"];
+        name.rsplit_once('.')
+            .is_some_and(|(stem, part)| ATTENTION_LAYER.contains(&stem) && parts.contains(&part))
+    };
     after_the_last && (APPENDED.contains(&name) || of_a_layer())
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::config::Config;
+use super::config::{ACTIVATIONS, Config, activation};
 use super::weights::{self, StoredTensor, StoredTensors};
 use super::{CONFIG, CheckpointError, Folder, names, rerank, tokenizer_metadata};
 use crate::Error;
@@ -17,7 +17,7 @@ pub(super) const TYPES: [&str; 3] = ["bert", "roberta", "xlm-roberta"];
 /// A vocabulary by itself, without `tokenizer.json`.
 const VOCABULARY: &str = "vocab.txt";
 
-/// `config.json`.
+/// `config.json`. Defaults are those of the published configuration class.
 #[derive(Deserialize)]
 struct BertConfig {
     model_type: String,
@@ -25,9 +25,13 @@ struct BertConfig {
     num_hidden_layers: u64,
     num_attention_heads: u64,
     intermediate_size: u64,
+    #[serde(default = "positions")]
     max_position_embeddings: u64,
+    #[serde(default = "two")]
     type_vocab_size: u64,
+    #[serde(default = "eps")]
     layer_norm_eps: f32,
+    #[serde(default = "gelu")]
     hidden_act: String,
     position_embedding_type: Option<String>,
     pad_token_id: Option<u64>,
@@ -47,6 +51,22 @@ struct TokenizerConfig {
 
 const fn yes() -> bool {
     true
+}
+
+const fn positions() -> u64 {
+    512
+}
+
+const fn two() -> u64 {
+    2
+}
+
+const fn eps() -> f32 {
+    1e-12
+}
+
+fn gelu() -> String {
+    "gelu".to_owned()
 }
 
 /// Opens the folder, or the one with `only` among its weights.
@@ -74,7 +94,9 @@ impl BertConfig {
 
 /// Metadata of the files under GGUF keys.
 fn settings(folder: &Folder<'_>, config: &BertConfig) -> Result<Metadata, Error> {
-    folder.only(CONFIG, "hidden_act", &config.hidden_act, "gelu")?;
+    let function = activation(&config.hidden_act).ok_or_else(|| {
+        folder.setting(CONFIG, "hidden_act", format!("{:?}", config.hidden_act), ACTIVATIONS)
+    })?;
     let positions = config.position_embedding_type.as_deref().unwrap_or("absolute");
     folder.only(CONFIG, "position_embedding_type", positions, "absolute")?;
     let mut metadata = match folder.path.join(VOCABULARY).exists() {
@@ -93,6 +115,7 @@ fn settings(folder: &Folder<'_>, config: &BertConfig) -> Result<Metadata, Error>
         ("bert.attention.head_count", config.num_attention_heads.into()),
         ("bert.attention.layer_norm_epsilon", config.layer_norm_eps.into()),
         ("bert.attention.causal", false.into()),
+        ("bert.feed_forward.activation", function.into()),
         ("tokenizer.ggml.token_type_count", config.type_vocab_size.into()),
     ] {
         metadata.insert(key, value);

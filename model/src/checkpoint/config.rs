@@ -281,6 +281,20 @@ impl Config<'_> {
     }
 }
 
+/// Functions between the matrices of feed-forwards, by the names that checkpoints have for them.
+pub(super) const ACTIVATIONS: &str = "silu, gelu, gelu_pytorch_tanh or relu2";
+
+/// The name under which [`Keys`] have such a function.
+pub(super) fn activation(name: &str) -> Option<&'static str> {
+    match name {
+        "silu" | "swish" => Some("silu"),
+        "gelu" => Some("gelu"),
+        "gelu_pytorch_tanh" | "gelu_new" => Some("gelu_tanh"),
+        "relu2" => Some("relu2"),
+        _ => None,
+    }
+}
+
 /// The beginning of a value, for an error.
 fn short(value: &Json) -> String {
     value.to_string().chars().take(100).collect()
@@ -580,15 +594,8 @@ impl<'a> Keys<'a> {
     /// Sets the function between the matrices of feed-forwards, if it is not the architecture's usual one.
     pub(super) fn activation(&mut self, key: &str) -> Result<(), Error> {
         let Some(found) = self.config.get(key) else { return Ok(()) };
-        let name = match found.as_str() {
-            Some("silu" | "swish") => "silu",
-            Some("gelu") => "gelu",
-            Some("gelu_pytorch_tanh" | "gelu_new") => "gelu_tanh",
-            Some("relu2") => "relu2",
-            _ => {
-                return Err(self.config.refuse(key, short(found), "silu, gelu, gelu_pytorch_tanh or relu2"));
-            }
-        };
+        let name = found.as_str().and_then(activation);
+        let name = name.ok_or_else(|| self.config.refuse(key, short(found), ACTIVATIONS))?;
         self.set("feed_forward.activation", name);
         Ok(())
     }

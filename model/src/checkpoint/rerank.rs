@@ -43,6 +43,22 @@ struct Module {
     r#type: String,
 }
 
+/// Refuses modules that change vectors in ways that are not supported, such as further matrices.
+pub(super) fn check_modules(folder: &Folder<'_>) -> Result<(), Error> {
+    if !folder.path.join(MODULES).exists() {
+        return Ok(());
+    }
+    let modules: Vec<Module> = folder.json(MODULES)?;
+    let known = ["Transformer", "Pooling", "Normalize"];
+    let is_known = |module: &Module| known.contains(&module.r#type.rsplit('.').next().unwrap_or_default());
+    match modules.iter().find(|module| !is_known(module)) {
+        Some(module) => {
+            Err(folder.setting(MODULES, "type", format!("{:?}", module.r#type), &known.join(", ")))
+        }
+        None => Ok(()),
+    }
+}
+
 #[derive(Deserialize)]
 struct LogitScore {
     true_token_id: u64,

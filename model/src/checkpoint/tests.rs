@@ -152,6 +152,15 @@ fn settings_that_are_not_served_are_named() {
             pooling(&format!(r#"{{"word_embedding_dimension": 64, {modes}}}"#)).contains("pooling_mode_")
         );
     }
+    let modules = |last: &str| {
+        let checkpoint = Checkpoint::good();
+        let module = |name: &str| json!({"idx": 0, "path": "", "type": format!("sentence_transformers.models.{name}")});
+        let list = ["Transformer", "Pooling", last].map(module);
+        checkpoint.put("modules.json", &json!(list).to_string());
+        checkpoint
+    };
+    modules("Normalize").open().unwrap();
+    assert!(modules("Dense").error().contains(r#"type is "sentence_transformers.models.Dense", expected"#));
     let checkpoint = Checkpoint::good();
     checkpoint.put("tokenizer_config.json", r#"{"do_lower_case": true, "strip_accents": false}"#);
     assert!(checkpoint.error().contains("strip_accents is false, expected true"));

@@ -18,6 +18,7 @@ pub(super) const GPT_OSS: Family = Family {
             }
         }
         let layers = keys.decoder()?;
+        keys.set("attention.qkv_bias", config.flag("attention_bias")?.unwrap_or(true));
         keys.set("expert_count", config.need_count("num_local_experts")?);
         keys.set("expert_used_count", config.need_count("num_experts_per_tok")?);
         keys.set("expert_feed_forward_length", config.need_count("intermediate_size")?);
