@@ -117,7 +117,13 @@ impl ModelSpec {
         };
         let source = Source::new(header, arch.name);
         let spec = (arch.translate)(&source)?;
-        all_used(&source, spec.tensors(), arch.ignores)?;
+        // Factors of frequencies are for full layers, of which a model with other layers may have none.
+        let mut full = (0..spec.layers.len()).filter_map(|layer| spec.attention(layer));
+        let rotates = full.any(|attention| attention.window.is_none() && attention.rope.is_some());
+        let unused_factors = |tensor: &str| !rotates && tensor == "rope_freqs.weight";
+        let ignores =
+            |source: &Source<'_>, tensor: &str| (arch.ignores)(source, tensor) || unused_factors(tensor);
+        all_used(&source, spec.tensors(), ignores)?;
         Ok(spec)
     }
 }
@@ -160,7 +166,7 @@ impl MtpHeadSpec {
 fn all_used(
     source: &Source<'_>,
     used: Vec<&str>,
-    ignores: fn(&Source<'_>, &str) -> bool,
+    ignores: impl Fn(&Source<'_>, &str) -> bool,
 ) -> Result<(), Error> {
     let used: HashSet<&str> = used.into_iter().collect();
     // Activation scales are for engines that quantise activations.

@@ -34,8 +34,8 @@ const SETTINGS: &[(&[&str], &str)] = &[
     (
         &["glm4_moe"],
         r#"{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
-        "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": true,
-        "partial_rotary_factor": 0.5}"#,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "norm_topk_prob": true, "partial_rotary_factor": 0.5}"#,
     ),
     (&["deepseek_v2"], r#"{"max_position_embeddings": 2048, "rms_norm_eps": 1e-06, "n_shared_experts": 2}"#),
     (
@@ -46,9 +46,9 @@ const SETTINGS: &[(&[&str], &str)] = &[
     ),
     (
         &["glm4_moe_lite"],
-        r#"{"n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "norm_topk_prob": true,
-        "max_position_embeddings": 202752, "rms_norm_eps": 1e-05, "rope_interleave": true,
-        "first_k_dense_replace": 1}"#,
+        r#"{"n_shared_experts": 1, "routed_scaling_factor": 1.8, "topk_group": 1, "num_experts_per_tok": 4,
+        "norm_topk_prob": true, "max_position_embeddings": 202752, "rms_norm_eps": 1e-05, "rope_interleave":
+        true, "first_k_dense_replace": 1}"#,
     ),
     (&["olmo2"], r#"{"max_position_embeddings": 2048, "rms_norm_eps": 1e-05}"#),
     (

@@ -170,14 +170,14 @@ impl Family {
         pools: bool,
     ) -> Result<Vec<TensorInfo>, Error> {
         let mut renamed = Renamed::default();
-        // An output matrix that nothing uses.
-        let unused_head = pools || config.ties_embeddings() && is_head_tied(&stored, files)?;
+        // The output matrix is the embedding, perhaps with a bias of its own.
+        let tied = config.ties_embeddings() && is_head_tied(&stored, files)?;
         let layers = config.layers()?;
         let mut left_out = 0_usize;
         for (name, tensor) in stored {
             let plain = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(&name);
             let plain = &*of_mtp_head(plain, layers);
-            if unused_head && plain.starts_with("lm_head.") {
+            if pools && plain.starts_with("lm_head.") || tied && plain == "lm_head.weight" {
                 continue;
             }
             if OTHER_INPUTS.iter().any(|part| plain.starts_with(part)) {

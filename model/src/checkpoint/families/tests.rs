@@ -150,7 +150,11 @@ fn a_tied_output_matrix_is_the_embedding() {
     let plan = Plan::llama();
     let matrix = |plan: &Plan| plan.spec().unwrap().logits().unwrap().linear.weight.clone();
     assert_eq!(matrix(&plan), "output.weight");
-    assert_eq!(matrix(&plan.clone().set("tie_word_embeddings", json!(true))), "token_embd.weight");
+    let tied = plan.clone().set("tie_word_embeddings", json!(true));
+    assert_eq!(matrix(&tied), "token_embd.weight");
+    let spec = tied.with("lm_head.bias", &[48]).spec().unwrap();
+    let linear = &spec.logits().unwrap().linear;
+    assert_eq!((&*linear.weight, linear.bias.as_deref()), ("token_embd.weight", Some("output.bias")));
     assert_eq!(matrix(&plan.without("lm_head.weight")), "token_embd.weight");
 }
 
@@ -408,6 +412,12 @@ fn lfm2_reads_both_forms_of_its_settings() {
     assert_eq!(named.spec().unwrap(), spec);
     let error = named.set("layer_types", json!(["conv", "mamba"])).error();
     assert!(error.contains("layer_types is") && error.contains("conv and full_attention"), "{error}");
+    // Nothing rotates here.
+    let llama3 =
+        json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+    let mut convolutions = plan.clone().set("rope_scaling", llama3).set("num_hidden_layers", json!(1));
+    convolutions.tensors.retain(|name, _| !name.starts_with("model.layers.1."));
+    convolutions.set("full_attn_idxs", json!([])).spec().unwrap();
     let error = plan.clone().set("full_attn_idxs", json!([2])).error();
     assert!(error.contains("full_attn_idxs is") && error.contains("numbers of the 2 layers"), "{error}");
     let error = plan.clone().set("block_auto_adjust_ff_dim", json!(false)).error();
