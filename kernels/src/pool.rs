@@ -196,8 +196,10 @@ impl Pool {
         }
     }
 
-    /// Calls `f(item)` once for every item in `0..items`. Threads take small chunks of items as they become
-    /// free. It is not determined which thread runs an item, so results must not depend on it.
+    /// Calls `f(item)` once for every item in `0..items`. Each thread has a share of consecutive items and takes
+    /// small chunks of it in ascending order, so that it reads memory in order. A thread that has finished its
+    /// share takes chunks of the others' shares. It is not determined which thread runs an item, so results must
+    /// not depend on it.
     ///
     /// # Panics
     /// As [`Pool::run`].
@@ -222,17 +224,44 @@ impl Pool {
         // About eight chunks per thread: a slow thread then delays the others by at most an eighth of its
         // share.
         let chunk = (items / (self.threads() * 8)).next_multiple_of(grain).max(grain);
-        let next = AtomicUsize::new(0);
-        self.run(&|_| {
-            loop {
-                let start = next.fetch_add(chunk, Ordering::Relaxed);
-                if start >= items {
-                    break;
+        let shares = shares(items.div_ceil(chunk), self.threads());
+        self.run(&|thread| {
+            let (before, own) = shares.split_at(thread);
+            for share in own.iter().chain(before) {
+                while let Some(index) = share.take() {
+                    f(index * chunk..items.min((index + 1) * chunk));
                 }
-                f(start..items.min(start + chunk));
             }
         });
     }
+}
+
+/// Consecutive chunks that one thread takes before it helps the others. A cache line of its own, since its thread
+/// writes it all the time.
+#[repr(align(64))]
+struct Share {
+    /// The next chunk, or any number from `end` on.
+    next: AtomicUsize,
+    end: usize,
+}
+
+impl Share {
+    /// Takes the next chunk. The plain load keeps threads that find the share empty from writing to its line.
+    fn take(&self) -> Option<usize> {
+        if self.next.load(Ordering::Relaxed) >= self.end {
+            return None;
+        }
+        Some(self.next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < self.end)
+    }
+}
+
+/// Divides `chunks` chunks among `threads` threads.
+fn shares(chunks: usize, threads: usize) -> Vec<Share> {
+    let (each, left) = (chunks / threads, chunks % threads);
+    let start = |thread: usize| thread * each + thread.min(left);
+    (0..threads)
+        .map(|thread| Share { next: AtomicUsize::new(start(thread)), end: start(thread + 1) })
+        .collect()
 }
 
 impl Drop for Pool {

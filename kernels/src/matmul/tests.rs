@@ -168,6 +168,27 @@ fn rows_of_a_packed_matrix_equal_the_dequantised_rows() {
 }
 
 #[test]
+fn every_fp8_code_has_its_value_on_every_isa() {
+    let (ty, rows, cols) = (GgmlType::FP8, 16, 256);
+    let mut bytes = Vec::new();
+    for row in 0..rows {
+        for block in 0..cols / 32 {
+            bytes.extend(0.75_f32.to_le_bytes());
+            bytes.extend((0..32).map(|k| (row * 17 + block * 32 + k) as u8));
+        }
+    }
+    let matrix = PackedMatrix::pack(ty, rows, cols, 1, &bytes).unwrap();
+    let mut weights = vec![0.0; rows * cols];
+    dequantize(ty, &bytes, &mut weights).unwrap();
+    // One token for each column, whose output is the column. A sum of zeros is 0.
+    let a: Vec<f32> = (0..cols * cols).map(|i| if i / cols == i % cols { 1.0 } else { 0.0 }).collect();
+    let columns: Vec<f32> = (0..cols).flat_map(|k| weights.iter().skip(k).step_by(cols)).copied().collect();
+    for kernels in every_isa() {
+        assert_eq!(product(kernels, &matrix, &a, ActivationMode::F32), columns, "{kernels:?}");
+    }
+}
+
+#[test]
 fn products_of_extreme_bytes_are_exact() {
     let (rows, cols) = (16, 512);
     for ty in served_by_int8() {

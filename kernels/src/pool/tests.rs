@@ -54,6 +54,27 @@ fn every_item_is_visited_once() {
     }
 }
 
+#[test]
+fn shares_are_consecutive_and_other_threads_finish_them() {
+    for (chunks, threads) in [(0, 2), (1, 3), (16, 2), (17, 4), (3, 5)] {
+        let shares = shares(chunks, threads);
+        let starts: Vec<usize> = shares.iter().map(|share| share.next.load(Ordering::Relaxed)).collect();
+        let ends: Vec<usize> = shares.iter().map(|share| share.end).collect();
+        assert_eq!((starts[0], ends[threads - 1]), (0, chunks));
+        assert_eq!(starts[1..], ends[..threads - 1], "{chunks} chunks of {threads} threads");
+        assert!(starts.iter().zip(&ends).all(|(start, end)| (chunks / threads..).contains(&(end - start))));
+    }
+    // The caller's first chunk lasts until all others are done.
+    let (pool, done) = (pool(2, Duration::ZERO), AtomicUsize::new(0));
+    pool.for_each(16, &|item| {
+        while item == 0 && done.load(Ordering::Relaxed) < 15 {
+            std::thread::yield_now();
+        }
+        done.fetch_add(1, Ordering::Relaxed);
+    });
+    assert_eq!(done.load(Ordering::Relaxed), 16);
+}
+
 /// The message of a panic raised by `f`.
 fn panic_of(f: impl FnOnce()) -> String {
     let payload = catch_unwind(AssertUnwindSafe(f)).unwrap_err();

@@ -85,6 +85,10 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
         // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales, then the codes.
         let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
         for _ in 0..blocks {
+            // Unpacking takes so long that the hardware prefetcher alone does not keep ahead (measured on Zen 5).
+            for line in (0..C::BYTES + CACHE_LINE).step_by(CACHE_LINE) {
+                _mm_prefetch::<_MM_HINT_T1>(codes_at.wrapping_add(PREFETCH + line).cast());
+            }
             // SAFETY: the scales and codes of the block are readable.
             let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };
             for (group, codes) in codes.into_iter().enumerate() {

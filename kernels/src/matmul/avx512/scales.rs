@@ -3,15 +3,16 @@
 
 use super::super::activations::QuantizedBlock;
 use std::arch::x86_64::{
-    __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_si256, _mm512_add_epi16,
-    _mm512_and_si512, _mm512_broadcast_i32x4, _mm512_castps_si512, _mm512_castsi512_ps,
-    _mm512_cmplt_epu16_mask, _mm512_cmplt_epu32_mask, _mm512_cvtepi8_epi16, _mm512_cvtepi8_epi32,
-    _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16, _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_dpwssd_epi32,
-    _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_loadu_ps, _mm512_madd_epi16, _mm512_mask_blend_epi32,
-    _mm512_mask_permutexvar_epi16, _mm512_mul_ps, _mm512_mullo_epi32, _mm512_set1_epi16, _mm512_set1_epi32,
-    _mm512_set1_ps, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi16, _mm512_slli_epi32,
+    __m128i, __m256i, __m512, __m512i, _mm_loadu_si128, _mm_setr_epi8, _mm256_loadu_si256, _mm512_and_si512,
+    _mm512_broadcast_i32x4, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmplt_epu32_mask,
+    _mm512_cvtepi8_epi16, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi16,
+    _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps,
+    _mm512_loadu_ps, _mm512_loadu_si512, _mm512_madd_epi16, _mm512_mask_blend_epi32, _mm512_mul_ps,
+    _mm512_mullo_epi32, _mm512_permutex2var_epi8, _mm512_set1_epi8, _mm512_set1_epi16, _mm512_set1_epi32,
+    _mm512_set1_ps, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_shuffle_epi8, _mm512_slli_epi32,
     _mm512_sllv_epi32, _mm512_srai_epi32, _mm512_srli_epi16, _mm512_srli_epi32, _mm512_sub_epi32,
-    _mm512_ternarylogic_epi32, _mm512_xor_si512,
+    _mm512_ternarylogic_epi32, _mm512_unpackhi_epi8, _mm512_unpackhi_epi16, _mm512_unpacklo_epi8,
+    _mm512_unpacklo_epi16, _mm512_xor_si512,
 };
 
 /// A kind of scales. All functions need AVX-512 F, BW, DQ, VL and VNNI.
@@ -260,35 +261,55 @@ impl Scales for E4m3 {
         unsafe { _mm512_loadu_ps(at.cast()) }
     }
 
-    /// Upper halves of f32 values, two in a lane. The exponent's bias differs by 120; the eight subnormal values come
-    /// from a table.
+    /// Two bytes of each f32 come from tables by the seven bits of its size. They and zeros are then interleaved.
     #[inline(always)]
     unsafe fn levels(codes: __m512i) -> [__m512; 4] {
-        // The upper halves of 0 to 7 times 2^-9.
-        const SUBNORMAL: [u16; 8] = [0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60];
-        // SAFETY: the caller's contract; the table has 16 bytes.
+        // SAFETY: the caller's contract; the tables are two vectors each.
         unsafe {
-            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(SUBNORMAL.as_ptr().cast()));
-            // `size`: the code without its sign, times 16. `index`: the code of a subnormal value.
-            let half = |size: __m512i, index: __m512i, sign: __m512i| {
-                let size = _mm512_and_si512(size, _mm512_set1_epi16(0x07f0));
-                let normal = _mm512_add_epi16(size, _mm512_set1_epi16(0x3c00));
-                let is_subnormal = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x80));
-                let size = _mm512_mask_permutexvar_epi16(normal, is_subnormal, index, table);
-                // size | sign & 0x8000
-                _mm512_ternarylogic_epi32::<0xf8>(size, sign, _mm512_set1_epi16(i16::MIN))
+            let table = |byte: usize| {
+                let at = E4M3_BYTES.0[byte].as_ptr();
+                [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())]
             };
-            let even = half(_mm512_slli_epi16::<4>(codes), codes, _mm512_slli_epi16::<8>(codes));
-            let odd = half(_mm512_srli_epi16::<4>(codes), _mm512_srli_epi16::<8>(codes), codes);
-            let upper = _mm512_set1_epi32(-0x1_0000);
+            // In each four rows: four columns of four rows instead of four rows of four columns.
+            let turned = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let codes = _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(turned));
+            let ([low, low_64], [high, high_64]) = (table(0), table(1));
+            let low = _mm512_permutex2var_epi8(low, codes, low_64);
+            let size = _mm512_permutex2var_epi8(high, codes, high_64);
+            // size | codes & 0x80
+            let high = _mm512_ternarylogic_epi32::<0xf8>(size, codes, _mm512_set1_epi8(i8::MIN));
+            let (first, last) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
+            let zero = _mm512_setzero_si512();
             [
-                _mm512_slli_epi32::<16>(even),
-                _mm512_slli_epi32::<16>(odd),
-                _mm512_and_si512(even, upper),
-                _mm512_and_si512(odd, upper),
+                _mm512_unpacklo_epi16(zero, first),
+                _mm512_unpackhi_epi16(zero, first),
+                _mm512_unpacklo_epi16(zero, last),
+                _mm512_unpackhi_epi16(zero, last),
             ]
             .map(|bits| _mm512_castsi512_ps(bits))
         }
+    }
+}
+
+/// The third and the fourth byte of the 128 E4M3 values without their sign, as f32. The other two are zero.
+static E4M3_BYTES: E4m3Bytes = E4m3Bytes::new();
+
+#[repr(align(64))]
+struct E4m3Bytes([[u8; 128]; 2]);
+
+impl E4m3Bytes {
+    const fn new() -> Self {
+        // The upper halves of 0 to 7 times 2^-9.
+        const SUBNORMAL: [u16; 8] = [0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60];
+        let mut bytes = [[0; 128]; 2];
+        let mut code = 0;
+        while code < 128 {
+            // The exponent's bias differs by 120.
+            let half = if code < 8 { SUBNORMAL[code] } else { 0x3c00 + ((code as u16) << 4) };
+            [bytes[0][code], bytes[1][code]] = half.to_le_bytes();
+            code += 1;
+        }
+        Self(bytes)
     }
 }
 
