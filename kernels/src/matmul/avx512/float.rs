@@ -11,7 +11,7 @@ use super::unroll;
 use crate::aligned::CACHE_LINE;
 use crate::quant::GgmlType;
 use std::arch::x86_64::{
-    __m512, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm512_add_ps, _mm512_castsi512_ps,
+    __m512, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm256_loadu_si256, _mm512_add_ps, _mm512_castsi512_ps,
     _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps,
     _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
 };
@@ -87,7 +87,7 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
         for _ in 0..blocks {
             // Unpacking takes so long that the hardware prefetcher alone does not keep ahead (measured on Zen 5).
             for line in (0..C::BYTES + CACHE_LINE).step_by(CACHE_LINE) {
-                _mm_prefetch::<_MM_HINT_T1>(codes_at.wrapping_add(PREFETCH + line).cast());
+                _mm_prefetch::<_MM_HINT_T0>(codes_at.wrapping_add(PREFETCH + line).cast());
             }
             // SAFETY: the scales and codes of the block are readable.
             let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };

@@ -10,15 +10,15 @@ use super::scales::Scales;
 use super::{PREFETCH, unroll};
 use crate::aligned::CACHE_LINE;
 use std::arch::x86_64::{
-    _MM_HINT_T1, _mm_prefetch, _mm512_add_epi32, _mm512_dpbusd_epi32, _mm512_set1_epi32, _mm512_setzero_ps,
-    _mm512_setzero_si512, _mm512_storeu_ps,
+    _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_add_epi32, _mm512_dpbusd_epi32, _mm512_set1_epi32,
+    _mm512_setzero_ps, _mm512_setzero_si512, _mm512_storeu_ps,
 };
 
-/// Whether to prefetch all weights, given the number of tokens and the bytes of a block. With a few tokens
-/// this only slows down the hardware prefetcher ([`lead`] is for one token). With more tokens, the streams of
-/// activations keep the hardware from running far enough ahead.
+/// Whether to prefetch all weights, given the number of tokens and the bytes of a block. While codes are unpacked, and
+/// beside the activations of many tokens, the hardware prefetcher does not run far enough ahead (measured on Zen 5). For
+/// a few tokens and codes of eight bits it does, and prefetching would slow it down; [`lead`] helps it for one token.
 const fn prefetches(tokens: usize, block_bytes: usize) -> bool {
-    tokens > 1 && tokens * 210 >= block_bytes
+    block_bytes <= 448 || tokens * 210 >= block_bytes
 }
 
 /// Prefetch distance of [`lead`]: a page of 4,096 bytes. Twice that is no better, and half of it is worse for
@@ -72,17 +72,23 @@ fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
     if const { prefetches(N, S::BYTES + C::BYTES) } {
         for line in (0..bytes).step_by(CACHE_LINE) {
             let ahead = at.wrapping_add(PREFETCH + line);
+            // The activations of several tokens take L1.
             // SAFETY: a hint, which may name any address.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(ahead.cast()) };
+            unsafe {
+                match N {
+                    1 => _mm_prefetch::<_MM_HINT_T0>(ahead.cast()),
+                    _ => _mm_prefetch::<_MM_HINT_T1>(ahead.cast()),
+                }
+            }
         }
     }
 }
 
-/// With one token, prefetches one line of each block far ahead. Prefetching every line would be slower than
-/// prefetching none.
+/// With one token and codes of eight bits, prefetches one line of each block far ahead. Prefetching every line would
+/// be slower than prefetching none.
 #[inline(always)]
-fn lead<const N: usize>(at: *const u8) {
-    if N == 1 {
+fn lead<C: Codes, S: Scales, const N: usize>(at: *const u8) {
+    if const { N == 1 && !prefetches(N, S::BYTES + C::BYTES) } {
         // SAFETY: a hint, which may name any address.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(LEAD).cast()) };
     }
@@ -110,7 +116,7 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, lanes
         let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
         for _ in 0..blocks {
             prefetch::<C, S, N>(codes_at, C::BYTES);
-            lead::<N>(codes_at);
+            lead::<C, S, N>(codes_at);
             let raised = const { N == 1 && C::RAISED };
             // SAFETY: the scales and codes of the block are readable.
             let (scales, w) = unsafe {
