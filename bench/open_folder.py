@@ -4,15 +4,18 @@
     bench/open_folder.py KVASIR DIR [--layers N] [--rounds N] [--keep] [-- FLAG..]
 
 Writes a folder of the shape of a 12B model to DIR (8.8 GB), in modelopt's layout. In each round it reads all its bytes,
-then runs `kvasir run FOLDER -n 1` with the flags twice: without the model's digest in the cache, and with it. Each time
-the folder's pages are dropped from the page cache first. Memory is the largest sum of resident pages, and of those that
-are no file's. Deletes the folder unless --keep is given.
+into a small buffer and into memory of their size, then runs `kvasir run FOLDER -n 1` with the flags twice: without the
+model's digest in the cache, and with it. Each time the folder's pages are dropped from the page cache first. Memory is
+the largest sum of resident pages, and of those that are no file's. The last line has the median ratios of the times to
+the first token and those of both ways of reading. Deletes the folder unless --keep is given.
 """
 import argparse
 import json
+import mmap
 import os
 import pathlib
 import resource
+import select
 import shutil
 import statistics
 import struct
@@ -107,6 +110,11 @@ def write(folder, layers):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
+def weights(folder):
+    """Bytes of its safetensors files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def drop(folder):
     """Drops the folder's pages from the page cache."""
     for path in folder.iterdir():
@@ -114,14 +122,18 @@ def drop(folder):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read(folder):
-    """Seconds that reading all bytes in order takes."""
-    buffer, started = bytearray(PIECE), time.monotonic()
-    for path in sorted(folder.iterdir()):
-        with open(path, "rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while file.readinto(buffer):
-                pass
+def read(folder, keep):
+    """Seconds that reading all bytes in order takes, into memory of their size or into a small buffer."""
+    memory = mmap.mmap(-1, weights(folder) + PIECE) if keep else bytearray(PIECE)
+    if keep:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    started, end = time.monotonic(), 0
+    with memoryview(memory) as view:
+        for path in sorted(folder.glob("*.safetensors")):
+            with open(path, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                while count := file.readinto(view[end:end + PIECE]):
+                    end += count if keep else 0
     return time.monotonic() - started
 
 
@@ -142,12 +154,13 @@ def first_token(kvasir, folder, home, flags):
     command = [kvasir, "run", str(folder), "-p", "Hello", "-n", "1", *flags]
     environment = {**os.environ, "KVASIR_HOME": home}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-        while process.poll() is None:
+        while not select.select([process.stdout], [], [], 0.02)[0]:
             most = tuple(map(max, most, resident(process.pid)))
-            time.sleep(0.02)
+        seconds = time.monotonic() - started
+        _, errors = process.communicate()
         if process.returncode:
-            raise SystemExit(process.stderr.read().decode())
-    seconds, now = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+            raise SystemExit(errors.decode())
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = (now.ru_utime - used.ru_utime, now.ru_stime - used.ru_stime)
     return {"s": round(seconds, 2), "cpu_s": [round(part, 2) for part in cpu],
             "resident_gb": round(most[0] / 1e9, 2), "of_no_file_gb": round(most[1] / 1e9, 2)}
@@ -166,22 +179,23 @@ def main():
     print(json.dumps(machine.facts()))
     if not folder.exists():
         write(folder, arguments.layers)
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     ratios = {"first": [], "later": []}
     try:
         for _ in range(arguments.rounds):
-            drop(folder)
-            bare = read(folder)
-            row = {"weights_gb": round(weights / 1e9, 2), "read_s": round(bare, 2)}
+            row = {"weights_gb": round(weights(folder) / 1e9, 2)}
+            for what, keep in (("read_s", False), ("read_to_memory_s", True)):
+                drop(folder)
+                row[what] = round(read(folder, keep), 2)
             with tempfile.TemporaryDirectory(dir=arguments.dir) as home:
                 for start in ratios:
                     row[start] = first_token(arguments.kvasir, folder, home, arguments.flags)
-                    ratios[start].append(row[start]["s"] / bare)
+                    ratios[start].append([row[start]["s"] / row[what] for what in ("read_s", "read_to_memory_s")])
             print(json.dumps(row), flush=True)
     finally:
         if not arguments.keep:
             shutil.rmtree(folder)
-    print(json.dumps({start: round(statistics.median(ratio), 2) for start, ratio in ratios.items()}))
+    median = lambda of: round(statistics.median(of), 2)
+    print(json.dumps({start: [median(of) for of in zip(*rounds)] for start, rounds in ratios.items()}))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ pub use op::{
     GatedNormOp, HeadMatmulOp, HeadPart, KvWrite, Mamba2Op, MatmulJob, MoeOp, Norm, QkvOp, QueryGrowth,
     Selection,
 };
-pub use shape::{HeadType, KvShape, LowRankSource, MatrixSource, RopeSource, StateKind, StateShape};
+pub use shape::{
+    HeadType, KvShape, LowRankSource, MatrixSource, RopeSource, StateKind, StateShape, TensorBytes,
+};
 
 /// Description of a backend; part of a worker's numeric class.
 #[derive(Debug, Clone, PartialEq, Eq)]

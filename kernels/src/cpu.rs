@@ -22,7 +22,8 @@ use crate::recurrent::StateLayout;
 use attend::KvLayer;
 use rows::Buffer;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use step::Step;
 
 mod adapters;
@@ -114,13 +115,30 @@ fn try_each(
     items: usize,
     work: impl Fn(usize) -> Result<(), Error> + Sync,
 ) -> Result<(), Error> {
-    let failed = Mutex::new(None);
+    let failed = OnceLock::new();
     pool.for_each(items, &|item| {
         if let Err(error) = work(item) {
-            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            let _ = failed.set(error);
         }
     });
-    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    failed.into_inner().map_or(Ok(()), Err)
+}
+
+/// Like [`try_each`], but threads take single items, in order.
+fn try_each_in_order(
+    pool: &Pool,
+    items: usize,
+    work: impl Fn(usize) -> Result<(), Error> + Sync,
+) -> Result<(), Error> {
+    let next = AtomicUsize::new(0);
+    try_each(pool, pool.threads(), |_| {
+        loop {
+            match next.fetch_add(1, Ordering::Relaxed) {
+                item if item < items => work(item)?,
+                _ => return Ok(()),
+            }
+        }
+    })
 }
 
 /// Bytes of a matrix that are repacked at a time, few enough to stay in the cache until they are stored.
@@ -132,12 +150,26 @@ fn pieces(source: MatrixSource<'_>) -> Result<PackedPieces, Error> {
     PackedPieces::new(ty, source.rows, source.cols, source.experts, PIECE_BYTES)
 }
 
+/// Pieces of a tensor whose bytes have the length of its shape.
+fn filled_pieces(source: MatrixSource<'_>) -> Result<PackedPieces, Error> {
+    let pieces = pieces(source)?;
+    same_length(pieces.file_bytes(), source)?;
+    Ok(pieces)
+}
+
+fn same_length(expected: usize, source: MatrixSource<'_>) -> Result<(), Error> {
+    match source.bytes.size() {
+        found if found == expected => Ok(()),
+        found => Err(Error::Length { what: "tensor bytes", expected, found }),
+    }
+}
+
 /// See [`Backend::packer`].
 fn pack_alone(source: MatrixSource<'_>, take: &mut TakePiece<'_>) -> Result<(), Error> {
-    let pieces = pieces(source)?;
+    let pieces = filled_pieces(source)?;
     let mut piece = Vec::new();
     for index in 0..pieces.count() {
-        let offset = pieces.pack(index, source.bytes, &mut piece)?;
+        let offset = pieces.pack(index, &source.bytes.part(pieces.file_range(index)?)?, &mut piece)?;
         if take(offset, &piece).is_break() {
             break;
         }
@@ -177,18 +209,17 @@ impl Backend for CpuBackend {
     fn create_matrix(&mut self, source: MatrixSource<'_>) -> Result<MatrixId, Error> {
         let ty = GgmlType::from_id(source.ggml_type)?;
         let mut builder = PackedMatrixBuilder::new(ty, source.rows, source.cols, source.experts)?;
-        if source.bytes.len() != builder.file_bytes() {
-            let (expected, found) = (builder.file_bytes(), source.bytes.len());
-            return Err(Error::Length { what: "tensor bytes", expected, found });
-        }
-        let rows_per_chunk = (source.rows / (self.pool.threads() * 4)).max(1);
+        same_length(builder.file_bytes(), source)?;
+        // Chunks stay in a core's cache between reading and packing, and leave work for all threads to the end.
+        let fit = PIECE_BYTES / ty.row_bytes(source.cols)?.max(1);
+        let rows_per_chunk = fit.min(source.rows / (self.pool.threads() * 4)).max(1);
         let chunks: Vec<Mutex<Option<_>>> =
             builder.chunks(rows_per_chunk).map(|chunk| Mutex::new(Some(chunk))).collect();
-        try_each(&self.pool, chunks.len(), |index| {
+        try_each_in_order(&self.pool, chunks.len(), |index| {
             let chunk = chunks[index].lock().unwrap_or_else(PoisonError::into_inner).take();
             chunk.map_or(Ok(()), |chunk| {
-                let range = chunk.file_range();
-                chunk.pack(&source.bytes[range])
+                let bytes = source.bytes.part(chunk.file_range())?;
+                chunk.pack(&bytes)
             })
         })?;
         drop(chunks);
@@ -205,13 +236,13 @@ impl Backend for CpuBackend {
     }
 
     fn pack_matrix(&self, source: MatrixSource<'_>, keep: &KeepPiece<'_>) -> Result<(), Error> {
-        let pieces = pieces(source)?;
+        let pieces = filled_pieces(source)?;
         // Buffers are reused, because the kernel must clear the pages of fresh memory.
         let buffers: Mutex<Vec<Vec<u8>>> = Mutex::default();
         let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        try_each(&self.pool, pieces.count(), |index| {
+        try_each_in_order(&self.pool, pieces.count(), |index| {
             let mut piece = buffers().pop().unwrap_or_default();
-            let offset = pieces.pack(index, source.bytes, &mut piece)?;
+            let offset = pieces.pack(index, &source.bytes.part(pieces.file_range(index)?)?, &mut piece)?;
             keep(offset, &piece);
             buffers().push(piece);
             Ok(())

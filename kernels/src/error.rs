@@ -43,6 +43,9 @@ pub enum Error {
         expected: usize,
         found: usize,
     },
+    /// Bytes of a tensor that cannot be read.
+    #[error("{reason}")]
+    Read { reason: String },
     /// An index past the end.
     #[error("{what} {index} is out of range, there are {len}")]
     OutOfRange {

@@ -15,6 +15,7 @@ mod ternary;
 mod tests;
 
 pub use codes::{Codes, split};
+pub(crate) use codes::{nibbles, split_scales};
 pub use dequantize::dequantize;
 pub use encode::encode;
 pub(crate) use fp4::{e4m3, e8m0_half, ue4m3_half};

@@ -9,11 +9,14 @@
 use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use crate::conversion::Conversion;
 use crate::header::{Contents, ModelHeader, TensorInfo};
 use crate::mmap::MappedFile;
+use crate::parallel::map_on_all_cpus;
 use crate::shard::mapped::MappedTensor;
 use crate::shard::store::{MANIFEST_EXTENSION, digest_of, io_error, read_manifest};
 use crate::shard::verified_chunks::VerifiedChunks;
@@ -22,14 +25,19 @@ use crate::{Error, checkpoint, gguf};
 use metadata::Metadata;
 
 mod digest_cache;
+mod hashing;
 
-pub use digest_cache::{DigestCache, Hashed};
+pub use digest_cache::{DigestCache, Hashed, Uncached};
+use hashing::Hashing;
 
 #[derive(Debug)]
 pub struct ModelFile {
     data: Data,
     header: ModelHeader,
+    /// Of all tensors.
     chunks: OnceLock<Vec<ChunkId>>,
+    /// Of each tensor that was hashed by itself.
+    chunks_of: Vec<OnceLock<Vec<ChunkId>>>,
 }
 
 #[derive(Debug)]
@@ -61,8 +69,7 @@ impl ModelFile {
             _ if path.is_dir() => checkpoint::open(path)?,
             _ => gguf::open(path)?,
         };
-        let header = ModelHeader::new(metadata, tensors);
-        Ok(Self { data: Data::Files(files), header, chunks: OnceLock::new() })
+        Ok(Self::new(Data::Files(files), ModelHeader::new(metadata, tensors), OnceLock::new()))
     }
 
     fn open_stored(path: &Path) -> Result<Self, Error> {
@@ -75,7 +82,12 @@ impl ModelFile {
         let (path, chunks_dir, sound) =
             (path.to_owned(), root.join("chunks"), VerifiedChunks::of_store(root));
         let data = StoredData { path, chunks: chunks_dir, manifest, tensors, sound };
-        Ok(Self { data: Data::Store(Box::new(data)), header, chunks })
+        Ok(Self::new(Data::Store(Box::new(data)), header, chunks))
+    }
+
+    fn new(data: Data, header: ModelHeader, chunks: OnceLock<Vec<ChunkId>>) -> Self {
+        let chunks_of = header.tensors().map(|_| OnceLock::new()).collect();
+        Self { data, header, chunks, chunks_of }
     }
 
     /// Whether the tensors are chunks of a shard store, any of which may be missing.
@@ -109,9 +121,30 @@ impl ModelFile {
     /// the slice is in use kills the process; [`read_tensor`](Self::read_tensor) copies instead. For a model
     /// of the shard store, fails if a chunk is missing or damaged: each chunk is checked at first use.
     pub fn tensor_data(&self, name: &str) -> Result<Cow<'_, [u8]>, Error> {
-        match &self.data {
-            Data::Files(files) => self.find(name)?.source.bytes(files),
-            Data::Store(stored) => Ok(Cow::Borrowed(stored.tensor(name)?.as_ref().as_ref())),
+        self.tensor_bytes(name)?.whole()
+    }
+
+    /// Like [`tensor_data`](Self::tensor_data), but reads and converts bytes only when they are asked for. Parts are read
+    /// without the mapping: a truncated file is an error, and no page is mapped for bytes that are read once.
+    pub fn tensor_bytes(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
+        let info = self.find(name)?;
+        let bytes = match &self.data {
+            Data::Files(files) if info.source.reads_parts() => Bytes::OfFiles { source: &info.source, files },
+            Data::Files(files) => Bytes::Whole(info.source.bytes(files)?),
+            Data::Store(stored) => Bytes::Whole(Cow::Borrowed(stored.tensor(name)?.as_ref().as_ref())),
+        };
+        Ok(TensorBytes { info, bytes, hashing: None })
+    }
+
+    /// Has the system read a tensor's bytes into the page cache. Returns when the reading is ordered, not when it is
+    /// done. Does nothing for a model of the shard store.
+    pub fn read_ahead(&self, name: &str) {
+        if let (Data::Files(files), Ok(info)) = (&self.data, self.find(name)) {
+            info.source.for_each_region(&mut |region| {
+                if let Some(file) = files.get(region.file) {
+                    file.read_ahead(region.offset, region.bytes);
+                }
+            });
         }
     }
 
@@ -203,31 +236,123 @@ impl ModelFile {
     /// Names of all tensors' chunks, tensor by tensor. Each chunk has [`crate::shard::CHUNK_BYTES`]; the last
     /// one of a tensor may be shorter.
     ///
-    /// The first call reads every tensor; the result is cached.
+    /// The first call reads every tensor that was not hashed by
+    /// [`tensor_bytes_to_hash`](Self::tensor_bytes_to_hash); the result is cached.
     pub fn chunks(&self) -> Result<&[ChunkId], Error> {
         if let Some(chunks) = self.chunks.get() {
             return Ok(chunks);
         }
-        // Chunks are hashed separately, so that a model with one dominant tensor still uses every CPU. A copy is
-        // hashed at once, so that there is only one.
-        let hash = |pieces: &[&[u8]]| digest::hash_each(pieces).into_iter().map(|hash| ChunkId(hash.into()));
-        let (mut chunks, mut mapped) = (Vec::new(), Vec::new());
-        for info in self.tensors() {
-            match self.tensor_data(&info.name)? {
-                Cow::Borrowed(bytes) => mapped.extend(bytes.chunks(CHUNK_BYTES)),
-                Cow::Owned(bytes) => {
-                    chunks.extend(hash(&mapped));
-                    mapped.clear();
-                    chunks.extend(hash(&bytes.chunks(CHUNK_BYTES).collect::<Vec<&[u8]>>()));
-                }
+        let tensors = || self.tensors().zip(&self.chunks_of);
+        let rest = tensors().filter(|(_, chunks)| chunks.get().is_none()).map(|(info, _)| info);
+        let mut rest = self.hash(rest)?.into_iter();
+        let mut all = Vec::new();
+        for (info, chunks) in tensors() {
+            match chunks.get() {
+                Some(chunks) => all.extend_from_slice(chunks),
+                None => all.extend(rest.by_ref().take(info.bytes.div_ceil(CHUNK_BYTES as u64) as usize)),
             }
         }
-        chunks.extend(hash(&mapped));
-        Ok(self.chunks.get_or_init(|| chunks))
+        Ok(self.chunks.get_or_init(|| all))
+    }
+
+    /// Like [`tensor_bytes`](Self::tensor_bytes), and hashes the bytes for [`chunks`](Self::chunks) if they are all read,
+    /// about in order, unless that is done already.
+    pub fn tensor_bytes_to_hash(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
+        let chunks = self.header.index(name).and_then(|index| self.chunks_of.get(index));
+        let unknown = chunks.filter(|chunks| self.chunks.get().is_none() && chunks.get().is_none());
+        Ok(TensorBytes { hashing: unknown.map(Hashing::new), ..self.tensor_bytes(name)? })
+    }
+
+    /// Names of the chunks of tensors, one after the other. Chunks are hashed separately, so that a model with one
+    /// dominant tensor still uses every CPU. A copy is hashed at once, so that there is only one.
+    fn hash<'a>(&self, tensors: impl IntoIterator<Item = &'a TensorInfo>) -> Result<Vec<ChunkId>, Error> {
+        let (mut chunks, mut waiting) = (Vec::new(), Vec::new());
+        for info in tensors {
+            let bytes = self.tensor_bytes(&info.name)?;
+            if matches!(bytes.bytes, Bytes::Whole(Cow::Owned(_))) {
+                chunks.extend(hash_chunks(&waiting)?);
+                waiting.clear();
+                chunks.extend(hash_chunks(&[bytes])?);
+            } else {
+                waiting.push(bytes);
+            }
+        }
+        chunks.extend(hash_chunks(&waiting)?);
+        Ok(chunks)
     }
 
     fn find(&self, name: &str) -> Result<&TensorInfo, Error> {
         self.tensor(name).ok_or_else(|| missing(name))
+    }
+}
+
+/// Names of the chunks of tensors, one after the other.
+fn hash_chunks(tensors: &[TensorBytes<'_>]) -> Result<Vec<ChunkId>, Error> {
+    let chunks = tensors.iter().flat_map(|tensor| {
+        let starts = (0..tensor.info.bytes).step_by(CHUNK_BYTES);
+        starts.map(move |start| (tensor, start..tensor.info.bytes.min(start + CHUNK_BYTES as u64)))
+    });
+    let chunks: Vec<_> = chunks.collect();
+    let hashes = map_on_all_cpus(chunks.len(), |index| match chunks.get(index) {
+        Some((tensor, range)) => Ok(ChunkId(blake3::hash(&tensor.part(range.clone())?).into())),
+        None => Err(missing("of a chunk")),
+    });
+    hashes.into_iter().collect()
+}
+
+/// The bytes of a tensor in the GGUF's form.
+#[derive(Debug)]
+pub struct TensorBytes<'a> {
+    info: &'a TensorInfo,
+    bytes: Bytes<'a>,
+    /// For bytes that are hashed when they are read.
+    hashing: Option<Hashing<'a>>,
+}
+
+#[derive(Debug, Clone)]
+enum Bytes<'a> {
+    Whole(Cow<'a, [u8]>),
+    OfFiles { source: &'a Conversion, files: &'a [MappedFile] },
+}
+
+impl<'a> TensorBytes<'a> {
+    /// All bytes of a tensor, which are in memory.
+    pub fn in_memory(info: &'a TensorInfo, bytes: &'a [u8]) -> Self {
+        Self { info, bytes: Bytes::Whole(Cow::Borrowed(bytes)), hashing: None }
+    }
+
+    pub fn info(&self) -> &'a TensorInfo {
+        self.info
+    }
+
+    /// All bytes, as [`ModelFile::tensor_data`] returns them. Converted ones are made by all CPUs.
+    pub fn whole(self) -> Result<Cow<'a, [u8]>, Error> {
+        match self.bytes {
+            Bytes::Whole(bytes) => Ok(bytes),
+            Bytes::OfFiles { source, files } => source.bytes(files),
+        }
+    }
+
+    /// The bytes in `range`. Fails if it reaches past the end of the tensor.
+    pub fn part(&self, range: Range<u64>) -> Result<Cow<'_, [u8]>, Error> {
+        let beyond = || Error::TensorRange {
+            tensor: self.info.name.clone(),
+            offset: range.start,
+            len: range.end.saturating_sub(range.start),
+            bytes: self.info.bytes,
+        };
+        match &self.bytes {
+            _ if range.end > self.info.bytes || range.start > range.end => Err(beyond()),
+            Bytes::Whole(bytes) => {
+                bytes.get(range.start as usize..range.end as usize).map(Cow::Borrowed).ok_or_else(beyond)
+            }
+            Bytes::OfFiles { source, files } => {
+                let read = |range: Range<u64>| source.read(files, range);
+                let hashed =
+                    self.hashing.as_ref().map(|hashing| hashing.part(&range, self.info.bytes, &read));
+                hashed.transpose()?.flatten().map_or_else(|| read(range), Ok).map(Cow::Owned)
+            }
+        }
     }
 }
 

@@ -24,6 +24,6 @@ pub mod spec;
 mod test_files;
 
 pub use error::Error;
-pub use file::ModelFile;
+pub use file::{ModelFile, TensorBytes};
 pub use ggml_type::GgmlType;
 pub use spec::ModelSpec;

@@ -19,10 +19,14 @@ use crate::Error;
 /// Drops a range of a file from the page cache, except pages that are mapped. `len` 0 means up to the end of
 /// the file.
 pub(crate) fn forget_cached(file: &File, start: usize, len: usize) {
+    advise(file, start as u64, len as u64, libc::POSIX_FADV_DONTNEED);
+}
+
+fn advise(file: &File, start: u64, len: u64, advice: libc::c_int) {
     let (start, len) = (libc::off_t::try_from(start), libc::off_t::try_from(len));
     if let (Ok(start), Ok(len)) = (start, len) {
         // SAFETY: advice on an open file; it changes no byte, and a refusal changes nothing.
-        unsafe { libc::posix_fadvise(file.as_raw_fd(), start, len, libc::POSIX_FADV_DONTNEED) };
+        unsafe { libc::posix_fadvise(file.as_raw_fd(), start, len, advice) };
     }
 }
 
@@ -78,6 +82,11 @@ impl MappedFile {
             return Err(Error::Shrunk { path: self.path.clone(), was, now: stat.len() });
         }
         Ok(())
+    }
+
+    /// Has the system read a range into the page cache.
+    pub(crate) fn read_ahead(&self, start: u64, len: u64) {
+        advise(&self.file, start, len, libc::POSIX_FADV_WILLNEED);
     }
 
     /// Releases the pages of a range, in the mapping and, unless other processes map them, in the page cache.

@@ -1,5 +1,7 @@
 //! Work on all CPUs.
 
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 /// Runs `work` on as many threads as CPUs, this one included, but at most `most`, and waits for them. Each takes its
@@ -13,4 +15,20 @@ pub(crate) fn on_all_cpus(most: usize, work: impl Fn() + Sync) {
         }
         work();
     });
+}
+
+/// The results of `work` for the numbers below `count`, on as many threads as CPUs.
+pub(crate) fn map_on_all_cpus<T: Send + Sync>(count: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let results: Vec<OnceLock<T>> = (0..count).map(|_| OnceLock::new()).collect();
+    let next = AtomicUsize::new(0);
+    on_all_cpus(count, || {
+        loop {
+            // Relaxed: only an index is handed out; the threads' input existed before they started.
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(slot) = results.get(index) else { break };
+            slot.get_or_init(|| work(index));
+        }
+    });
+    let results = results.into_iter().enumerate();
+    results.map(|(index, slot)| slot.into_inner().unwrap_or_else(|| work(index))).collect()
 }

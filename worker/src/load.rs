@@ -13,23 +13,22 @@ use engine::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
 use engine::snapshot::Origin;
 use engine::speculation::{Speculation, SpeculativeMethod};
 use engine::tiers::{Tiers, TiersConfig};
-use engine::weights::{Packs, TensorSource, TensorView};
+use engine::weights::{Packs, TensorSource};
 use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, KvTypes, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use metadata::Metadata;
-use model::ModelFile;
 use model::costs::{DrafterCosts, ModelCosts};
 use model::file::DigestCache;
 use model::shard::{ShardStore, TensorMemory};
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
+use model::{ModelFile, TensorBytes};
 use pipeline::weight_distribution::Arrivals;
 use pipeline::{DownstreamRanks, PipelineExecutor, Replica};
 use proto::block::{ClusterKey, HASH_UNIT_TOKENS};
 use proto::ids::{Epoch, ModelId};
 use proto::message::PullCost;
 use proto::served_model::{BUILT_IN, ModelTask, ServedModel};
-use std::borrow::Cow;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -41,6 +40,7 @@ mod adapters;
 mod device;
 mod drafter;
 mod encoder;
+mod reading;
 mod staged;
 mod stages;
 mod text_backends;
@@ -52,6 +52,7 @@ pub use device::{DeviceChoice, gpu_copy_bandwidth, visible_gpus};
 use drafter::LoadedDrafter;
 pub(crate) use drafter::{digest_of as drafter_digest, offered as offered_drafter};
 pub use encoder::encoder;
+use reading::Reading;
 use staged::Staged;
 pub(crate) use stages::{admit_kv, prepare_replica, stage};
 pub use stages::{check_shards, open_replica};
@@ -201,7 +202,7 @@ pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     generates(&spec)?;
     let rows = options.max_rows.unwrap_or(512);
     let layers = 0..spec.layers.len();
-    load_decoder(&gguf, spec, options, backend(options, &environment)?, (layers, rows), progress)
+    load_decoder((&gguf, false), spec, options, backend(options, &environment)?, (layers, rows), progress)
 }
 
 /// Opens the device that `options` select. `environment` returns the variables that select kernels
@@ -317,12 +318,13 @@ fn prepare_on(
     let refused = |refused: engine::kv_cache::memory::MemoryRefused| engine::Error::KvMemory {
         reason: refused.to_string(),
     };
-    let model_digest = digest(&gguf, options)?;
+    let hashing = options.digests.as_ref().map(|cache| cache.begin(&gguf)).transpose()?;
     let metadata = gguf.metadata().clone();
     let wire = replica.as_ref().and_then(Replica::class);
     let (layers, mut joining, last_stage_drafter) = match replica {
         None => (0..spec.layers.len(), None, None),
         Some(replica) => {
+            let model_digest = gguf.digest()?;
             let class = stages::class(backend.info(), &model_digest, &spec, options);
             let last_stage_drafter = drafter::last_stage_drafter(options, (&gguf, &spec), max_sequences)?;
             let join_request = (model_digest, class, last_stage_drafter);
@@ -336,7 +338,9 @@ fn prepare_on(
     };
     let memory = Memory::of(options)?;
     floor.admit(&memory, "weights", weights).map_err(refused)?;
-    let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
+    let mut decoder = load_decoder((&gguf, true), spec, options, backend, (layers, rows), progress)?;
+    hashing.map(|hashing| hashing.finish(&gguf)).transpose()?;
+    let model_digest = gguf.digest()?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
     let drafter = match last_stage_drafter {
         Some(_) => LoadedDrafter::InDecoder,
@@ -539,8 +543,9 @@ fn spec_of(file: &ModelFile, options: &EngineOptions) -> Result<ModelSpec, Error
     Ok(spec)
 }
 
+/// `hashes`: whether tensors are hashed while they are loaded.
 fn load_decoder(
-    gguf: &ModelFile,
+    (gguf, hashes): (&ModelFile, bool),
     spec: ModelSpec,
     options: &EngineOptions,
     backend: Box<dyn Backend>,
@@ -555,27 +560,30 @@ fn load_decoder(
         kv_type: options.kv_type,
         state_type: options.state_type,
     };
+    let names = engine::weights::tensors_of(&spec, config.layers.clone());
+    let names: Vec<&str> = names.into_iter().filter_map(|name| Some(gguf.tensor(name)?.name())).collect();
     let packs = match &options.packed {
         None => Packs::Off,
         store => {
-            let size = |name: &str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
-            let bytes = engine::weights::tensors_of(&spec, config.layers.clone()).into_iter().map(size).sum();
+            let size = |name: &&str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
+            let bytes = names.iter().map(size).sum();
             let digest = digest(gguf, options)?;
             Packs::open(store.as_ref(), backend.as_ref(), &digest, &config.layers, bytes)
         }
     };
-    let arriving = options.arrivals.as_ref().map(|arrivals| Arriving { file: gguf, arrivals });
-    let source: &dyn TensorSource = match &arriving {
-        None => gguf,
-        Some(arriving) => arriving,
-    };
-    match watched(options)? {
-        None => Ok(Decoder::load(spec, config, (source, packs), backend, progress)?),
+    let floor = watched(options)?;
+    let load = |source: &dyn TensorSource| match &floor {
+        None => Decoder::load(spec, config, (source, packs), backend, progress),
         Some(HostFloor { floor, memory }) => {
-            let staged = Staged::new(source, floor, memory.as_ref());
-            Ok(Decoder::load(spec, config, (&staged, packs), backend, progress)?)
+            let staged = Staged::new(source, *floor, memory.as_ref());
+            Decoder::load(spec, config, (&staged, packs), backend, progress)
         }
-    }
+    };
+    Ok(match &options.arrivals {
+        Some(arrivals) => load(&Arriving { file: gguf, arrivals })?,
+        None if gguf.is_stored() => load(gguf)?,
+        None => Reading::with((gguf, hashes), &names, load)?,
+    })
 }
 
 /// The memory that must stay free on a host whose GPU shares its memory. `None` for other hosts.
@@ -597,13 +605,11 @@ struct Arriving<'a> {
 }
 
 impl TensorSource for Arriving<'_> {
-    fn tensor(&self, name: &str) -> Result<TensorView<'_>, engine::Error> {
+    fn tensor(&self, name: &str) -> Result<TensorBytes<'_>, engine::Error> {
         self.arrivals.wait(name);
         let gathered = self.arrivals.gathered(name).and_then(TensorMemory::bytes);
         match (gathered, self.file.tensor(name)) {
-            (Some(bytes), Some(info)) => {
-                Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: Cow::Borrowed(bytes) })
-            }
+            (Some(bytes), Some(info)) => Ok(TensorBytes::in_memory(info, bytes)),
             _ => TensorSource::tensor(self.file, name),
         }
     }

@@ -3,6 +3,9 @@
 
 use super::handle::MatrixId;
 use crate::attention::KvTypes;
+use crate::error::Error;
+use std::borrow::Cow;
+use std::ops::Range;
 
 /// Shape of one layer's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,6 +91,35 @@ impl StateShape {
     }
 }
 
+/// The bytes of a tensor in the order of the model file. Parts may be read by several threads.
+pub trait TensorBytes: std::fmt::Debug + Sync {
+    /// Number of bytes of the whole tensor.
+    fn size(&self) -> usize;
+
+    /// The bytes in `range`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] past the end, and [`Error::Read`] if they cannot be read.
+    fn part(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>, Error>;
+}
+
+macro_rules! in_memory {
+    ($(($($generics:tt)*) $type:ty),*) => {$(
+        impl $($generics)* TensorBytes for $type {
+            fn size(&self) -> usize {
+                self.len()
+            }
+
+            fn part(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>, Error> {
+                let missing = Error::OutOfRange { what: "byte", index: range.end, len: self.len() };
+                self.get(range).map(Cow::Borrowed).ok_or(missing)
+            }
+        }
+    )*};
+}
+
+in_memory!((<const N: usize>) [u8; N], () &[u8], () Vec<u8>, () Cow<'_, [u8]>);
+
 /// A matrix to upload: `experts` matrices of `rows` x `cols`, row-major blocks of `ggml_type`, back to back.
 #[derive(Debug, Clone, Copy)]
 pub struct MatrixSource<'a> {
@@ -96,8 +128,7 @@ pub struct MatrixSource<'a> {
     pub cols: usize,
     /// 1 for an ordinary matrix.
     pub experts: usize,
-    /// The bytes as in the model file.
-    pub bytes: &'a [u8],
+    pub bytes: &'a dyn TensorBytes,
 }
 
 /// Rotary embedding: see `model::spec::RopeSpec`.

@@ -2,8 +2,9 @@
 
 use super::*;
 use crate::Isa;
-use crate::backend::StepSequence;
+use crate::backend::{StepSequence, TensorBytes};
 use crate::pool::PoolConfig;
+use std::borrow::Cow;
 use std::num::NonZeroUsize;
 
 mod adapters;
@@ -76,6 +77,36 @@ fn matrix(backend: &mut CpuBackend, experts: usize, cols: usize, values: &[f32])
     let rows = values.len() / cols / experts;
     let ggml_type = GgmlType::F32.id();
     backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts, bytes: &bytes }).unwrap()
+}
+
+/// A tensor whose second half cannot be read.
+#[derive(Debug)]
+struct Half(Vec<u8>);
+
+impl TensorBytes for Half {
+    fn size(&self) -> usize {
+        self.0.len()
+    }
+
+    fn part(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>, Error> {
+        let refused = Error::Read { reason: "half is missing".to_owned() };
+        self.0[..self.0.len() / 2].get(range).map(Cow::Borrowed).ok_or(refused)
+    }
+}
+
+#[test]
+fn bytes_that_cannot_be_read_are_an_error_and_no_matrix() {
+    let mut backend = device(Isa::detect(), ActivationMode::F32, 2);
+    let half = Half(vec![0; 64 * 64 * 4]);
+    let source = MatrixSource { ggml_type: GgmlType::F32.id(), rows: 64, cols: 64, experts: 1, bytes: &half };
+    let refused = Err(Error::Read { reason: "half is missing".to_owned() });
+    assert_eq!(backend.create_matrix(source), refused);
+    assert_eq!(backend.pack_matrix(source, &|_, _| {}), refused.map(|_| ()));
+    assert_eq!(backend.memory().weights, 0);
+    assert!(matches!(
+        backend.create_matrix(MatrixSource { rows: 63, ..source }),
+        Err(Error::Length { what: "tensor bytes", .. })
+    ));
 }
 
 /// A step of whole sequences of these lengths, without attention.

@@ -33,7 +33,9 @@
 
 use super::PANEL_ROWS;
 use super::activations::BLOCK;
-use crate::quant::{Bits, Codes, GgmlType, Levels, Scaling, Scheme, e4m3, e8m0_half, ue4m3_half};
+use crate::quant::{
+    Bits, Codes, GgmlType, Levels, Scaling, Scheme, e4m3, e8m0_half, nibbles, split, split_scales, ue4m3_half,
+};
 use half::f16;
 
 /// Groups of four columns in a block.
@@ -164,7 +166,10 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
     let blocks_per_file_block = ty.block_len() / BLOCK;
     let mut codes = Codes::default();
     for (file_block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
-        crate::quant::split(ty, bytes, &mut codes);
+        match scheme.bits {
+            Bits::Four => split_scales(ty, bytes, &mut codes),
+            _ => split(ty, bytes, &mut codes),
+        }
         if layout.header {
             let header = &mut panel[layout.offsets(file_block * blocks_per_file_block).header..];
             put_u16(header, lane, codes.d);
@@ -176,7 +181,11 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
             let scales = &mut front[offsets.scales..];
             let planes = &mut planes[..layout.codes];
             pack_scales(scheme.scaling, &codes, sub, lane, scales);
-            pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
+            if scheme.bits == Bits::Four {
+                pack_nibbles(nibbles(ty, bytes, sub), lane, planes);
+            } else {
+                pack_codes(scheme.bits, &codes.codes[sub * BLOCK..][..BLOCK], lane, planes);
+            }
         }
     }
 }
@@ -215,6 +224,13 @@ fn pack_scales(scaling: Scaling, codes: &Codes, sub: usize, lane: usize, to: &mu
             let nibbles = pair.map(|i| codes.scales[i] | codes.mins[i] << 4);
             to[2 * lane..][..2].copy_from_slice(&nibbles);
         }
+    }
+}
+
+/// Distributes the 32 stored codes of one row over the 4-bit plane, whose order is that of the nibbles.
+fn pack_nibbles(nibbles: [u8; 16], lane: usize, planes: &mut [u8]) {
+    for (word, vector) in nibbles.as_chunks::<4>().0.iter().zip(planes.chunks_exact_mut(VECTOR)) {
+        vector[4 * lane..][..4].copy_from_slice(word);
     }
 }
 

@@ -416,31 +416,42 @@ impl PackedPieces {
         self.of_an_expert() * self.shape.experts
     }
 
-    /// Replaces the contents of `piece` by piece `index` of the tensor `file` and returns the piece's byte
-    /// offset.
+    /// Byte range in the file's tensor of what piece `index` is packed from.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a piece that does not exist, [`Error::Length`] if `file` is not
-    /// [`file_bytes`](Self::file_bytes) long.
-    pub fn pack(&self, index: usize, file: &[u8], piece: &mut Vec<u8>) -> Result<usize, Error> {
-        if file.len() != self.file_bytes() {
-            return Err(Error::Length {
-                what: "tensor bytes",
-                expected: self.file_bytes(),
-                found: file.len(),
-            });
-        }
+    /// [`Error::OutOfRange`] for a piece that does not exist.
+    pub fn file_range(&self, index: usize) -> Result<Range<usize>, Error> {
         if index >= self.count() {
             return Err(Error::OutOfRange { what: "piece", index, len: self.count() });
         }
-        let Shape { rows, row_bytes, panel_bytes, .. } = self.shape;
-        let (expert, first) = (index / self.of_an_expert(), index % self.of_an_expert() * self.panels);
-        let panels = self.panels.min(self.shape.panels() - first);
+        let Shape { rows, row_bytes, .. } = self.shape;
+        let (expert, first, panels) = self.panels_of(index);
         let last_row = rows.min((first + panels) * PANEL_ROWS);
         let at = |row: usize| (expert * rows + row) * row_bytes;
+        Ok(at(first * PANEL_ROWS)..at(last_row))
+    }
+
+    /// Replaces the contents of `piece` by piece `index`, packed from the bytes of its
+    /// [`file_range`](Self::file_range), and returns the piece's byte offset.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a piece that does not exist, [`Error::Length`] if `bytes` does not have the length of
+    /// the range.
+    pub fn pack(&self, index: usize, bytes: &[u8], piece: &mut Vec<u8>) -> Result<usize, Error> {
+        let expected = self.file_range(index)?.len();
+        if bytes.len() != expected {
+            return Err(Error::Length { what: "tensor bytes", expected, found: bytes.len() });
+        }
+        let (expert, first, panels) = self.panels_of(index);
         piece.clear();
-        piece.resize(panels * panel_bytes, 0);
-        pack_panels(&self.shape, &file[at(first * PANEL_ROWS)..at(last_row)], piece);
-        Ok((expert * self.shape.panels() + first) * panel_bytes)
+        piece.resize(panels * self.shape.panel_bytes, 0);
+        pack_panels(&self.shape, bytes, piece);
+        Ok((expert * self.shape.panels() + first) * self.shape.panel_bytes)
+    }
+
+    /// Expert, first panel in it and number of panels of a piece.
+    fn panels_of(&self, index: usize) -> (usize, usize, usize) {
+        let (expert, first) = (index / self.of_an_expert(), index % self.of_an_expert() * self.panels);
+        (expert, first, self.panels.min(self.shape.panels() - first))
     }
 }

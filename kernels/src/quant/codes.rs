@@ -34,24 +34,57 @@ impl Default for Codes {
 pub fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
     debug_assert_eq!(block.len(), ty.block_bytes());
     match ty {
-        GgmlType::Q4_0 | GgmlType::IQ4_NL => legacy::split_q4_0(block, out),
-        GgmlType::Q4_1 => legacy::split_q4_1(block, out),
         GgmlType::Q5_0 => legacy::split_q5_0(block, out),
         GgmlType::Q5_1 => legacy::split_q5_1(block, out),
         GgmlType::Q8_0 => legacy::split_q8_0(block, out),
         GgmlType::Q2_K => k::split_q2(block, out),
         GgmlType::Q3_K => k::split_q3(block, out),
-        GgmlType::Q4_K => k::split_q4(block, out),
         GgmlType::Q5_K => k::split_q5(block, out),
         GgmlType::Q6_K => k::split_q6(block, out),
-        GgmlType::IQ4_XS => k::split_iq4_xs(block, out),
-        GgmlType::MXFP4 => super::fp4::split_mxfp4(block, out),
-        GgmlType::NVFP4 => super::fp4::split_nvfp4(block, out),
         GgmlType::FP8 => legacy::split_fp8(block, out),
         GgmlType::INT8 => legacy::split_int8(block, out),
         GgmlType::INT5 => legacy::split_int5(block, out),
-        GgmlType::INT4 => legacy::split_int4(block, out),
-        _ => debug_assert!(false, "{ty} has no scheme"),
+        _ => {
+            split_scales(ty, block, out);
+            for (run, codes) in out.codes.chunks_exact_mut(32).take(ty.block_len() / 32).enumerate() {
+                let (low, high) = codes.split_at_mut(16);
+                for ((low, high), byte) in low.iter_mut().zip(high).zip(nibbles(ty, block, run)) {
+                    (*low, *high) = (byte & 15, byte >> 4);
+                }
+            }
+        }
+    }
+}
+
+/// [`split`] without the codes, for the formats of four bits.
+pub(crate) fn split_scales(ty: GgmlType, block: &[u8], out: &mut Codes) {
+    match ty {
+        GgmlType::Q4_0 | GgmlType::IQ4_NL => legacy::scales_q4_0(block, out),
+        GgmlType::Q4_1 => legacy::scales_q4_1(block, out),
+        GgmlType::Q4_K => k::scales_q4(block, out),
+        GgmlType::IQ4_XS => k::scales_iq4_xs(block, out),
+        GgmlType::MXFP4 => out.scales[0] = block[0],
+        GgmlType::NVFP4 => super::fp4::scales_nvfp4(block, out),
+        GgmlType::INT4 => legacy::scales_int4(block, out),
+        _ => debug_assert!(false, "{ty} has no codes of four bits"),
+    }
+}
+
+/// Codes of the values `32 * run..32 * run + 32` of a block, for the formats of four bits. Byte `i` has value `i` in its
+/// low nibble and value `i + 16` in its high one.
+pub(crate) fn nibbles(ty: GgmlType, block: &[u8], run: usize) -> [u8; 16] {
+    let stored = |at: usize| block[at + 16 * run..].first_chunk().copied().unwrap_or_default();
+    match ty {
+        GgmlType::Q4_0 | GgmlType::IQ4_NL => stored(2),
+        GgmlType::Q4_1 | GgmlType::INT4 => stored(4),
+        GgmlType::IQ4_XS => stored(8),
+        GgmlType::MXFP4 => stored(1),
+        GgmlType::NVFP4 => super::fp4::nibbles_nvfp4(stored(4)),
+        GgmlType::Q4_K => k::nibbles_q4(block, run),
+        _ => {
+            debug_assert!(false, "{ty} has no codes of four bits");
+            [0; 16]
+        }
     }
 }
 

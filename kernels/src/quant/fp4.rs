@@ -25,24 +25,20 @@ pub(crate) fn e4m3(x: u8) -> f32 {
     half::f16::from_bits(bits).to_f32() * 256.0
 }
 
-pub(super) fn split_mxfp4(block: &[u8], out: &mut Codes) {
-    out.scales[0] = block[0];
-    for (i, &byte) in block[1..17].iter().enumerate() {
-        out.codes[i] = byte & 15;
-        out.codes[i + 16] = byte >> 4;
-    }
-}
-
-pub(super) fn split_nvfp4(block: &[u8], out: &mut Codes) {
+pub(super) fn scales_nvfp4(block: &[u8], out: &mut Codes) {
     for (out, &scale) in out.scales.iter_mut().zip(&block[..4]) {
         *out = if scale == 0x7f { 0 } else { scale };
     }
-    for (codes, bytes) in out.codes.chunks_exact_mut(16).zip(block[4..36].chunks_exact(8)) {
-        for (i, &byte) in bytes.iter().enumerate() {
-            codes[i] = byte & 15;
-            codes[i + 8] = byte >> 4;
-        }
-    }
+}
+
+/// Two times 16 values, of each the first eight in the low nibbles, to the order of [`super::codes::nibbles`].
+pub(super) fn nibbles_nvfp4(codes: [u8; 16]) -> [u8; 16] {
+    const LOW: u128 = 0x0f0f_0f0f_0f0f_0f0f;
+    let both = u128::from_le_bytes(codes);
+    let (first, second) = (both & (u128::MAX >> 64), both >> 64);
+    let low = first & LOW | (second & LOW) << 4;
+    let high = first >> 4 & LOW | second & LOW << 4;
+    (low | high << 64).to_le_bytes()
 }
 
 #[cfg(test)]

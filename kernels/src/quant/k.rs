@@ -69,11 +69,16 @@ pub(super) fn split_q3(block: &[u8], out: &mut Codes) {
     out.d = u16_at(block, 108);
 }
 
-pub(super) fn split_q4(block: &[u8], out: &mut Codes) {
+pub(super) fn scales_q4(block: &[u8], out: &mut Codes) {
     out.d = u16_at(block, 0);
     out.dmin = u16_at(block, 2);
     scales_and_mins(&block[4..16], out);
-    nibble_runs(&block[16..144], out);
+}
+
+/// See [`super::codes::nibbles`]. Each 32 bytes hold 32 values in their low nibbles and the next 32 in their high ones.
+pub(super) fn nibbles_q4(block: &[u8], run: usize) -> [u8; 16] {
+    let (bytes, shift) = (&block[16 + 32 * (run / 2)..][..32], 4 * (run % 2));
+    std::array::from_fn(|i| bytes[i] >> shift & 15 | (bytes[i + 16] >> shift & 15) << 4)
 }
 
 pub(super) fn split_q5(block: &[u8], out: &mut Codes) {
@@ -105,20 +110,12 @@ pub(super) fn split_q6(block: &[u8], out: &mut Codes) {
     out.d = u16_at(block, 208);
 }
 
-pub(super) fn split_iq4_xs(block: &[u8], out: &mut Codes) {
+pub(super) fn scales_iq4_xs(block: &[u8], out: &mut Codes) {
     out.d = u16_at(block, 0);
     let high = u16_at(block, 2);
     for i in 0..8 {
         let low = block[4 + i / 2] >> (4 * (i % 2)) & 15;
         let pair = (high >> (2 * i)) as u8 & 3;
         out.scales[i] = (low | pair << 4).wrapping_sub(32);
-    }
-    // 4-bit codes as in the formats with blocks of 32: value i in the low nibble, value i + 16 in the high
-    // one.
-    for (codes, bytes) in out.codes.chunks_exact_mut(32).zip(block[8..136].chunks_exact(16)) {
-        for (i, &byte) in bytes.iter().enumerate() {
-            codes[i] = byte & 15;
-            codes[i + 16] = byte >> 4;
-        }
     }
 }

@@ -45,20 +45,17 @@ pub(super) fn split_int5(block: &[u8], out: &mut Codes) {
     fifth_bits(&block[4..], out);
 }
 
-pub(super) fn split_int4(block: &[u8], out: &mut Codes) {
+pub(super) fn scales_int4(block: &[u8], out: &mut Codes) {
     out.scale = f32_at(block, 0);
-    nibbles(&block[4..], out);
 }
 
-pub(super) fn split_q4_0(block: &[u8], out: &mut Codes) {
+pub(super) fn scales_q4_0(block: &[u8], out: &mut Codes) {
     out.d = u16_at(block, 0);
-    nibbles(&block[2..], out);
 }
 
-pub(super) fn split_q4_1(block: &[u8], out: &mut Codes) {
+pub(super) fn scales_q4_1(block: &[u8], out: &mut Codes) {
     out.d = u16_at(block, 0);
     out.dmin = u16_at(block, 2);
-    nibbles(&block[4..], out);
 }
 
 pub(super) fn split_q5_0(block: &[u8], out: &mut Codes) {

@@ -42,8 +42,14 @@ impl DigestCache {
     ///
     /// Returns the files' state if they were hashed since the system started: see [`ModelFile::is_still`].
     pub fn fill(&self, file: &ModelFile) -> Result<Option<Hashed>, Error> {
+        self.begin(file)?.finish(file)
+    }
+
+    /// The first part of [`fill`](Self::fill), which uses the cache. The second one, [`Uncached::finish`], reads the
+    /// tensors that were not given to [`ModelFile::tensor_bytes_to_hash`] in between.
+    pub fn begin(&self, file: &ModelFile) -> Result<Uncached<'_>, Error> {
         if file.chunks.get().is_some() {
-            return Ok(None);
+            return Ok(Uncached(State::Known(None)));
         }
         let entry = self.dir.join(name(file));
         let (files, start) = (file.stamps()?, start_of_system());
@@ -51,16 +57,10 @@ impl DigestCache {
         if let Some((read_in, chunks)) = std::fs::read(&entry).ok().and_then(|bytes| recall(&bytes, &before))
         {
             file.chunks.get_or_init(|| chunks);
-            return Ok(start.is_some_and(|start| start == read_in).then_some(Hashed(files)));
+            let now = start.is_some_and(|start| start == read_in);
+            return Ok(Uncached(State::Known(now.then_some(Hashed(files)))));
         }
-        let chunks = file.chunks()?;
-        if file.stamps()? != files || !is_settled(file)? {
-            return Ok(None);
-        }
-        if let Err(error) = self.keep(&entry, before, start.unwrap_or_default(), chunks) {
-            tracing::debug!(entry = %entry.display(), %error, "cannot cache a model's digest; the next start computes it again");
-        }
-        Ok(Some(Hashed(files)))
+        Ok(Uncached(State::Unknown { cache: self, entry, before, files, start }))
     }
 
     fn keep(&self, entry: &Path, mut bytes: Vec<u8>, start: [u8; 32], chunks: &[ChunkId]) -> io::Result<()> {
@@ -74,6 +74,40 @@ impl DigestCache {
         file.as_file().sync_all()?;
         file.persist(entry)?;
         Ok(())
+    }
+}
+
+/// A model whose digest is being computed.
+#[derive(Debug)]
+pub struct Uncached<'a>(State<'a>);
+
+#[derive(Debug)]
+enum State<'a> {
+    Known(Option<Hashed>),
+    Unknown {
+        cache: &'a DigestCache,
+        entry: PathBuf,
+        before: Vec<u8>,
+        files: Vec<[u64; 5]>,
+        start: Option<[u8; 32]>,
+    },
+}
+
+impl Uncached<'_> {
+    /// The second part of [`DigestCache::fill`].
+    pub fn finish(self, file: &ModelFile) -> Result<Option<Hashed>, Error> {
+        let (cache, entry, before, files, start) = match self.0 {
+            State::Known(hashed) => return Ok(hashed),
+            State::Unknown { cache, entry, before, files, start } => (cache, entry, before, files, start),
+        };
+        let chunks = file.chunks()?;
+        if file.stamps()? != files || !is_settled(file)? {
+            return Ok(None);
+        }
+        if let Err(error) = cache.keep(&entry, before, start.unwrap_or_default(), chunks) {
+            tracing::debug!(entry = %entry.display(), %error, "cannot cache a model's digest; the next start computes it again");
+        }
+        Ok(Some(Hashed(files)))
     }
 }
 

@@ -1,13 +1,10 @@
 //! The digest of a model, independent of its split into files.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use super::{CHUNK_BYTES, ChunkId};
+use super::ChunkId;
 use crate::gguf::ALIGNMENT_KEY;
 use crate::gguf::writer::encode_value;
 use crate::header::ModelHeader;
-use crate::parallel::on_all_cpus;
+use crate::parallel::map_on_all_cpus;
 
 /// Identifies the layout below; a new layout needs a new tag.
 const TAG: &str = "kvasir model 1";
@@ -48,23 +45,7 @@ pub(crate) fn digest(header: &ModelHeader, chunks: &[ChunkId]) -> [u8; 32] {
 
 /// The hash of each chunk, computed with as many threads as CPUs.
 pub(crate) fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
-    let hashes: Vec<OnceLock<blake3::Hash>> = chunks.iter().map(|_| OnceLock::new()).collect();
-    let next = AtomicUsize::new(0);
-    let work = || {
-        loop {
-            // Relaxed: only an index is handed out; the threads' input existed before they started.
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some((chunk, hash)) = chunks.get(index).zip(hashes.get(index)) else { break };
-            hash.get_or_init(|| blake3::hash(chunk));
-        }
-    };
-    let bytes: usize = chunks.iter().map(|chunk| chunk.len()).sum();
-    on_all_cpus(bytes.div_ceil(CHUNK_BYTES), work);
-    hashes
-        .into_iter()
-        .zip(chunks)
-        .map(|(hash, chunk)| hash.into_inner().unwrap_or_else(|| blake3::hash(chunk)))
-        .collect()
+    map_on_all_cpus(chunks.len(), |index| blake3::hash(chunks.get(index).copied().unwrap_or_default()))
 }
 
 fn put_number(hash: &mut blake3::Hasher, number: usize) {
@@ -79,6 +60,7 @@ fn put_string(hash: &mut blake3::Hasher, string: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shard::CHUNK_BYTES;
 
     #[test]
     fn threads_do_not_mix_chunks_up() {

@@ -4,8 +4,8 @@ use crate::Error;
 use kernels::backend::{
     ExpertGateUp, GateActivation, MatrixId, Norm, QueryGrowth, RopeId, SharedBytes, VectorId,
 };
+use model::TensorBytes;
 use model::spec::{MoeSpec, RowSlice};
-use std::borrow::Cow;
 use std::collections::HashMap;
 
 mod loader;
@@ -19,20 +19,10 @@ pub use loader::tensors_of;
 pub use packed::Packs;
 pub(crate) use repacking::Repacking;
 
-/// A tensor of a source.
-#[derive(Debug, Clone)]
-pub struct TensorView<'a> {
-    pub ggml_type: u32,
-    /// Dimensions in GGUF order (first = contiguous).
-    pub dims: &'a [u64],
-    /// Bytes in the file's format.
-    pub bytes: Cow<'a, [u8]>,
-}
-
 /// Where weights come from: a file, a split set, a shard store.
 pub trait TensorSource {
     /// The named tensor, or [`Error::MissingTensor`] if the model has none.
-    fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error>;
+    fn tensor(&self, name: &str) -> Result<TensorBytes<'_>, Error>;
 
     /// The bytes of a tensor as a shared mapping that is never written again. `None` if the source has no
     /// such mapping.
@@ -48,10 +38,11 @@ pub trait TensorSource {
 }
 
 impl TensorSource for model::ModelFile {
-    fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
-        let info = Self::tensor(self, name);
-        let info = info.ok_or_else(|| Error::MissingTensor { name: name.to_owned() })?;
-        Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: self.tensor_data(name)? })
+    fn tensor(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
+        match Self::tensor(self, name) {
+            Some(_) => Ok(self.tensor_bytes(name)?),
+            None => Err(Error::MissingTensor { name: name.to_owned() }),
+        }
     }
 
     fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {

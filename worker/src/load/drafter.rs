@@ -88,7 +88,8 @@ pub(super) fn load_drafter(
             let rows = ROWS.max(sequences);
             let layers = 0..spec.layers.len();
             let backend = backend(&options, &environment)?;
-            let drafter = load_decoder(&file, spec, &options, backend, (layers, rows), &mut |_, _| {})?;
+            let drafter =
+                load_decoder((&file, false), spec, &options, backend, (layers, rows), &mut |_, _| {})?;
             let model = DraftModel::new(drafter, (options.block_tokens, rows), cache_bytes)?;
             Ok(LoadedDrafter::DraftModel(Box::new(model)))
         }

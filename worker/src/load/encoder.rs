@@ -128,10 +128,12 @@ pub(super) fn kernel_encoder(
     let refused = |refused: MemoryRefused| engine::Error::KvMemory { reason: refused.to_string() };
     let memory = Memory::of(options)?;
     floor.admit(&memory, "weights", gguf.total_tensor_bytes()).map_err(refused)?;
-    let model_digest = digest(&gguf, options)?;
+    let hashing = options.digests.as_ref().map(|cache| cache.begin(&gguf)).transpose()?;
     let device = backend(options, &environment)?;
     let layers = 0..spec.layers.len();
-    let mut decoder = load_decoder(&gguf, spec, options, device, (layers, step_tokens), progress)?;
+    let mut decoder = load_decoder((&gguf, true), spec, options, device, (layers, step_tokens), progress)?;
+    hashing.map(|hashing| hashing.finish(&gguf)).transpose()?;
+    let model_digest = gguf.digest()?;
     let layout = Layout::new(&decoder, (step_tokens, step_texts), options.block_tokens)?;
     let bytes = layout.bytes() as u64;
     if let Some(limit) = options.kv_bytes.filter(|limit| *limit < bytes) {

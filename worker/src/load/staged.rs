@@ -2,7 +2,8 @@
 
 use engine::Error;
 use engine::kv_cache::memory::{MemInfo, MemoryFloor};
-use engine::weights::{TensorSource, TensorView};
+use engine::weights::TensorSource;
+use model::TensorBytes;
 use std::cell::RefCell;
 
 /// A source that reads one tensor at a time. Before each tensor it checks that there is memory for it, since
@@ -29,7 +30,7 @@ impl<'a> Staged<'a> {
 impl TensorSource for Staged<'_> {
     /// # Errors
     /// [`Error::Memory`] if less than the floor would stay free.
-    fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
+    fn tensor(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
         self.release(None);
         let (_, bytes) = self.source.measure(name)?;
         self.floor.admit(self.memory, "a tensor of the weights", bytes)?;
@@ -51,19 +52,23 @@ impl Drop for Staged<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use metadata::Metadata;
+    use model::gguf::writer::Writer;
+    use model::{GgmlType, ModelFile};
     use std::cell::Cell;
     use std::io;
 
     /// Tensors of 100 bytes, each of which takes as much memory when it is read.
     struct Host {
+        file: ModelFile,
         free: Cell<u64>,
         forgotten: RefCell<Vec<String>>,
     }
 
     impl TensorSource for Host {
-        fn tensor(&self, _: &str) -> Result<TensorView<'_>, Error> {
+        fn tensor(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
             self.free.set(self.free.get() - 100);
-            Ok(TensorView { ggml_type: 0, dims: &[25], bytes: std::borrow::Cow::Borrowed(&[0; 100]) })
+            Ok(self.file.tensor_bytes(name)?)
         }
 
         fn measure(&self, _: &str) -> Result<(u32, u64), Error> {
@@ -83,9 +88,16 @@ mod tests {
 
     #[test]
     fn loading_ends_before_the_floor_and_leaves_no_pages_behind() {
-        let host = Host { free: Cell::new(350), forgotten: RefCell::default() };
+        let mut writer = Writer::new(Metadata::default()).unwrap();
+        for name in ["a", "b", "c", "d"] {
+            writer.tensor(name, GgmlType::F32, &[25]).unwrap();
+        }
+        let mut path = tempfile::NamedTempFile::new().unwrap();
+        writer.write(&mut path, |_| vec![0; 100]).unwrap();
+        let file = ModelFile::open(path.path()).unwrap();
+        let host = Host { file, free: Cell::new(350), forgotten: RefCell::default() };
         let staged = Staged::new(&host, MemoryFloor { bytes: 100 }, &host);
-        assert_eq!(staged.tensor("a").unwrap().bytes.len(), 100);
+        assert_eq!(staged.tensor("a").unwrap().info().bytes(), 100);
         assert!(host.forgotten.borrow().is_empty());
         staged.tensor("b").unwrap();
         assert_eq!(*host.forgotten.borrow(), ["a"]);

@@ -113,7 +113,7 @@ pub(crate) fn stage(
         return Ok((own, None));
     }
     let rows = options.max_rows.unwrap_or(1);
-    let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), &mut |_, _| {})?;
+    let mut decoder = load_decoder((&gguf, false), spec, options, backend, (layers, rows), &mut |_, _| {})?;
     if let Some(drafter) = drafter {
         drafter::load_at_last_stage(drafter, options, &gguf, &mut decoder)?;
     }

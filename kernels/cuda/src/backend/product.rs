@@ -12,7 +12,8 @@ use super::memory::{Buffers, ScratchLayout, Vectors, same};
 use super::modules::Modules;
 use kernels::Error;
 use kernels::backend::{
-    ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixId, MatrixSource, VectorId, check_order,
+    ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixId, MatrixSource, TensorBytes, VectorId,
+    check_order,
 };
 use kernels::quant::GgmlType;
 use std::collections::HashMap;
@@ -53,7 +54,7 @@ impl Matrices {
     ) -> Result<MatrixId, Error> {
         let ty = GgmlType::from_id(source.ggml_type)?;
         let shape = TiledShape::new(ty, source.rows, source.cols, source.experts)?;
-        same("tensor bytes", shape.file_bytes(), source.bytes.len())?;
+        same("tensor bytes", shape.file_bytes(), source.bytes.size())?;
         if let Entry::Vacant(vacant) = self.kernels.entry(ty) {
             vacant.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
         }
@@ -95,10 +96,10 @@ impl Matrices {
 }
 
 /// Packs pieces, each on its own thread.
-fn pack(shape: &TiledShape, bytes: &[u8], pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
+fn pack(shape: &TiledShape, bytes: &dyn TensorBytes, pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
     let pack_piece = |tiles: &Range<usize>| -> Result<Vec<u8>, Error> {
         let mut packed = Vec::new();
-        shape.pack(tiles.clone(), &bytes[shape.file_range(tiles.clone())], &mut packed)?;
+        shape.pack(tiles.clone(), &bytes.part(shape.file_range(tiles.clone()))?, &mut packed)?;
         Ok(packed)
     };
     if let [only] = pieces {

@@ -239,7 +239,7 @@ fn a_quantised_mixture_equals_its_single_ops() {
         let shapes = [(ff, hidden), (ff, hidden), (hidden, ff)];
         let matrix = |backend: &mut CpuBackend, i: usize, bytes: &[u8], experts: usize| {
             let ((rows, cols), ggml_type) = (shapes[i], types[i].id());
-            backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts, bytes }).unwrap()
+            backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts, bytes: &bytes }).unwrap()
         };
         let together = on_every_isa(ActivationMode::Int8, |backend| {
             let [gate, up, down] = [0, 1, 2].map(|i| matrix(backend, i, &bytes[i], experts));

@@ -5,7 +5,7 @@ use crate::backend::MatmulJob;
 
 /// A matrix of the blocks of `ty` with these bytes.
 fn blocks(backend: &mut CpuBackend, ty: GgmlType, (rows, cols): (usize, usize), bytes: &[u8]) -> MatrixId {
-    let source = MatrixSource { ggml_type: ty.id(), rows, cols, experts: 1, bytes };
+    let source = MatrixSource { ggml_type: ty.id(), rows, cols, experts: 1, bytes: &bytes };
     backend.create_matrix(source).unwrap()
 }
 

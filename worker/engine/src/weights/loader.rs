@@ -3,13 +3,14 @@
 use super::{
     AttentionWeights, Classifier, ConvWeights, DeltaNetWeights, EmbeddingWeights, FfnPart, FfnWeights, Head,
     KvWeights, LatentWeights, LayerWeights, Linear, Mamba2Weights, MixerWeights, MoeWeights, OwnKvWeights,
-    Packs, PerLayerInputWeights, PerLayerWeights, ShortConvWeights, TensorSource, TensorView, Weights,
+    Packs, PerLayerInputWeights, PerLayerWeights, ShortConvWeights, TensorSource, Weights,
 };
 use crate::Error;
 use kernels::backend::{
     Backend, ExpertGateUp, GateActivation, MatrixId, MatrixSource, Norm, QueryGrowth, RopeId, RopeSource,
     VectorId,
 };
+use model::TensorBytes;
 use model::spec::{
     self, Activation, AttentionSpec, ConvSpec, DeltaNetSpec, EmbeddingSpec, FfnSpec, HeadGrouping, KvSpec,
     LatentSpec, LayerSpec, LinearSpec, Mamba2Spec, MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec,
@@ -30,16 +31,16 @@ pub(crate) struct Loader<'a> {
     bytes_per_token: usize,
 }
 
-/// Names of the tensors that `Loader::load` reads for a range of layers, without duplicates.
+/// Names of the tensors that `Loader::load` reads for a range of layers, in its order and without duplicates.
 pub fn tensors_of(spec: &ModelSpec, range: Range<usize>) -> Vec<&str> {
     let mut names = Vec::new();
     if embeds(spec, &range) {
         names.extend(spec.embedding_tensors());
     }
+    names.extend(spec.layer_tensors(range.clone()));
     if has_head(spec, &range) {
         names.extend(spec.output_tensors());
     }
-    names.extend(spec.layer_tensors(range));
     names
 }
 
@@ -470,12 +471,20 @@ impl<'a> Loader<'a> {
         shape: MatrixSource<'_>,
         slice: Option<RowSlice>,
     ) -> Result<MatrixId, Error> {
-        let view = self.view(name)?;
-        let bytes = match slice {
-            None => Cow::Borrowed(&*view.bytes),
-            Some(slice) => sliced(&view.bytes, slice),
+        let tensor = self.source.tensor(name)?;
+        let bytes: Box<dyn kernels::backend::TensorBytes> = match slice {
+            Some(slice) if slice.period != slice.of => Box::new(sliced(&tensor.whole()?, slice)),
+            Some(RowSlice { of, start, len, .. }) => {
+                let row = tensor.info().bytes() / of.max(1) as u64;
+                let range = start as u64 * row..(start + len) as u64 * row;
+                Box::new(InParts { tensor, range })
+            }
+            None => {
+                let range = 0..tensor.info().bytes();
+                Box::new(InParts { tensor, range })
+            }
         };
-        let source = MatrixSource { bytes: &bytes, ..shape };
+        let source = MatrixSource { bytes: bytes.as_ref(), ..shape };
         match self.packs.store_matrix(packed_name, source, self.backend)? {
             Some(id) => Ok(id),
             None => Ok(self.backend.create_matrix(source)?),
@@ -534,28 +543,41 @@ impl<'a> Loader<'a> {
     }
 
     fn floats(&mut self, name: &str, len: usize) -> Result<Vec<f32>, Error> {
-        let view = self.view(name)?;
-        let (source_bytes, mut values) = (view.bytes.len(), vec![0f32; len]);
-        kernels::quant::GgmlType::from_id(view.ggml_type)
-            .and_then(|ty| kernels::quant::dequantize(ty, &view.bytes, &mut values))?;
-        self.source_bytes += source_bytes;
+        let tensor = self.source.tensor(name)?;
+        let (ty, bytes) = (tensor.info().ty().id(), tensor.whole()?);
+        let mut values = vec![0f32; len];
+        kernels::quant::GgmlType::from_id(ty)
+            .and_then(|ty| kernels::quant::dequantize(ty, &bytes, &mut values))?;
+        self.source_bytes += bytes.len();
         Ok(values)
     }
+}
 
-    fn view(&self, name: &str) -> Result<TensorView<'a>, Error> {
-        self.source.tensor(name)
+/// Bytes of a tensor that the device reads in parts, so that converted ones need not be in memory as a whole.
+#[derive(Debug)]
+struct InParts<'a> {
+    tensor: TensorBytes<'a>,
+    range: Range<u64>,
+}
+
+impl kernels::backend::TensorBytes for InParts<'_> {
+    fn size(&self) -> usize {
+        (self.range.end - self.range.start) as usize
+    }
+
+    fn part(&self, part: Range<usize>) -> Result<Cow<'_, [u8]>, kernels::Error> {
+        let at = |place: usize| self.range.start + place as u64;
+        let bytes = self.tensor.part(at(part.start)..at(part.end));
+        bytes.map_err(|error| kernels::Error::Read { reason: error.to_string() })
     }
 }
 
 /// The bytes of a slice's rows, in order.
-fn sliced(bytes: &[u8], slice: RowSlice) -> Cow<'_, [u8]> {
+fn sliced(bytes: &[u8], slice: RowSlice) -> Vec<u8> {
     let RowSlice { of, period, start, len } = slice;
     let row = bytes.len() / of.max(1);
-    if period == of {
-        return Cow::Borrowed(&bytes[start * row..(start + len) * row]);
-    }
     let periods = bytes.chunks_exact((period * row).max(1));
-    Cow::Owned(periods.flat_map(|rows| &rows[start * row..(start + len) * row]).copied().collect())
+    periods.flat_map(|rows| &rows[start * row..(start + len) * row]).copied().collect()
 }
 
 fn gate_activation(activation: Activation) -> GateActivation {

@@ -80,7 +80,8 @@ impl Work {
         let (started, matrices) = (Instant::now(), deferred.len());
         let mut writer = Some(writer);
         for DeferredMatrix { matrix, name, shape, bytes, packed_bytes } in deferred {
-            let source = (MatrixSource { bytes: bytes.as_ref().as_ref(), ..shape }, packed_bytes);
+            let bytes: &[u8] = bytes.as_ref().as_ref();
+            let source = (MatrixSource { bytes: &bytes, ..shape }, packed_bytes);
             let packed = match writer.as_mut().map(|writer| self.pack_into_store(writer, &name, source)) {
                 Some(Ok(packed)) => packed,
                 _ if self.stops() => return,
