@@ -68,7 +68,7 @@ const ARCHES: &[Arch] = &[
     arch("falcon-h1", falcon_h1::translate),
     arch("gemma2", gemma2::translate),
     arch("gemma3", gemma3::translate),
-    arch("gemma4", gemma4::translate),
+    Arch { ignores: gemma4::is_replaced, ..arch("gemma4", gemma4::translate) },
     arch("glm4", glm4::translate),
     Arch { ignores: glm4_moe::is_mtp_head, ..arch("glm4moe", glm4_moe::translate) },
     arch("gpt-oss", gpt_oss::translate),

@@ -65,6 +65,19 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     Ok(model)
 }
 
+/// Whether `tensor` is of the keys or values of a layer that uses another layer's. Released checkpoints have them.
+pub(super) fn is_replaced(source: &Source<'_>, tensor: &str) -> bool {
+    let count = |key| source.count(key, 0..=limits::LAYERS).ok().flatten().unwrap_or(0);
+    let blocks = count("block_count");
+    let own = blocks.saturating_sub(count("attention.shared_kv_layers"));
+    let Some((block, name)) = tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+        return false;
+    };
+    let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+    block.parse().is_ok_and(|block: usize| (own..blocks).contains(&block))
+        && ["attn_k", "attn_v", "attn_k_norm"].contains(&stem)
+}
+
 struct Gemma4<'a> {
     decoder: Decoder<'a>,
     windows: Vec<Option<usize>>,

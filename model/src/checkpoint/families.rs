@@ -146,6 +146,9 @@ const PREFIXES: [&str; 4] = ["model.language_model.", "language_model.model.", "
 const OTHER_INPUTS: [&str; 6] =
     ["visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio."];
 
+/// Architectures of which no head that predicts further tokens is used.
+const UNUSED_HEADS: [&str; 2] = ["ernie4_5-moe", "nemotron_h"];
+
 impl Family {
     /// The family of a checkpoint.
     pub(super) fn of(config: &Config<'_>) -> Result<&'static Self, Error> {
@@ -176,6 +179,11 @@ impl Family {
         let mut left_out = 0_usize;
         for (name, tensor) in stored {
             let plain = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(&name);
+            // Heads that predict further tokens, and that nothing uses.
+            let is_head = plain.starts_with("mtp_") || plain.starts_with("mtp.");
+            if is_head && UNUSED_HEADS.contains(&self.arch) {
+                continue;
+            }
             let plain = &*of_mtp_head(plain, layers);
             if pools && plain.starts_with("lm_head.") || tied && plain == "lm_head.weight" {
                 continue;

@@ -138,6 +138,18 @@ fn absurd_values() {
 }
 
 #[test]
+fn keys_of_a_layer_that_uses_anothers_may_be_stored() {
+    let plan = plan("gemma4");
+    let file = plan.clone().open();
+    let layers: usize = file.metadata().require("gemma4.block_count").unwrap();
+    for (layer, good) in [(layers - 1, true), (layers, false)] {
+        let stored = plan.clone().tensor(&format!("blk.{layer}.attn_k.weight"), &[4]);
+        let read = ModelSpec::from_file(&stored.open());
+        assert_eq!(read.is_ok(), good, "{layer}");
+    }
+}
+
+#[test]
 fn required_keys() {
     for (fixture, key) in [
         ("bert", "bert.attention.causal"),
