@@ -1,5 +1,6 @@
-// Elementary functions. All but `exp2_fast` are fixed sequences of correctly rounded operations. They are the
-// sequences of Rust's `simd/math.rs` and return the same bits. `exp2_fast` is an approximation of the device.
+// Elementary functions and the Hadamard product. All but `exp2_fast` are fixed sequences of correctly rounded
+// operations. They are the sequences of Rust's `simd/math.rs` and return the same bits. `exp2_fast` is an approximation
+// of the device.
 #pragma once
 #include "prelude.cuh"
 
@@ -113,4 +114,30 @@ __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// Multiplies each run of `len` elements, a power of two, by the normalised Hadamard matrix. x[i]: element 32 i + lane.
+// An element with `bit` set in its number takes the difference from its partner, the other the sum.
+template <u32 N> __device__ __forceinline__ void times_hadamard(float (&x)[N], u32 lane, u32 len) {
+    for (u32 bit = 1; bit < min(len, 32u); bit *= 2) {
+#pragma unroll
+        for (u32 i = 0; i < N; i++) {
+            const float other = __shfl_xor_sync(0xffffffff, x[i], bit);
+            x[i] = lane & bit ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
+        }
+    }
+#pragma unroll
+    for (u32 apart = 1; apart < N; apart *= 2) {
+        if (32 * apart >= len) break;
+#pragma unroll
+        for (u32 i = 0; i < N; i++) {
+            if (i & apart || i + apart >= N) continue;
+            const float low = x[i], high = x[i + apart];
+            x[i] = __fadd_rn(low, high);
+            x[i + apart] = __fsub_rn(low, high);
+        }
+    }
+    const float factor = __fdiv_rn(1.0f, __fsqrt_rn((float)len));
+#pragma unroll
+    for (u32 i = 0; i < N; i++) x[i] = __fmul_rn(x[i], factor);
 }

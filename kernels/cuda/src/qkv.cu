@@ -5,7 +5,7 @@
 // 32 elements, 3 E4M3 with a binary16 scale per head, 4 four bits with a binary16 scale per 32 elements of a head that a
 // Hadamard matrix has turned), LATENT (1: values are part of the keys, and there are no heads of v) and MAX_DIM (the
 // widest head).
-#include "prelude.cuh"
+#include "math.cuh"
 
 #define WARPS 4
 
@@ -68,32 +68,6 @@ __device__ __forceinline__ u16 scale_of(float largest, float most, float &invers
     const float value = f16_value(scale);
     inverse = value > 0 ? __fdiv_rn(1.0f, value) : 0.0f;
     return scale;
-}
-
-// Multiplies each run of `len` elements, a power of two, by the normalised Hadamard matrix. x[i]: element 32 i + lane.
-// Element 32 i + lane with `bit` set in its number takes the difference from its partner, the other the sum.
-__device__ __forceinline__ void hadamard(float (&x)[MAX_DIM / 32], u32 lane, u32 len) {
-    for (u32 bit = 1; bit < min(len, 32u); bit *= 2) {
-#pragma unroll
-        for (u32 i = 0; i < MAX_DIM / 32; i++) {
-            const float other = __shfl_xor_sync(0xffffffff, x[i], bit);
-            x[i] = lane & bit ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
-        }
-    }
-#pragma unroll
-    for (u32 apart = 1; apart < MAX_DIM / 32; apart *= 2) {
-        if (32 * apart >= len) break;
-#pragma unroll
-        for (u32 i = 0; i < MAX_DIM / 32; i++) {
-            if (i & apart || i + apart >= MAX_DIM / 32) continue;
-            const float low = x[i], high = x[i + apart];
-            x[i] = __fadd_rn(low, high);
-            x[i + apart] = __fsub_rn(low, high);
-        }
-    }
-    const float factor = __fdiv_rn(1.0f, __fsqrt_rn((float)len));
-#pragma unroll
-    for (u32 i = 0; i < MAX_DIM / 32; i++) x[i] = __fmul_rn(x[i], factor);
 }
 
 // Writes one head of one token to its stripe: [tokens][width rounded up to 8 elements], padded with zeroes.
@@ -232,8 +206,8 @@ extern "C" __global__ void __launch_bounds__(128)
     const u32 entry = tables[table_starts[row_sequences[row]] + (position >> block_shift)];
     u8 *stripe = arena + (u64)entry * 64 + layer_offset;
     stripe += part == 1 ? (u64)head * k_stripe : (u64)kv_heads * k_stripe + (u64)head * v_stripe;
-    if (K_TYPE == 4 && part == 1) hadamard(x, lane, k_rotation);
-    if (V_TYPE == 4 && part == 2) hadamard(x, lane, v_rotation);
+    if (K_TYPE == 4 && part == 1) times_hadamard(x, lane, k_rotation);
+    if (V_TYPE == 4 && part == 2) times_hadamard(x, lane, v_rotation);
     if (part == 1) store<K_TYPE>(stripe, position & tokens - 1, tokens, width, lane, x);
     else store<V_TYPE>(stripe, position & tokens - 1, tokens, width, lane, x);
 }

@@ -217,28 +217,10 @@ extern "C" __global__ void __launch_bounds__(128) hadamard(float *out, const flo
     float v[16];
 #pragma unroll
     for (u32 i = 0; i < 16; i++) v[i] = i < held && first + 32 * i < count ? x[first + 32 * i] : 0.0f;
-    for (u32 bit = 1; bit < min(len, 32u); bit *= 2) {
-#pragma unroll
-        for (u32 i = 0; i < 16; i++) {
-            const float other = __shfl_xor_sync(0xffffffff, v[i], bit);
-            v[i] = lane & bit ? __fsub_rn(other, v[i]) : __fadd_rn(v[i], other);
-        }
-    }
-#pragma unroll
-    for (u32 apart = 1; apart < 16; apart *= 2) {
-        if (apart >= held) break;
-#pragma unroll
-        for (u32 i = 0; i < 16; i++) {
-            if (i & apart) continue;
-            const float low = v[i], high = v[i + apart];
-            v[i] = __fadd_rn(low, high);
-            v[i + apart] = __fsub_rn(low, high);
-        }
-    }
-    const float factor = __fdiv_rn(1.0f, __fsqrt_rn((float)len));
+    times_hadamard(v, lane, len);
 #pragma unroll
     for (u32 i = 0; i < 16; i++)
-        if (i < held && first + 32 * i < count) out[first + 32 * i] = __fmul_rn(v[i], factor);
+        if (i < held && first + 32 * i < count) out[first + 32 * i] = v[i];
 }
 
 // out[row][i] = x[row][order[i]]; `order` has whole numbers below `cols`. One thread per value.
