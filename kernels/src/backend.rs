@@ -24,7 +24,7 @@ pub use op::{
     Selection,
 };
 pub use shape::{
-    HeadType, KvShape, LowRankSource, MatrixSource, RopeSource, StateKind, StateShape, TensorBytes,
+    HeadType, KvShape, LowRankSource, MatrixBytes, MatrixSource, RopeSource, StateKind, StateShape,
 };
 
 /// Description of a backend; part of a worker's numeric class.

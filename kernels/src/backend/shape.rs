@@ -91,9 +91,9 @@ impl StateShape {
     }
 }
 
-/// The bytes of a tensor in the order of the model file. Parts may be read by several threads.
-pub trait TensorBytes: std::fmt::Debug + Sync {
-    /// Number of bytes of the whole tensor.
+/// The bytes of matrices in the order of the model file. Parts may be read by several threads.
+pub trait MatrixBytes: std::fmt::Debug + Sync {
+    /// Number of all bytes.
     fn size(&self) -> usize;
 
     /// The bytes in `range`.
@@ -105,7 +105,7 @@ pub trait TensorBytes: std::fmt::Debug + Sync {
 
 macro_rules! in_memory {
     ($(($($generics:tt)*) $type:ty),*) => {$(
-        impl $($generics)* TensorBytes for $type {
+        impl $($generics)* MatrixBytes for $type {
             fn size(&self) -> usize {
                 self.len()
             }
@@ -128,7 +128,7 @@ pub struct MatrixSource<'a> {
     pub cols: usize,
     /// 1 for an ordinary matrix.
     pub experts: usize,
-    pub bytes: &'a dyn TensorBytes,
+    pub bytes: &'a dyn MatrixBytes,
 }
 
 /// Rotary embedding: see `model::spec::RopeSpec`.

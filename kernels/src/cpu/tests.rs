@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::Isa;
-use crate::backend::{StepSequence, TensorBytes};
+use crate::backend::{MatrixBytes, StepSequence};
 use crate::pool::PoolConfig;
 use std::borrow::Cow;
 use std::num::NonZeroUsize;
@@ -83,7 +83,7 @@ fn matrix(backend: &mut CpuBackend, experts: usize, cols: usize, values: &[f32])
 #[derive(Debug)]
 struct Half(Vec<u8>);
 
-impl TensorBytes for Half {
+impl MatrixBytes for Half {
     fn size(&self) -> usize {
         self.0.len()
     }

@@ -12,7 +12,7 @@ use super::memory::{Buffers, ScratchLayout, Vectors, same};
 use super::modules::Modules;
 use kernels::Error;
 use kernels::backend::{
-    ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixId, MatrixSource, TensorBytes, VectorId,
+    ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixBytes, MatrixId, MatrixSource, VectorId,
     check_order,
 };
 use kernels::quant::GgmlType;
@@ -96,7 +96,7 @@ impl Matrices {
 }
 
 /// Packs pieces, each on its own thread.
-fn pack(shape: &TiledShape, bytes: &dyn TensorBytes, pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
+fn pack(shape: &TiledShape, bytes: &dyn MatrixBytes, pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
     let pack_piece = |tiles: &Range<usize>| -> Result<Vec<u8>, Error> {
         let mut packed = Vec::new();
         shape.pack(tiles.clone(), &bytes.part(shape.file_range(tiles.clone()))?, &mut packed)?;

@@ -472,7 +472,7 @@ impl<'a> Loader<'a> {
         slice: Option<RowSlice>,
     ) -> Result<MatrixId, Error> {
         let tensor = self.source.tensor(name)?;
-        let bytes: Box<dyn kernels::backend::TensorBytes> = match slice {
+        let bytes: Box<dyn kernels::backend::MatrixBytes> = match slice {
             Some(slice) if slice.period != slice.of => Box::new(sliced(&tensor.whole()?, slice)),
             Some(RowSlice { of, start, len, .. }) => {
                 let row = tensor.info().bytes() / of.max(1) as u64;
@@ -560,7 +560,7 @@ struct InParts<'a> {
     range: Range<u64>,
 }
 
-impl kernels::backend::TensorBytes for InParts<'_> {
+impl kernels::backend::MatrixBytes for InParts<'_> {
     fn size(&self) -> usize {
         (self.range.end - self.range.start) as usize
     }
