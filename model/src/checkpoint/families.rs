@@ -140,8 +140,9 @@ const EXPERTS: &[Rule] = &[
     rule("layers.{l}.mlp.shared_expert_gate.*", "blk.{l}.ffn_gate_inp_shexp.*"),
 ];
 
-/// Prefixes of names, the longest first. A model with images has its text model inside.
-const PREFIXES: [&str; 4] = ["model.language_model.", "language_model.model.", "language_model.", "model."];
+/// Prefixes of names, the longest first. A model with images has its text model inside; the last is Nemotron-H's.
+const PREFIXES: [&str; 5] =
+    ["model.language_model.", "language_model.model.", "language_model.", "model.", "backbone."];
 /// Beginnings of names of the parts for images and sound.
 const OTHER_INPUTS: [&str; 6] =
     ["visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio."];
@@ -236,7 +237,8 @@ fn is_head_tied(stored: &StoredTensors, files: &[MappedFile]) -> Result<bool, Er
     let ends = |end: &'static str| move |(name, _): &(&String, &StoredTensor)| name.ends_with(end);
     let embedding = |end| stored.iter().find(ends(end));
     let head = stored.iter().find(ends("lm_head.weight"));
-    let embedding = embedding("embed_tokens.weight").or_else(|| embedding("backbone.embeddings.weight"));
+    let others = ["backbone.embeddings.weight", "model.embeddings.weight"];
+    let embedding = embedding("embed_tokens.weight").or_else(|| others.into_iter().find_map(embedding));
     let Some(((_, head), (_, embedding))) = head.zip(embedding) else { return Ok(true) };
     Ok((head.ty, &head.shape) == (embedding.ty, &embedding.shape)
         && head.bytes.bytes(files)? == embedding.bytes.bytes(files)?)

@@ -47,34 +47,34 @@ pub(super) const NEMOTRON_H: Family = Family {
 };
 
 const RULES: &[Rule] = &[
-    rule("backbone.embeddings.*", "token_embd.*"),
-    rule("backbone.norm_f.*", "output_norm.*"),
+    rule("embeddings.*", "token_embd.*"),
+    rule("norm_f.*", "output_norm.*"),
     rule("lm_head.*", "output.*"),
-    rule("backbone.layers.{l}.norm.*", "blk.{l}.attn_norm.*"),
-    rule("backbone.layers.{l}.mixer.q_proj.*", "blk.{l}.attn_q.*"),
-    rule("backbone.layers.{l}.mixer.k_proj.*", "blk.{l}.attn_k.*"),
-    rule("backbone.layers.{l}.mixer.v_proj.*", "blk.{l}.attn_v.*"),
-    rule("backbone.layers.{l}.mixer.o_proj.*", "blk.{l}.attn_output.*"),
-    rule("backbone.layers.{l}.mixer.up_proj.*", "blk.{l}.ffn_up.*"),
-    rule("backbone.layers.{l}.mixer.down_proj.*", "blk.{l}.ffn_down.*"),
-    rule("backbone.layers.{l}.mixer.in_proj.*", "blk.{l}.ssm_in.*"),
-    formed("backbone.layers.{l}.mixer.conv1d.*", "blk.{l}.ssm_conv1d.*", Form::Floats),
+    rule("layers.{l}.norm.*", "blk.{l}.attn_norm.*"),
+    rule("layers.{l}.mixer.q_proj.*", "blk.{l}.attn_q.*"),
+    rule("layers.{l}.mixer.k_proj.*", "blk.{l}.attn_k.*"),
+    rule("layers.{l}.mixer.v_proj.*", "blk.{l}.attn_v.*"),
+    rule("layers.{l}.mixer.o_proj.*", "blk.{l}.attn_output.*"),
+    rule("layers.{l}.mixer.up_proj.*", "blk.{l}.ffn_up.*"),
+    rule("layers.{l}.mixer.down_proj.*", "blk.{l}.ffn_down.*"),
+    rule("layers.{l}.mixer.in_proj.*", "blk.{l}.ssm_in.*"),
+    formed("layers.{l}.mixer.conv1d.*", "blk.{l}.ssm_conv1d.*", Form::Floats),
     formed(
-        "backbone.layers.{l}.mixer.A_log",
+        "layers.{l}.mixer.A_log",
         "",
         Form::Custom(|_, tensor| {
             Ok(vec![("blk.{l}.ssm_a", tensor.floats(FloatMap::NegativeExp)?.shaped(&[0, 1]))])
         }),
     ),
-    formed("backbone.layers.{l}.mixer.D", "blk.{l}.ssm_d", Form::Shaped(&[0, 1])),
-    rule("backbone.layers.{l}.mixer.dt_bias", "blk.{l}.ssm_dt.bias"),
+    formed("layers.{l}.mixer.D", "blk.{l}.ssm_d", Form::Shaped(&[0, 1])),
+    rule("layers.{l}.mixer.dt_bias", "blk.{l}.ssm_dt.bias"),
     formed(
-        "backbone.layers.{l}.mixer.norm.weight",
+        "layers.{l}.mixer.norm.weight",
         "",
         Form::Custom(|config, tensor| {
             let norm = tensor.floats(FloatMap::Same)?.shaped(&[config.need_count("n_groups")?, 0]);
             Ok(vec![("blk.{l}.ssm_norm.weight", norm)])
         }),
     ),
-    rule("backbone.layers.{l}.mixer.out_proj.*", "blk.{l}.ssm_out.*"),
+    rule("layers.{l}.mixer.out_proj.*", "blk.{l}.ssm_out.*"),
 ];

@@ -45,3 +45,11 @@ fn halves_become_pairs_in_each_head() {
     let expected = [0, 2, 1, 3, 4, 6, 5, 7].map(|row: usize| [2.0 * row as f32, 2.0 * row as f32 + 1.0]);
     assert_eq!(paired(&b, 2, 4), expected.as_flattened());
 }
+
+#[test]
+fn modules_have_the_names_of_old_and_new_classes() {
+    for prefix in ["backbone", "model"] {
+        let weight = families::weight_of_module("nemotron_h", &format!("{prefix}.layers.3.mixer.q_proj"));
+        assert_eq!(weight.as_deref(), Some("blk.3.attn_q.weight"));
+    }
+}
