@@ -138,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(128)
         u8 *arena, const u32 *tables, const u32 *table_starts, const u32 *positions, const u32 *row_sequences,
         u64 layer_offset, u32 q_run, u32 q_len, float q_eps, u32 k_run, u32 k_len, float k_eps, u32 v_run, u32 v_len,
         float v_eps, u32 pairs, u32 interleaved, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim,
-        u32 block_shift, u32 k_stripe, u32 v_stripe, u32 k_rotation, u32 v_rotation) {
+        u32 block_shift, u32 k_stripe, u32 v_stripe, u32 k_rotation, u32 v_rotation,
+        const float *growth, u32 growth_every) {  // factors of q by position / growth_every; may be null
     __shared__ float shared[WARPS][MAX_DIM];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x;
     u32 head = blockIdx.y * WARPS + warp;
@@ -197,9 +198,10 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     if (part == 0) {
         float *to = q + ((u64)row * heads + head) * width;
+        const float factor = growth ? growth[positions[row] / growth_every] : 1.0f;
 #pragma unroll
         for (u32 i = 0; i < MAX_DIM / 32; i++)
-            if (32 * i + lane < width) to[32 * i + lane] = x[i];
+            if (32 * i + lane < width) to[32 * i + lane] = __fmul_rn(x[i], factor);
         return;
     }
     const u32 position = positions[row], tokens = 1u << block_shift;

@@ -75,6 +75,8 @@ pub struct QkvCall<'a> {
     pub kv: Option<KeysValues>,
     /// `None` for no rotation.
     pub rope: Option<RopeAngles>,
+    /// Factors of q, and the number of positions of each.
+    pub growth: Option<(DevicePtr, usize)>,
     pub arena: DevicePtr,
     pub step: &'a StepPointers,
     /// Rows of the step.
@@ -254,6 +256,8 @@ impl QkvKernels {
         arguments.push(self.block.block_shift().into());
         arguments.extend([self.block.k_stripe(), self.block.v_stripe()].map(number));
         arguments.extend([true, false].map(|keys| number(self.block.rotation(keys))));
+        let (growth, every) = call.growth.unwrap_or((none, 1));
+        arguments.extend([growth.into(), number(every)]);
         let of_each = if latent { 1 } else { 2 };
         let all = if call.kv.is_some() { heads + of_each * kv_heads } else { heads };
         device.launch(&Launch {

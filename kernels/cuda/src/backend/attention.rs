@@ -9,7 +9,10 @@ use super::CudaBackend;
 use super::memory::{GrowingBuffer, ScratchLayout, Vectors, same, uploaded};
 use kernels::Error;
 use kernels::attention::{OFFSET_UNIT, Visible};
-use kernels::backend::{AttentionOp, KvCopy, KvLayerId, KvShape, KvWrite, Norm, QkvOp, RopeId, RopeSource};
+use kernels::backend::{
+    AttentionOp, EmbedIndex, KvCopy, KvLayerId, KvShape, KvWrite, Norm, QkvOp, QueryGrowth, RopeId,
+    RopeSource,
+};
 use std::num::NonZeroU32;
 
 /// The KV arena and the layers whose keys and values it holds.
@@ -22,7 +25,12 @@ pub(super) struct Caches {
     /// Kernels by layer shape; layers of one shape share them.
     kernels: Vec<ShapeKernels>,
     ropes: Vec<Rope>,
+    /// Factors of queries at the positions below [`GROWING_POSITIONS`].
+    growths: Vec<(QueryGrowth, DevicePtr)>,
 }
+
+/// Positions at which queries may grow: 2^20, more than a sequence may have.
+const GROWING_POSITIONS: usize = 1 << 20;
 
 /// Location of one layer in its group's blocks.
 #[derive(Debug, Clone, Copy)]
@@ -59,6 +67,18 @@ impl Caches {
         let turns = uploaded(device, &rope.bytes())?;
         self.ropes.push(Rope { rope, turns, room: GrowingBuffer::default(), of_step: None });
         Ok(RopeId::new(self.ropes.len() as u32 - 1))
+    }
+
+    /// Returns the factors of queries that grow, uploaded once.
+    fn growth(&mut self, device: &mut dyn Device, growth: QueryGrowth) -> Result<DevicePtr, Error> {
+        if let Some((_, factors)) = self.growths.iter().find(|(known, _)| *known == growth) {
+            return Ok(*factors);
+        }
+        let positions = (0..GROWING_POSITIONS).step_by(growth.every.max(1));
+        let bytes: Vec<u8> = positions.flat_map(|position| growth.at(position).to_ne_bytes()).collect();
+        let factors = uploaded(device, &bytes)?;
+        self.growths.push((growth, factors));
+        Ok(factors)
     }
 
     /// Returns the groups in which layers have blocks, for the checks of a step.
@@ -130,7 +150,10 @@ impl Caches {
     }
 
     pub(super) fn rope_bytes(&self) -> usize {
-        self.ropes.iter().map(|rope| rope.room.bytes() + rope.rope.bytes().len()).sum()
+        let factors =
+            |growth: &QueryGrowth| GROWING_POSITIONS.div_ceil(growth.every.max(1)) * size_of::<f32>();
+        let growths = self.growths.iter().map(|(growth, _)| factors(growth)).sum::<usize>();
+        self.ropes.iter().map(|rope| rope.room.bytes() + rope.rope.bytes().len()).sum::<usize>() + growths
     }
 
     fn layer(&self, id: KvLayerId) -> Result<(KvLayer, &ShapeKernels), Error> {
@@ -171,11 +194,15 @@ pub(super) fn create_layer(
 
 /// See [`QkvOp`]. The buffers of keys and values are not changed.
 pub(super) fn qkv(backend: &mut CudaBackend, op: &QkvOp) -> Result<(), Error> {
-    if op.q_growth.is_some() {
-        return Err(Error::Unsupported { what: "queries that grow with their position, on a GPU" });
-    }
     let CudaBackend { device, caches, buffers, vectors, step, scratch, .. } = backend;
     let device = device.as_mut();
+    let growth = match op.q_growth {
+        None => None,
+        Some(growth) => {
+            step.read_table(EmbedIndex::Position, GROWING_POSITIONS)?;
+            Some((caches.growth(device, growth)?, growth.every.max(1)))
+        }
+    };
     let (rows, pointers) = (step.step().rows(), step.pointers()?);
     let angles = match op.rope {
         None => None,
@@ -206,6 +233,7 @@ pub(super) fn qkv(backend: &mut CudaBackend, op: &QkvOp) -> Result<(), Error> {
         q_norm: op.q_norm.map(|norm| head_norm(vectors, &norm)).transpose()?,
         kv,
         rope: angles,
+        growth,
         arena: caches.arena,
         step: pointers,
         rows,

@@ -4,8 +4,8 @@ use super::{Inputs, Output};
 use kernels::Error;
 use kernels::backend::{
     AttentionOp, BlockTable, BufferId, ConvOp, DeltaNetOp, HeadType, KvCopy, KvLayerId, KvShape, KvType,
-    KvTypes, KvWrite, Mamba2Op, Norm, QkvOp, RopeSource, StateExport, StateKind, StateLayerId, StateShape,
-    StepInput, StepSequence, StepState,
+    KvTypes, KvWrite, Mamba2Op, Norm, QkvOp, QueryGrowth, RopeSource, StateExport, StateKind, StateLayerId,
+    StateShape, StepInput, StepSequence, StepState,
 };
 
 const BLOCK: usize = 16;
@@ -166,7 +166,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
             q_norm: Some(norm),
             kv,
             rope: Some(rope),
-            q_growth: None,
+            q_growth: causal.then_some(QueryGrowth { beta: 0.3, every: 16 }),
             layer: id,
         })?;
         let what = format!("{layer:?}, {rows} and {other_rows} rows");

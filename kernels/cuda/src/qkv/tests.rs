@@ -14,6 +14,9 @@ const EPS: f32 = 1e-5;
 const CONTEXTS: [usize; 2] = [14, 100_003];
 const ROWS: [usize; 4] = [14, 15, 16, 100_003];
 
+/// Factors of queries at these positions, and the number of positions of each.
+const GROWTH: ([f32; 4], usize) = ([1.5, 1.0, 1.0, 0.75], 30_000);
+
 /// A norm over runs of a row: (width, number of weights).
 type NormShape = Option<(usize, Option<usize>)>;
 
@@ -76,7 +79,7 @@ impl Case {
                 })
                 .collect();
         }
-        match &self.rope {
+        let rotated = match &self.rope {
             Some(rope) if tensor < 2 => {
                 let style = if rope.interleaved { RopeStyle::Interleaved } else { RopeStyle::Half };
                 let RopeSource { n_rot, base, freq_scale, factors, magnitude, .. } = rope.clone();
@@ -86,7 +89,9 @@ impl Case {
                 heads.flat_map(|head| reference::rope(&params, position, head)).collect()
             }
             _ => x,
-        }
+        };
+        let factor = if tensor == 0 { GROWTH.0[position / GROWTH.1] } else { 1.0 };
+        rotated.into_iter().map(|x: f64| x * f64::from(factor)).collect()
     }
 
     fn check(&self, sim: &mut Sim) {
@@ -131,6 +136,7 @@ impl Case {
             q_norm,
             kv,
             rope,
+            growth: Some((sim.values(&GROWTH.0), GROWTH.1)),
             arena,
             step: &at,
             rows: 4,
@@ -258,6 +264,7 @@ fn norms_that_do_not_fit_are_refused() {
         q_norm: Some(norm),
         kv: None,
         rope: None,
+        growth: None,
         arena: DevicePtr::default(),
         step: &step.at(DevicePtr::default()),
         rows: 3,
