@@ -12,8 +12,12 @@ pub const HYBRID: [&str; 5] = ["granitehybrid", "granitehybrid-dense", "qwen35",
 
 /// The folder of the set: `KVASIR_FIXTURES`, else the committed one.
 pub fn root() -> PathBuf {
-    let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
-    named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"))
+    std::env::var_os("KVASIR_FIXTURES").map_or_else(committed, PathBuf::from)
+}
+
+/// The folder of the committed set.
+pub fn committed() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
 }
 
 /// `manifest.json`, the parts that the tests use.

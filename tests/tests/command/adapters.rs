@@ -293,7 +293,7 @@ fn an_adapter_adds_what_merged_weights_compute() {
         ("fmt-fp8-block-ct", "model.", &[(0, &DENSE), (1, &DENSE)]),
     ];
     for (name, prefix, of_layers) in of_model {
-        let base = fixtures::root().join("hf").join(name);
+        let base = fixtures::committed().join("hf").join(name);
         let scratch = tempfile::tempdir().unwrap();
         let (adapter, merged) = (scratch.path().join("adapter"), scratch.path().join("merged"));
         let modules = modules(prefix, of_layers);
@@ -337,7 +337,7 @@ fn an_adapter_on_a_module_without_a_plain_product_is_refused_by_name() {
         ("fmt-fp8-block-ct", "lm_head"),
         ("fmt-fp8-block-ct", "model.embed_tokens"),
     ] {
-        let base = fixtures::root().join("hf").join(name);
+        let base = fixtures::committed().join("hf").join(name);
         let scratch = tempfile::tempdir().unwrap();
         let (adapter, merged) = (scratch.path().join("adapter"), scratch.path().join("merged"));
         adapter_and_merged(&base, &[module], &adapter, &merged);
