@@ -236,7 +236,13 @@ mod tests {
     #[tokio::test]
     async fn a_server_that_ignores_its_end_is_killed() {
         let process = EngineProcess::start("trap '' TERM; while :; do sleep 1; done").unwrap();
-        assert!(group_bytes(process.pid) > 0);
+        // A process that was just started has no pages yet.
+        let has_pages = async {
+            while group_bytes(process.pid) == 0 {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(30), has_pages).await.unwrap();
         process.end().await;
         assert!(process.exited.borrow().is_some());
     }
