@@ -228,6 +228,38 @@ def alerts_have_runbooks():
     subprocess.run(["promtool", "check", "rules", str(boards.ALERTS)], check=True, stdout=subprocess.DEVNULL)
 
 
+# Values of a GPU that reports everything, for the fake management library.
+GPU = """gpus 1
+power 45000
+power_limit 140000
+state 0
+sm_clock 2400
+sm_clock_max 3003
+memory_clock 9001
+memory_clock_max 9501
+temperature 60
+slowdown 95
+reasons 0
+pcie_generation 5
+pcie_generation_max 5
+pcie_width 16
+pcie_width_max 16
+pcie_replays 0
+nvlinks 1
+nvlink_replays 0
+ecc_corrected 0
+ecc_uncorrected 0
+"""
+
+
+def fake_gpu(directory):
+    """Compiles the fake management library; returns the variable by which the loader finds it."""
+    source = ROOT / "tests/src/fake_nvml.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", directory / "libnvidia-ml.so.1", source], check=True)
+    (directory / "values").write_text(GPU)
+    return {"LD_LIBRARY_PATH": str(directory)}
+
+
 def every_expression_finds_something(binary, model, latencies):
     collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=collector.serve_forever, daemon=True).start()
@@ -238,7 +270,7 @@ def every_expression_finds_something(binary, model, latencies):
         command += ["--http", "127.0.0.1:0", "--ops", "127.0.0.1:0", "--data-dir", str(data), "--kv-host-bytes", "16MiB"]
         with open(directory / "up.log", "wb") as log:
             traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}"}
-            up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **traced})
+            up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **traced, **fake_gpu(directory)})
         try:
             nodes = json.loads(up.stdout.readline())
             prometheus = Prometheus(nodes, directory)

@@ -152,6 +152,14 @@ impl Default for EngineOptions {
     }
 }
 
+impl EngineOptions {
+    /// The GPU that computes, as the driver numbers it. `None`: the CPU or a server of another project
+    /// computes, and no GPU is this worker's own.
+    pub(crate) fn own_gpu(&self) -> Option<u32> {
+        (self.device == DeviceChoice::Cuda).then_some(self.gpu)
+    }
+}
+
 /// A loaded model. It becomes an engine once the cluster key is known.
 pub struct Prepared {
     decoder: Decoder,

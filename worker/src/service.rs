@@ -15,7 +15,7 @@ use engine::engine::thread::{Broken, EXIT_BROKEN, EXIT_DEVICE_LOST};
 use engine::kv_cache::memory::HostFloor;
 use engine::progress::end_process;
 use engine::snapshot::store::{SnapshotStore, StoreConfig};
-use engine::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
+use engine::telemetry::{EngineMetrics, GpuHealthMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
 use parking_lot::Mutex;
 use pipeline::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use pki::{Expected, Identity};
@@ -46,6 +46,7 @@ mod encode;
 mod external;
 mod floor;
 mod generate;
+mod gpu_health;
 mod link;
 mod operation;
 mod ops;
@@ -57,6 +58,7 @@ mod twin;
 
 use adapters::NodeAdapter;
 use floor::Shortage;
+use gpu_health::GpuWatch;
 use peers::Peers;
 use pool::Pool;
 use runner::Runner;
@@ -228,6 +230,7 @@ pub struct WorkerService {
     /// Keeps the model in the store.
     _shipper: Arc<Shipper>,
     supervisor: Option<Arc<EngineSupervisor>>,
+    _gpu_watch: GpuWatch,
 }
 
 /// State that is shared by all epochs of a node.
@@ -368,6 +371,9 @@ impl WorkerService {
         }
         let own_metrics = NodeMetrics::default();
         own_metrics.register(&mut registry);
+        let gpu_health = GpuHealthMetrics::default();
+        registry.register_collector(Box::new(gpu_health.clone()));
+        let gpu_watch = GpuWatch::start(gpu_health, config.engine.own_gpu());
         let host = HostMetrics::default();
         if config.floor.is_some() {
             host.register(&mut registry);
@@ -470,6 +476,7 @@ impl WorkerService {
             endpoint,
             _shipper: Arc::clone(&shipper),
             supervisor: supervisor.clone(),
+            _gpu_watch: gpu_watch,
         };
         service.tasks.extend(config.floor.map(|floor| tokio::spawn(shortage.watch(floor))));
         let external = supervisor.clone().zip(own.as_ref().map(|own| own.id.clone()));

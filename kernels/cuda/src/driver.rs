@@ -112,6 +112,23 @@ pub fn gpus() -> Result<Vec<GpuInfo>, CudaError> {
     (0..count(driver)?).map(|ordinal| Ok(describe(driver, ordinal)?.1)).collect()
 }
 
+/// Returns the PCI address of a GPU, such as `0000:01:00.0`, by which other libraries find it.
+///
+/// # Errors
+/// As [`gpus`]; [`CudaError::Call`] for an ordinal without a device.
+pub fn pci_address(ordinal: u32) -> Result<String, CudaError> {
+    let driver = Driver::here()?;
+    count(driver)?;
+    let (device, _) = describe(driver, c_int::try_from(ordinal).unwrap_or(c_int::MAX))?;
+    let mut text: [c_char; NAME_BYTES] = [0; NAME_BYTES];
+    // SAFETY: the buffer has the length that the call gets; the driver has just returned the device.
+    let status = unsafe { (driver.device_pci_address)(text.as_mut_ptr(), NAME_BYTES as c_int, device) };
+    driver.check_before_context("cuDeviceGetPCIBusId", status)?;
+    text[NAME_BYTES - 1] = 0;
+    // SAFETY: the buffer ends with a zero, which was set above.
+    Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
+}
+
 /// Initialises the driver and returns the number of devices.
 fn count(driver: &Driver) -> Result<c_int, CudaError> {
     version_of(driver)?;

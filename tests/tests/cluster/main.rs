@@ -12,6 +12,7 @@ mod dialects;
 mod embeddings;
 mod engines;
 mod failover;
+mod gpu_health;
 mod grammars;
 mod metrics;
 mod mixed;

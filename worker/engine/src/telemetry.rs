@@ -11,6 +11,7 @@ use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
 mod device;
+mod gpu_health;
 mod grammar;
 mod host_memory;
 mod node;
@@ -20,6 +21,7 @@ mod transfers;
 mod weight_distribution;
 
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
+pub use gpu_health::{GPU_HEALTH_EVERY, GpuHealthMetrics};
 pub use grammar::{GrammarMetrics, MaskHistogram, Refused, RefusedLabel};
 pub use host_memory::HostMetrics;
 pub use node::CPUS_SLEEP;

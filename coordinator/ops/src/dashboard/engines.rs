@@ -39,7 +39,7 @@ const PLAIN: [&str; 14] = [
 ];
 
 /// Metrics that are read by one label.
-const LABELLED: [(&str, &str); 7] = [
+const LABELLED: [(&str, &str); 11] = [
     ("kvasir_kv_group_bytes", "group"),
     ("kvasir_kv_group_used_bytes", "group"),
     ("kvasir_tier_bytes", "tier"),
@@ -47,7 +47,14 @@ const LABELLED: [(&str, &str); 7] = [
     ("kvasir_shard_busy_seconds_total", "stage"),
     ("kvasir_shard_stalled_seconds_total", "stage"),
     ("kvasir_block_transfer_bytes_total", "direction"),
+    ("kvasir_gpu_readable", "gpu"),
+    ("kvasir_gpu_power_watts", "gpu"),
+    ("kvasir_gpu_temperature_celsius", "gpu"),
+    ("kvasir_gpu_throttled", "reason"),
 ];
+
+/// Reasons of `kvasir_gpu_throttled` that are no fault: settings, the power limit, an idle GPU.
+const NO_FAULT: [&str; 5] = ["idle", "applications_clocks", "sw_power_cap", "sync_boost", "display_clocks"];
 
 impl Engine {
     /// Parses the text format. Other metrics and invalid lines are ignored.
@@ -83,12 +90,39 @@ impl Engine {
         self.by_label.get(name).map_or(&[], Vec::as_slice)
     }
 
+    /// Health of the worker's GPUs; `None` if it reports none.
+    pub(super) fn gpu_health(&self) -> Option<GpuSummary> {
+        let readable = self.by_label("kvasir_gpu_readable");
+        let values = |name: &str| self.by_label(name).iter().map(|(_, value)| *value).collect::<Vec<_>>();
+        let slowed = self.by_label("kvasir_gpu_throttled").iter();
+        let slowed = slowed.filter(|(reason, gpus)| *gpus > 0.0 && !NO_FAULT.contains(&reason.as_str()));
+        (!readable.is_empty()).then(|| GpuSummary {
+            power_watts: values("kvasir_gpu_power_watts").into_iter().reduce(|sum, power| sum + power),
+            temperature_celsius: values("kvasir_gpu_temperature_celsius").into_iter().reduce(f64::max),
+            slowed_by: slowed.map(|(reason, _)| reason.clone()).collect(),
+            unreadable: readable.iter().filter(|(_, value)| *value == 0.0).count(),
+        })
+    }
+
     fn labelled(&self, name: &str, label_value: &str) -> f64 {
         self.by_label(name)
             .iter()
             .find(|(existing, _)| existing == label_value)
             .map_or(0.0, |(_, value)| *value)
     }
+}
+
+/// Health of all GPUs of a worker.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct GpuSummary {
+    /// Of all GPUs together.
+    pub(super) power_watts: Option<f64>,
+    /// Of the hottest GPU.
+    pub(super) temperature_celsius: Option<f64>,
+    /// Faults that lower the clocks of any GPU, named as the label `reason` of `kvasir_gpu_throttled`.
+    pub(super) slowed_by: Vec<String>,
+    /// GPUs whose values cannot be read.
+    pub(super) unreadable: usize,
 }
 
 fn label_of<'a>(labels: &'a str, label: &str) -> Option<&'a str> {
@@ -177,6 +211,24 @@ mod tests {
         );
         let many: String = (0..1000).map(|i| format!("kvasir_tier_bytes{{tier=\"{i}\"}} 1\n")).collect();
         assert_eq!(Engine::read(&many).by_label("kvasir_tier_bytes").len(), MAX_LABEL_VALUES);
+    }
+
+    #[test]
+    fn the_health_of_gpus_is_summarised() {
+        assert_eq!(Engine::read("kvasir_steps_total 1\n").gpu_health(), None);
+        let text = "kvasir_gpu_readable{gpu=\"0\"} 1\nkvasir_gpu_readable{gpu=\"1\"} 0\n\
+                    kvasir_gpu_power_watts{gpu=\"0\"} 40.5\nkvasir_gpu_power_watts{gpu=\"1\"} 10\n\
+                    kvasir_gpu_temperature_celsius{gpu=\"0\"} 80\nkvasir_gpu_temperature_celsius{gpu=\"1\"} 70\n\
+                    kvasir_gpu_throttled{gpu=\"0\",reason=\"idle\"} 1\n\
+                    kvasir_gpu_throttled{gpu=\"0\",reason=\"hw_thermal\"} 1\n\
+                    kvasir_gpu_throttled{gpu=\"0\",reason=\"sw_thermal\"} 0\n";
+        let expected = GpuSummary {
+            power_watts: Some(50.5),
+            temperature_celsius: Some(80.0),
+            slowed_by: vec!["hw_thermal".to_owned()],
+            unreadable: 1,
+        };
+        assert_eq!(Engine::read(text).gpu_health(), Some(expected));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The dashboard's data as JSON. Keys are only ever added; docs/dashboard.md explains them.
 
-use super::engines::{Engine, Engines};
+use super::engines::{Engine, Engines, GpuSummary};
 use super::paths::{Path, Paths};
 use super::requests::{Clock, request, rounded};
 use super::why::{Common, Facts, verdict};
@@ -167,6 +167,7 @@ impl Observer {
             "stages": self.stages(node),
             "steps_under_way": self.engines.last(node).map_or(0.0, |e| e.get("kvasir_shard_steps_under_way")),
             "weight_bytes": self.engines.last(node).map_or(0.0, |e| e.get("kvasir_weight_bytes")),
+            "gpu": self.engines.last(node).and_then(Engine::gpu_health).map(gpu),
             "fetched_per_s": rate("kvasir_shard_fetched_bytes_total"),
             "served_per_s": rate("kvasir_shard_served_bytes_total"),
             "pulled_per_s": self.engines.label_rate(node, "kvasir_block_transfer_bytes_total", "pulled").map(rounded),
@@ -206,6 +207,15 @@ impl Observer {
         };
         named.iter().map(stage).collect()
     }
+}
+
+fn gpu(health: GpuSummary) -> Value {
+    json!({
+        "power_w": health.power_watts.map(rounded),
+        "temperature_c": health.temperature_celsius,
+        "slowed_by": health.slowed_by,
+        "unreadable": health.unreadable,
+    })
 }
 
 /// The common prefix of a worker's requests that saves the most tokens.

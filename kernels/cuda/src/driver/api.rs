@@ -19,6 +19,7 @@ functions! {
         device_count = cuDeviceGetCount(*mut c_int);
         device = cuDeviceGet(*mut CUdevice, c_int);
         device_name = cuDeviceGetName(*mut c_char, c_int, CUdevice);
+        device_pci_address = cuDeviceGetPCIBusId(*mut c_char, c_int, CUdevice);
         device_memory = cuDeviceTotalMem_v2(*mut usize, CUdevice);
         device_attribute = cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
         set_context_flags = cuDevicePrimaryCtxSetFlags_v2(CUdevice, c_uint);

@@ -35,7 +35,7 @@ export function drawFleet({ look }, drain) {
 
 function makeRow({ id }, drain) {
   const cell = (label, ...children) => el("td", { "data-label": label }, children);
-  const row = { level: el("span", { class: "level" }), about: el("small"), load: el("span", { class: "fill" }), queue: el("b"), does: el("small"), kv: el("div"), kvText: el("small"), rate: el("b"), prefill: el("small"), prefix: el("code"), prefixText: el("small"), why: el("span"), button: el("button", { type: "button", class: "quiet" }) };
+  const row = { level: el("span", { class: "level" }), about: el("small"), load: el("span", { class: "fill" }), queue: el("b"), does: el("small"), kv: el("div"), kvText: el("small"), rate: el("b"), prefill: el("small"), prefix: el("code"), prefixText: el("small"), why: el("span"), gpu: el("small"), button: el("button", { type: "button", class: "quiet" }) };
   row.button.addEventListener("click", () => drain(id, !row.draining));
   row.meter = el("div", { class: "gauge", role: "img" }, row.load);
   row.row = el("tr", { "data-worker": id },
@@ -44,7 +44,7 @@ function makeRow({ id }, drain) {
     cell("KV cache", el("div", { class: "stack" }, row.kv, row.kvText)),
     el("td", { "data-label": "Tokens/s", class: "number" }, el("div", { class: "stack" }, row.rate, row.prefill)),
     cell("Hottest prefix", el("div", { class: "stack" }, row.prefix, row.prefixText)),
-    el("td", { "data-label": "Why", class: "why" }, row.why),
+    el("td", { "data-label": "Why", class: "why" }, el("div", { class: "stack" }, row.why, row.gpu)),
     el("td", { class: "actions" }, row.button));
   row.nodes = [row.row];
   return row;
@@ -75,9 +75,19 @@ function drawRow(row, worker) {
   say(row.prefix, hottest ? hottest.prefix : "–");
   say(row.prefixText, hottest ? `${percent(hottest.share)} of its requests, ${whole(hottest.tokens)} tokens` : "no prefix in common");
   say(row.why, worker.why);
+  say(row.gpu, gpuText(worker.gpu));
+  row.gpu.classList.toggle("warn", worker.gpu?.slowed_by.length > 0 || worker.gpu?.unreadable > 0);
   row.draining = worker.draining;
   say(row.button, worker.draining ? "Undrain" : "Drain");
   row.button.setAttribute("aria-label", `${worker.draining ? "Undrain" : "Drain"} ${worker.id}`);
+}
+
+/** Power and temperature of a worker's GPUs, and the faults that slow them. */
+function gpuText(gpu) {
+  if (!gpu) return "";
+  const { power_w: power, temperature_c: temperature, slowed_by: slowed, unreadable } = gpu;
+  const parts = [power !== null && `${whole(power)} W`, temperature !== null && `${whole(temperature)} °C`, slowed.length > 0 && `slowed by ${slowed.join(", ")}`, unreadable > 0 && `${whole(unreadable)} unreadable`];
+  return `GPU: ${parts.filter(Boolean).join(", ") || "no values"}`;
 }
 
 function drawPools(workers) {

@@ -124,6 +124,13 @@ unsafe extern "C" fn device_name(out: *mut c_char, _: c_int, device: CUdevice) -
     called("cuDeviceGetName")
 }
 
+unsafe extern "C" fn device_pci_address(out: *mut c_char, _: c_int, _: CUdevice) -> u32 {
+    for (index, byte) in b"0000:01:00.0\0".iter().enumerate() {
+        unsafe { write_out(out.add(index), byte.cast_signed() as c_char) };
+    }
+    called("cuDeviceGetPCIBusId")
+}
+
 unsafe extern "C" fn device_attribute(out: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> u32 {
     use CUdevice_attribute as Attribute;
     let attributes = [
@@ -184,6 +191,7 @@ pub(super) static DRIVER: Driver = Driver {
     device_count,
     device,
     device_name,
+    device_pci_address,
     device_memory,
     device_attribute,
     set_context_flags,
