@@ -67,6 +67,8 @@ pub struct Fleet {
     binaries: Mutex<Vec<Option<PathBuf>>>,
     /// `--peers` of each coordinator, if it differs from the real group.
     peers: Mutex<Vec<Option<String>>>,
+    /// API key of the clients.
+    key: Mutex<Option<String>>,
     _lock: Option<MutexGuard<'static, ()>>,
 }
 
@@ -135,7 +137,8 @@ impl Builder {
         let processes = (0..hosts).map(|_| Mutex::new(None)).collect();
         let binaries = Mutex::new(vec![self.binary.clone(); hosts]);
         let peers = Mutex::new(vec![None; self.coordinators]);
-        let fleet = Fleet { shape: self, net, dir, processes, binaries, peers, _lock: lock };
+        let key = Mutex::new(None);
+        let fleet = Fleet { shape: self, net, dir, processes, binaries, peers, key, _lock: lock };
         // Tests count lines, so logs of earlier runs must not be there.
         std::fs::remove_dir_all(fleet.logs()?)?;
         for node in fleet.nodes() {
@@ -195,7 +198,25 @@ impl Fleet {
         path: &str,
         body: &serde_json::Value,
     ) -> anyhow::Result<http::HttpAnswer> {
-        self.on_host(Node::Coordinator(coordinator), || http::post(api(), path, body))?
+        let key = self.key.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let bearer = format!("Bearer {}", key.as_deref().unwrap_or("any"));
+        self.post_with(coordinator, path, &[("authorization", &bearer)], body)
+    }
+
+    /// Sends a JSON body and further headers to a coordinator's API.
+    pub fn post_with(
+        &self,
+        coordinator: usize,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &serde_json::Value,
+    ) -> anyhow::Result<http::HttpAnswer> {
+        self.on_host(Node::Coordinator(coordinator), || http::post_with(api(), path, headers, body))?
+    }
+
+    /// Sets the API key of all later [`Fleet::post`].
+    pub fn use_key(&self, key: &str) {
+        *self.key.lock().unwrap_or_else(PoisonError::into_inner) = Some(key.to_owned());
     }
 
     /// `/admin/v1/cluster` of a coordinator.
@@ -324,6 +345,11 @@ impl Fleet {
     /// A node's persistent directory.
     pub fn data_dir(&self, node: Node) -> PathBuf {
         self.dir.path().join(name(node))
+    }
+
+    /// Arguments of the next start of a node.
+    pub fn command_line(&self, node: Node) -> anyhow::Result<Vec<String>> {
+        self.arguments(self.host(node), node)
     }
 
     fn process(&self, node: Node) -> MutexGuard<'_, Option<Child>> {

@@ -5,7 +5,7 @@ use super::{Dispatch, SessionId};
 use futures::future::join_all;
 use proto::adapter::{AdapterOrder, AdapterRefusal, OfferedAdapter};
 use proto::ids::{Epoch, ModelId, NodeId};
-use std::fmt::Display;
+use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 use transport::service::deadline;
@@ -114,6 +114,8 @@ async fn load(link: &Link, order: AdapterOrder) -> Result<(), AdapterRefusal> {
     api.load_adapter(deadline(LOAD_LIMIT), order).await.map_err(failed)?
 }
 
-fn failed(error: impl Display) -> AdapterRefusal {
-    AdapterRefusal::Refused { reason: format!("the call failed: {error}") }
+/// A worker of an earlier version refuses the call; the cause of the error says so.
+fn failed(error: impl Error) -> AdapterRefusal {
+    let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
+    AdapterRefusal::Refused { reason: format!("the call failed: {error}{cause}") }
 }

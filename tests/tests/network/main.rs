@@ -19,6 +19,7 @@ mod shipping;
 mod stages;
 mod stream;
 mod sync_fails;
+mod upgrade;
 mod wedge;
 mod worker_loss;
 mod zombie;

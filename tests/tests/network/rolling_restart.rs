@@ -1,26 +1,34 @@
 //! Rolling restart of every node under load, as in an upgrade. No request may fail.
 
-use crate::group::{converge, drain_by_any};
-use crate::stream::prompt;
+use crate::stream::{prompt, read, read_all, request};
 use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
+use kvasir_cluster_tests::http::HttpAnswer;
 use kvasir_cluster_tests::{binary, http, wait};
-use serde_json::{Value, json};
+use serde_json::Value;
+use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 const CLIENTS: usize = 4;
 const PROMPTS: u32 = 12;
+const TOKENS: u64 = 48;
 
-fn body(model: &str, number: u32) -> Value {
+/// A request of the load; every other one streams.
+fn body(model: &str, number: u32, streams: bool) -> Value {
     let prompt: Vec<u32> = prompt(number, 40).into_iter().map(|token| token % 400).collect();
-    json!({"model": model, "prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": true})
+    let mut body = request(model, &prompt, TOKENS as usize);
+    if !streams {
+        body["stream"] = false.into();
+        body["stream_options"] = Value::Null;
+    }
+    body
 }
 
-/// Sends a request like a service in front of several coordinators: to one that is ready; if the connection
-/// is refused, to the next.
-fn complete(fleet: &Fleet, first: usize, body: &Value) -> anyhow::Result<Value> {
+/// Answer to a request by a service in front of several coordinators: by one that is ready; if the connection
+/// is refused, by the next. A client that `repeats` sends the request again if the connection breaks.
+fn complete(fleet: &Fleet, first: usize, body: &Value, repeats: bool) -> anyhow::Result<Vec<u64>> {
     let mut tried = Vec::new();
     for coordinator in (first..first + 3).map(|n| n % 3) {
         let node = Node::Coordinator(coordinator);
@@ -29,12 +37,21 @@ fn complete(fleet: &Fleet, first: usize, body: &Value) -> anyhow::Result<Value> 
             tried.push(format!("{coordinator} is not ready"));
             continue;
         }
-        match fleet.post(coordinator, "/v1/completions", body) {
-            Err(error) if is_refused(&error) => tried.push(format!("{coordinator}: {error:#}")),
-            answer => return Ok(answer?.ok()?["choices"].clone()),
+        match fleet.post(coordinator, "/v1/completions", body).and_then(|answer| tokens(answer, body)) {
+            Err(error) if is_refused(&error) || repeats && is_broken(&error) => {
+                tried.push(format!("{coordinator}: {error:#}"));
+            }
+            answer => return answer,
         }
     }
     anyhow::bail!("no coordinator takes it: {tried:?}")
+}
+
+fn tokens(answer: HttpAnswer, body: &Value) -> anyhow::Result<Vec<u64>> {
+    if body["stream"] == true {
+        return Ok(read(answer, TOKENS, drop)?.tokens);
+    }
+    Ok(serde_json::from_value(answer.ok()?["choices"][0]["token_ids"].clone())?)
 }
 
 /// Whether the connection was refused, so that no coordinator received the request.
@@ -42,83 +59,99 @@ fn is_refused(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Stops every node in order and restarts it after `prepare`, under load. No request may fail.
-fn restart_all(fleet: &Fleet, prepare: impl Fn(Node)) {
+/// Whether the connection ended before the answer did, because its coordinator died.
+fn is_broken(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.is::<io::Error>())
+        || ["the connection closed before the answer", "the stream ended without [DONE]"]
+            .iter()
+            .any(|text| format!("{error:#}").contains(text))
+}
+
+/// Clients of a fleet of three coordinators, which compare every answer with that of the undisturbed fleet.
+#[derive(Debug, Default)]
+pub(crate) struct Load {
+    answered: AtomicUsize,
+    stop: AtomicBool,
+}
+
+impl Load {
+    /// Waits until more requests have been answered, some of which began after the call.
+    pub(crate) fn goes_on(&self) {
+        let before = self.answered.load(Ordering::Relaxed);
+        wait::until("requests are answered", binary::NODE_TIMEOUT, || {
+            (self.answered.load(Ordering::Relaxed) > before + 2 * CLIENTS).then_some(())
+        })
+        .unwrap();
+    }
+}
+
+/// Runs `work` under load. No request may fail or have another answer. Clients repeat a request whose
+/// coordinator was killed if they `repeat`.
+pub(crate) fn under_load(fleet: &Fleet, repeat: bool, work: impl FnOnce(&Load)) {
     let model = fleet.model().unwrap();
-    let expected: Vec<Value> =
-        (0..PROMPTS).map(|number| complete(fleet, 0, &body(&model, number)).unwrap()).collect();
-    let (stop, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
-    let failures: Vec<String> = std::thread::scope(|scope| {
+    let expected: Vec<Vec<u64>> =
+        (0..PROMPTS).map(|number| complete(fleet, 0, &body(&model, number, false), false).unwrap()).collect();
+    let load = Load::default();
+    let failures: Vec<(String, usize)> = std::thread::scope(|scope| {
         let clients: Vec<_> = (0..CLIENTS)
             .map(|client| {
-                let (model, expected, stop, answered) = (&model, &expected, &stop, &answered);
+                let (model, expected, load) = (&model, &expected, &load);
                 scope.spawn(move || {
-                    let mut failures = Vec::new();
+                    let mut failures = BTreeMap::new();
+                    let mut failed = |text: String| *failures.entry(text).or_default() += 1;
                     for turn in client.. {
-                        if stop.load(Ordering::Relaxed) {
+                        if load.stop.load(Ordering::Relaxed) {
                             break;
                         }
                         let number = turn % PROMPTS as usize;
-                        match complete(fleet, turn % 3, &body(model, number as u32)) {
-                            Ok(choices) if choices == expected[number] => {
-                                answered.fetch_add(1, Ordering::Relaxed);
+                        let body = body(model, number as u32, client % 2 == 0);
+                        match complete(fleet, turn % 3, &body, repeat) {
+                            Ok(tokens) if tokens == expected[number] => {
+                                load.answered.fetch_add(1, Ordering::Relaxed);
                             }
-                            Ok(choices) => failures.push(format!("another answer: {choices}")),
-                            Err(error) => failures.push(format!("{error:#}")),
+                            Ok(tokens) => failed(format!("another answer: {tokens:?}")),
+                            Err(error) => failed(format!("{error:#}")),
                         }
                     }
                     failures
                 })
             })
             .collect();
-        for node in fleet.nodes() {
-            let before = answered.load(Ordering::Relaxed);
-            let code = fleet.stop(node).unwrap();
-            assert_eq!(code, Some(0), "{node:?} did not end in order");
-            prepare(node);
-            fleet.start(node).unwrap();
-            for coordinator in 0..3 {
-                fleet.wait_for_workers(coordinator, 3).unwrap();
-            }
-            wait::until("requests are answered", binary::NODE_TIMEOUT, || {
-                (answered.load(Ordering::Relaxed) > before + 2 * CLIENTS).then_some(())
-            })
-            .unwrap();
+        // The clients must end in any case.
+        let done = catch_unwind(AssertUnwindSafe(|| work(&load)));
+        load.stop.store(true, Ordering::Relaxed);
+        let failures = clients.into_iter().flat_map(|client| client.join().unwrap()).collect();
+        if let Err(panic) = done {
+            println!("failures of clients: {failures:?}");
+            resume_unwind(panic);
         }
-        stop.store(true, Ordering::Relaxed);
-        clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
+        failures
     });
-    println!("{} requests during {} restarts", answered.into_inner(), fleet.nodes().len());
-    assert_eq!(failures, Vec::<String>::new());
+    println!("{} requests answered, {} kinds of failures", load.answered.into_inner(), failures.len());
+    assert_eq!(failures, Vec::new());
 }
 
 #[test]
 fn a_rolling_restart_fails_no_request() {
     let fleet = Fleet::builder("rolling-restart", &crate::tiny_model(), 3, 3).start(11).unwrap();
-    restart_all(&fleet, |_| {});
-}
-
-/// `KVASIR_OLD_BIN` is an earlier version's `kvasir`, for example built with `git worktree` and `cargo
-/// build`.
-#[test]
-#[ignore = "needs the binary of an earlier version in KVASIR_OLD_BIN"]
-fn an_upgrade_and_the_way_back_fail_no_request() {
-    let old = PathBuf::from(std::env::var_os("KVASIR_OLD_BIN").expect("KVASIR_OLD_BIN"));
-    let fleet = Fleet::builder("upgrade", &crate::tiny_model(), 3, 3).binary(&old).start(13).unwrap();
-    restart_all(&fleet, |node| fleet.use_binary(node, None));
-    drain_by_any(&fleet, 0, true);
-    drain_by_any(&fleet, 0, false);
-    restart_all(&fleet, |node| fleet.use_binary(node, Some(&old)));
-    converge(&fleet);
+    under_load(&fleet, false, |load| {
+        for node in fleet.nodes() {
+            let code = fleet.stop(node).unwrap();
+            assert_eq!(code, Some(0), "{node:?} did not end in order");
+            fleet.start(node).unwrap();
+            (0..3).for_each(|coordinator| fleet.wait_for_workers(coordinator, 3).unwrap());
+            load.goes_on();
+        }
+    });
 }
 
 #[test]
 fn a_stream_on_a_worker_that_stops_continues() {
     let fleet = Fleet::builder("drained-worker", &crate::real_model(), 1, 2).start(12).unwrap();
     let model = fleet.model().unwrap();
-    let bodies: Vec<Value> = (0..4).map(|n| crate::stream::request(&model, &prompt(n, 60), 96)).collect();
-    let undisturbed = crate::stream::read_all(&fleet, &bodies, drop).unwrap();
-    let streamed = crate::stream::read_all(&fleet, &bodies, |events| {
+    let bodies: Vec<Value> = (0..4).map(|n| request(&model, &prompt(n, 60), 96)).collect();
+    let undisturbed = read_all(&fleet, &bodies, drop).unwrap();
+    let streamed = read_all(&fleet, &bodies, |events| {
         let worker = events.recv().unwrap().worker;
         assert_eq!(fleet.stop(worker).unwrap(), Some(0));
     })

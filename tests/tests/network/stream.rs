@@ -2,6 +2,7 @@
 
 use anyhow::{Context, ensure};
 use kvasir_cluster_tests::fleet::{Fleet, Node, worker_named};
+use kvasir_cluster_tests::http::HttpAnswer;
 use serde_json::json;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -27,15 +28,13 @@ pub(crate) fn prompt(number: u32, length: u32) -> Vec<u32> {
     (0..length).map(|at| 1_000 + (number * 7_919 + at * 31 + at * at % 97) % 40_000).collect()
 }
 
-/// Sends a request to a coordinator and reads to the end. Calls `seen` for each arrival of tokens, with the
-/// worker that began the stream.
-fn read(
-    fleet: &Fleet,
-    coordinator: usize,
-    body: &serde_json::Value,
+/// Reads the answer to a [`request`] for `expected` tokens to its end. Calls `seen` for each arrival of tokens,
+/// with the worker that began the stream.
+pub(crate) fn read(
+    answer: HttpAnswer,
+    expected: u64,
     mut seen: impl FnMut(Node),
 ) -> anyhow::Result<Streamed> {
-    let answer = fleet.post(coordinator, "/v1/completions", body)?;
     let worker = answer.header("x-kvasir-worker").and_then(worker_named).context("no worker is named")?;
     let mut events = answer.events()?;
     let mut streamed = Streamed::default();
@@ -56,7 +55,6 @@ fn read(
         streamed.tokens.extend(ids.iter().filter_map(|id| id.as_u64()));
         seen(worker);
     }
-    let expected = body["max_tokens"].as_u64().context("no max_tokens")?;
     ensure!(streamed.tokens.len() as u64 == expected, "{} of {expected} tokens came", streamed.tokens.len());
     ensure!(usage == Some(expected), "usage tells {usage:?} tokens of {expected}");
     Ok(streamed)
@@ -96,7 +94,9 @@ pub(crate) fn read_all_by(
             .map(|(number, body)| {
                 let sender = sender.clone();
                 scope.spawn(move || {
-                    read(fleet, coordinator, body, |worker| {
+                    let answer = fleet.post(coordinator, "/v1/completions", body)?;
+                    let expected = body["max_tokens"].as_u64().context("no max_tokens")?;
+                    read(answer, expected, |worker| {
                         // The receiver is gone once the disturbance is over.
                         let _ = sender.send(Arrival { stream: number, worker });
                     })
