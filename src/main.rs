@@ -9,6 +9,7 @@ mod bench;
 mod ca;
 mod cluster_key;
 mod columns;
+mod completions;
 mod config;
 #[cfg(test)]
 mod config_reference;
@@ -31,6 +32,7 @@ mod logits;
 mod lora;
 mod models;
 mod node;
+mod notify;
 mod numerics;
 mod operation;
 mod ops_client;
@@ -114,6 +116,9 @@ enum Command {
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
+    Completions(completions::Completions),
+    #[command(hide = true)]
+    Man(completions::Man),
     #[command(hide = true)]
     TryGrammar(try_grammar::TryGrammar),
     #[command(hide = true)]
@@ -164,6 +169,8 @@ impl Command {
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),
+            Self::Completions(command) => command.run(),
+            Self::Man(command) => command.run(),
             Self::TryGrammar(command) => command.run(),
             Self::TryOnnx(command) => command.run(),
         }
@@ -271,8 +278,8 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 mod tests {
     use super::*;
 
-    /// Every visible subcommand, nested ones included, with its full name.
-    fn commands(parent: &clap::Command, name: &str, found: &mut Vec<(String, clap::Command)>) {
+    /// Every subcommand, nested ones included, with its full name.
+    pub(crate) fn commands(parent: &clap::Command, name: &str, found: &mut Vec<(String, clap::Command)>) {
         for command in parent.get_subcommands().filter(|c| c.get_name() != "help") {
             let name = format!("{name} {}", command.get_name());
             found.push((name.clone(), command.clone()));

@@ -2,6 +2,7 @@
 //! stop signals.
 
 use crate::config::ConfigError;
+use crate::notify::{READY, STOPPING, notify};
 use anyhow::Context;
 use pki::{ExpiryWatch, Identity};
 use serde::{Deserialize, Serialize};
@@ -122,8 +123,9 @@ pub(crate) struct Announcement {
 }
 
 impl Announcement {
-    /// Prints the announcement. A node prints nothing else to stdout.
+    /// Prints the announcement and notifies a service manager. A node prints nothing else to stdout.
     pub(crate) fn print(&self) -> anyhow::Result<()> {
+        notify(READY);
         announce(serde_json::to_string(self)? + "\n")
     }
 }
@@ -162,5 +164,6 @@ impl StopSignals {
             _ = terminate.recv() => {}
             _ = hangup.recv() => {}
         }
+        notify(STOPPING);
     }
 }

@@ -16,8 +16,9 @@ SOURCES = [
 ]
 # Flags of other programs.
 FOREIGN = {"--help", "--all", "--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
-# Flags of vLLM, SGLang and llama-server.
+# Flags of other programs on single pages: tar, sha256sum, systemctl, skopeo, deploy/release; vLLM, SGLang, llama-server.
 FOREIGN_OF = {
+    "bare-metal.md": {"--ignore-missing", "--now", "--preserve-digests", "--registry", "--strip-components"},
     "over-vllm.md": {
         "--cache-ram", "--data-parallel-rank", "--data-parallel-size", "--enable-deterministic-inference",
         "--enable-metrics", "--enable-prefix-caching", "--enable-priority-scheduling", "--enable-prompt-tokens-details",

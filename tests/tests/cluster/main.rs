@@ -27,6 +27,7 @@ mod shared_prefix;
 mod snapshots;
 mod traces;
 mod transfer;
+mod units;
 mod up;
 
 use kvasir_cluster_tests::cluster::Cluster;

@@ -44,6 +44,7 @@ mod numerics;
 mod operations;
 mod perplexity;
 mod plan;
+mod release;
 mod shards;
 mod spec;
 mod state_type;
