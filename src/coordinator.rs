@@ -1,12 +1,14 @@
 //! `kvasir coordinator`: runs one coordinator of a cluster.
 
 use crate::config::{self, ByteSize, ConfigError, Period};
+use crate::doctor::watch_coordinator;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
 use crate::{allocator, cluster_key, home, models, otlp};
 use api::auth::KeyEntry;
 use coordinator::config::Config;
 use coordinator::server::{self, StartError};
 use dispatch::models::ModelEntry;
+use doctor::Places;
 use group::agreement::PeerEntry;
 use proto::ids::NodeId;
 use router::routing::Routing;
@@ -332,6 +334,11 @@ impl Coordinator {
             if let Some(directory) = &settings.identity {
                 keep_renewed(&identity, directory);
             }
+            watch_coordinator(Places {
+                identities: settings.identity.iter().cloned().collect(),
+                directories: settings.data_dir.iter().cloned().collect(),
+                secrets: settings.cluster_key.iter().cloned().collect(),
+            });
             let started = server::Coordinator::start(config, &identity, key).await;
             let node = started.map_err(|error| match error {
                 StartError::Config(error) => ConfigError::Coordinator(error).into(),

@@ -17,6 +17,7 @@ mod convert;
 mod coordinator;
 mod coordinators;
 mod cpus;
+mod doctor;
 mod drain;
 mod embed;
 mod external;
@@ -106,6 +107,7 @@ enum Command {
     Models(models::Models),
     Status(status::Status),
     Top(top::Top),
+    Doctor(doctor::Doctor),
     Drain(drain::Drain),
     Undrain(drain::Undrain),
     #[command(alias = "pardon")]
@@ -136,6 +138,7 @@ impl Command {
                 | Self::Stage(_)
                 | Self::Run(_)
                 | Self::Logits(_)
+                | Self::Doctor(_)
                 | Self::Snapshot(_)
                 | Self::Keys(_)
         )
@@ -160,6 +163,7 @@ impl Command {
             Self::Models(command) => command.run(),
             Self::Status(command) => command.run(),
             Self::Top(command) => command.run(),
+            Self::Doctor(command) => command.run(),
             Self::Drain(command) => command.run(),
             Self::Undrain(command) => command.run(),
             Self::Unblock(command) => command.run(),

@@ -2,6 +2,7 @@
 
 use crate::config::{self, Bind, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
+use crate::doctor::watch_worker;
 use crate::external::{self, EngineOption, EngineSettings};
 use crate::front::LocalCoordinator;
 use crate::home;
@@ -657,6 +658,8 @@ impl Worker {
             let (endpoint, node) = (settings.otlp_endpoint.as_deref(), &identity.name().node);
             let certificates = settings.otlp_certificate.as_deref();
             let _exporting = otlp::start(endpoint, certificates, None, "kvasir-worker", node)?;
+            let written = [settings.snapshot_dir.clone(), settings.kv_disk.map(|disk| disk.dir)];
+            watch_worker(settings.identity.clone(), written.into_iter().flatten());
             let started = async {
                 let service = WorkerService::start(config, &identity).await?;
                 if let Some(front) = &front {

@@ -33,6 +33,7 @@ CRATES = [
     ("external", "worker/external/src"),
     ("pipeline", "worker/pipeline/src"),
     ("worker", "worker/src"),
+    ("doctor", "doctor/src"),
     ("kvasir", "src"),
 ]
 TEST_MODULE = re.compile(r"#\[cfg\(test\)\]\s*(?:pub(?:\(\w+\))? )?mod \w+\s*\{.*?^\}", re.S | re.M)

@@ -32,6 +32,8 @@ pub struct Link {
     pub corruption: f64,
     /// Drops all packets.
     pub cut: bool,
+    /// Drops longer packets, in bytes, without telling the sender. `None`: none.
+    pub mtu: Option<usize>,
 }
 
 impl Link {
@@ -43,6 +45,7 @@ impl Link {
         duplication: 0.0,
         corruption: 0.0,
         cut: true,
+        mtu: None,
     };
 }
 

@@ -31,7 +31,7 @@ use router::prefix_index::IndexSize;
 use router::routing::Reason;
 use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use text::recent::RecentUse;
 
 /// All metrics. Recording is cheap and never fails.
@@ -82,6 +82,8 @@ struct StateGauges {
     inflight: Gauge,
     api_keys: Gauge,
     clock_moved: Gauge<f64, AtomicU64>,
+    time: Gauge<f64, AtomicU64>,
+    checks: Family<One, Gauge>,
     workers: Family<One, Gauge>,
     stream_gaps: Family<One, Gauge>,
     stream_behind: Family<One, Gauge>,
@@ -314,6 +316,12 @@ impl Metrics {
         self.state.update_texts(models, chains.usage());
         self.state.update_traces(trace::counts());
         self.state.clock_moved.set(self.clock_moved());
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
+        self.state.time.set(since_1970.map_or(0.0, |since| since.as_secs_f64()));
+        self.state.checks.clear();
+        for (check, severity) in doctor::latest() {
+            self.state.checks.get_or_create(&one("check", check)).set(severity.number());
+        }
         let mut text = String::new();
         // Writing to a `String` cannot fail.
         if encode(&mut text, &self.registry).is_err() {
@@ -379,6 +387,12 @@ impl StateGauges {
                 r,
                 "kvasir_clock_moved_seconds",
                 "Seconds by which the wall clock was set forward since the start; negative if it was set back",
+            ),
+            time: registered(r, "kvasir_time_seconds", "The wall clock in seconds since 1970"),
+            checks: registered(
+                r,
+                "kvasir_check",
+                "Findings about the coordinator's machine: 0 ok, 1 warning, 2 problem",
             ),
             workers: registered(r, "kvasir_workers", "Workers, by state"),
             stream_gaps: registered(r, "kvasir_event_stream_gaps", "Gaps seen in a worker's event stream"),

@@ -155,7 +155,7 @@ impl Identity {
     /// Logs the number of revoked certificates.
     pub fn log_revoked(&self) {
         tracing::warn!(certificates = self.revoked.count(), "loaded the list of revoked certificates");
-        if self.revoked.check(&self.material().chain).is_err() {
+        if self.is_revoked() {
             tracing::error!(node = %self.name, "this node's own certificate is revoked: other nodes refuse its connections");
         }
     }
@@ -191,6 +191,11 @@ impl Identity {
         chain: impl IntoIterator<Item = &'a CertificateDer<'a>>,
     ) -> Result<(), CertificateError> {
         self.revoked.check(chain)
+    }
+
+    /// Whether this node's own certificate is on a list.
+    pub fn is_revoked(&self) -> bool {
+        self.revoked.check(&self.material().chain).is_err()
     }
 
     /// Returns the present revocation lists and all changes.

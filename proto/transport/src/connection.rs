@@ -288,6 +288,14 @@ impl Connection {
         Ok(BulkSender::new(self.open_one_way(StreamKind::Bulk).await?))
     }
 
+    /// Asks for zeros, to measure the path.
+    pub(super) async fn open_probe(&self) -> Result<RecvStream, Error> {
+        let (mut send, receive) = self.open_bidirectional(StreamKind::Probe).await?;
+        // Fails only for a lost stream, which the reader notices.
+        let _ = send.finish();
+        Ok(receive)
+    }
+
     /// Returns a client of the coordinator. Open one per connection and clone it.
     pub async fn coordinator_api(&self) -> Result<CoordinatorApiClient, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::CoordinatorRpc).await?;

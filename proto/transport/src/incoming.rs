@@ -12,6 +12,7 @@ use super::local::{Counters, Local};
 use super::operation::OperationCall;
 use super::peer_index::PeerIndexCall;
 use super::prefixes::KeptPrefixes;
+use super::probe;
 use super::pull::PullCall;
 use super::revocation;
 use super::rpc::{CoordinatorRpc, WorkerRpc};
@@ -207,6 +208,10 @@ async fn identify(
         }
         (Ok(StreamKind::StageBlocks), Some(send)) => {
             return StageBlocksCall::read(send, receive).await.map(|call| Some(Incoming::StageBlocks(call)));
+        }
+        (Ok(StreamKind::Probe), Some(send)) => {
+            probe::answer(send);
+            return Ok(None);
         }
         (Ok(StreamKind::Activations), None) => {
             return ActivationReceiver::read(receive).await.map(|call| Some(Incoming::Activations(call)));

@@ -120,9 +120,11 @@ mod incoming;
 mod kv;
 mod lease;
 mod local;
+mod measurement;
 mod operation;
 mod peer_index;
 mod prefixes;
+mod probe;
 mod pull;
 mod reset;
 mod revocation;
@@ -151,6 +153,7 @@ pub use incoming::Incoming;
 pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
 pub use lease::{LeaseCall, LeaseHeld, StageLease};
 pub use local::EndpointConfig;
+pub use measurement::receive_rate;
 pub use operation::{
     OperationCall, OperationInputs, OperationReplier, OperationSender, OperationSession, OperationStream,
 };

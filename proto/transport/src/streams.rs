@@ -60,6 +60,8 @@ pub enum StreamKind {
     Revocations = 17,
     /// A session of an operation, coordinator to worker. Bidirectional.
     Operation = 18,
+    /// Zeros to measure a path, between any two nodes. Bidirectional.
+    Probe = 20,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -86,6 +88,7 @@ impl StreamKind {
             Self::GenerateAfter,
             Self::Revocations,
             Self::Operation,
+            Self::Probe,
             Self::Hello,
         ]
         .into_iter()
@@ -110,7 +113,7 @@ impl StreamKind {
             | Self::StageLease
             | Self::StageBlocks => (opener, acceptor) == (Role::Worker, Role::Worker),
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
-            Self::Bulk | Self::Revocations => true,
+            Self::Bulk | Self::Revocations | Self::Probe => true,
             Self::Hello => false,
         }
     }

@@ -126,7 +126,8 @@ impl Carrier {
     fn accept(&mut self, from: usize, bytes: &[u8]) {
         let Some(to) = destination(bytes).filter(|to| *to < self.tuns.len()) else { return };
         let link = self.links.get(from, to);
-        if link.cut || self.draw() < link.loss || self.under_way.len() >= MAX_UNDER_WAY {
+        let too_long = link.mtu.is_some_and(|mtu| bytes.len() > mtu);
+        if link.cut || too_long || self.draw() < link.loss || self.under_way.len() >= MAX_UNDER_WAY {
             return;
         }
         let copies = if self.draw() < link.duplication { 2 } else { 1 };

@@ -7,7 +7,7 @@ use kvasir_cluster_tests::fleet::{Fleet, Node};
 use std::path::{Path, PathBuf};
 
 /// Library of Debian's package `faketime`.
-fn library() -> PathBuf {
+pub(crate) fn library() -> PathBuf {
     let candidates = ["x86_64-linux-gnu", "aarch64-linux-gnu"];
     let mut candidates = candidates
         .iter()

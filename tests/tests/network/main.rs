@@ -5,6 +5,7 @@
 mod agreement;
 mod clock;
 mod disk_full;
+mod doctor;
 mod ending;
 mod engines;
 mod flap;

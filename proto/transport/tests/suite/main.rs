@@ -6,6 +6,7 @@ mod bare;
 mod cluster;
 mod golden;
 mod operations;
+mod probes;
 mod pulls;
 mod round_trip;
 mod samples;
