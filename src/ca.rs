@@ -1,20 +1,29 @@
 //! `kvasir ca`: manages a cluster's certificate authority and node identities: creation, rotation and
 //! revocation.
 
+use crate::access::Access;
+use crate::admin::{escape, word};
 use crate::cluster_key;
+use crate::columns::columns;
+use crate::config::Period;
+use crate::identity;
 use anyhow::Context;
 use pki::ca::{Authority, Serial};
 use proto::ids::{ClusterName, NodeId, Role};
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
-/// Creates a cluster's certificate authority, and issues and revokes the certificates of its nodes.
+/// Coordinators accept or refuse a change within two seconds.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Creates a cluster's certificate authority, issues and revokes certificates, and creates tokens for nodes that join.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir ca init --dir ./ca --cluster prod\n  \
     kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7\n  \
     kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7 --replace\n  kvasir ca rotate --dir ./ca\n  \
-    kvasir ca revoke --dir ./ca --role worker --node worker-7\n\n\
+    kvasir ca revoke --dir ./ca --role worker --node worker-7\n  kvasir ca token --ttl 1h\n\n\
     Nodes reload their certificates within seconds of a change, without a restart; open connections stay open.")]
 pub(crate) struct Ca {
     #[command(subcommand)]
@@ -27,6 +36,94 @@ enum Action {
     Issue(Issue),
     Rotate(Rotate),
     Revoke(Revoke),
+    Token(Token),
+}
+
+/// Creates a token with which a node joins (`kvasir join`), and prints it. It is not stored and cannot be shown
+/// again.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples:\n  kvasir ca token --ttl 1h\n  kvasir ca token --node spark-3 --ttl 10m\n  \
+    kvasir ca token --uses 16 --approve\n  kvasir ca token --list\n  kvasir ca token --revoke 3f1c09ab77e2d454\n\n\
+    Every coordinator accepts these commands. One coordinator must have been started with --ca."
+)]
+struct Token {
+    /// Role of the nodes: coordinator or worker. A coordinator also receives the cluster key.
+    #[arg(long, value_parser = role, default_value = "worker")]
+    role: Role,
+    /// Time until the token expires, at most 30d.
+    #[arg(long, value_name = "TIME", default_value = "1h")]
+    ttl: Period,
+    /// Number of nodes that may join with it, at most 1000.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    uses: u32,
+    /// Only the node of this name may use it. It may then replace a node of this name, whose certificates are revoked.
+    #[arg(long, value_name = "ID", value_parser = |text: &str| NodeId::new(text))]
+    node: Option<NodeId>,
+    /// Nodes wait until an operator approves them (`kvasir nodes approve`).
+    #[arg(long)]
+    approve: bool,
+    /// List the tokens, without their secrets.
+    #[arg(long, conflicts_with_all = ["revoke", "node", "approve"])]
+    list: bool,
+    /// Revoke the token with this id. Nodes that have joined with it stay.
+    #[arg(long, value_name = "ID", conflicts_with_all = ["node", "approve"])]
+    revoke: Option<String>,
+    #[command(flatten)]
+    access: Access,
+    /// Print one line of JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Token {
+    fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
+        const PATH: &str = "/admin/v1/join-tokens";
+        let call = |method, path: &str, body| self.access.json(method, path, body, TIMEOUT);
+        if let Some(id) = &self.revoke {
+            call("DELETE", &format!("{PATH}/{}", escape(id)), None)?;
+            writeln!(out, "token {id} is revoked")?;
+            return Ok(());
+        }
+        if self.list {
+            let tokens = call("GET", PATH, None)?;
+            match self.json {
+                true => writeln!(out, "{tokens}")?,
+                false => write!(out, "{}", token_table(&tokens))?,
+            }
+            return Ok(());
+        }
+        let body = json!({
+            "role": self.role.as_str(),
+            "ttl_s": self.ttl.millis().div_ceil(1000),
+            "uses": self.uses,
+            "node": self.node.as_ref().map(NodeId::as_str),
+            "approval": self.approve,
+        });
+        let made = call("POST", PATH, Some(&body))?;
+        match self.json {
+            true => writeln!(out, "{made}")?,
+            false => {
+                let (uses, ends) = (self.uses, word(&made, "expires_unix_s"));
+                eprintln!(
+                    "created token {} for {uses} nodes until {ends} (Unix seconds):",
+                    word(&made, "id")
+                );
+                writeln!(out, "{}", word(&made, "token"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn token_table(tokens: &Value) -> String {
+    let head = ["TOKEN", "ROLE", "NODE", "USES", "APPROVAL", "EXPIRES"];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for token in tokens.get("tokens").and_then(Value::as_array).into_iter().flatten() {
+        let fields = ["id", "role", "node", "uses", "approval", "expires_unix_s"];
+        rows.push(fields.map(|name| word(token, name)).to_vec());
+    }
+    columns(&rows)
 }
 
 /// Creates a new authority. Its key can sign a certificate for any node of the cluster, so keep it secret.
@@ -62,6 +159,9 @@ struct Issue {
     /// Overwrite existing files.
     #[arg(long)]
     replace: bool,
+    /// Succeed without a change if the directory has a usable certificate of this node with a third of its lifetime left.
+    #[arg(long, conflicts_with = "replace")]
+    keep: bool,
     /// Do not record the certificate in the authority's directory, which may be read-only. It can then be revoked
     /// only by --certificate or --serial.
     #[arg(long)]
@@ -152,7 +252,7 @@ impl Revoke {
     }
 }
 
-fn role(text: &str) -> Result<Role, String> {
+pub(crate) fn role(text: &str) -> Result<Role, String> {
     let roles = [Role::Coordinator, Role::Worker];
     roles
         .into_iter()
@@ -171,6 +271,10 @@ impl Ca {
                 writeln!(out, "authority of cluster {} in {}", authority.cluster(), init.dir.display())?;
             }
             Action::Issue(issue) => {
+                if issue.keep && identity::is_usable(&issue.out, issue.role, Some(&issue.node)) {
+                    writeln!(out, "{} has a usable certificate", issue.out.display())?;
+                    return Ok(());
+                }
                 let authority = Authority::load(&issue.dir)
                     .with_context(|| format!("authority in {}", issue.dir.display()))?;
                 let (role, now) = (issue.role, SystemTime::now());
@@ -178,7 +282,7 @@ impl Ca {
                     true => authority.issue(role, issue.node, now)?,
                     false => authority.issue_recorded(&issue.dir, role, issue.node, now)?,
                 };
-                if issue.replace {
+                if issue.replace || issue.keep {
                     node.replace(&issue.out)?
                 } else {
                     node.save(&issue.out)?
@@ -187,6 +291,7 @@ impl Ca {
                 writeln!(out, "{name} in {}, serial number {serial}", issue.out.display())?;
             }
             Action::Revoke(revoke) => revoke.run(&mut out)?,
+            Action::Token(token) => token.run(&mut out)?,
             Action::Rotate(Rotate { dir, finish }) => {
                 let authority =
                     Authority::load(&dir).with_context(|| format!("authority in {}", dir.display()))?;

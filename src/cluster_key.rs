@@ -10,8 +10,26 @@ use std::path::Path;
 /// Reads the key. Creates a random one if there is no file.
 pub(crate) fn load_or_make(path: &Path) -> anyhow::Result<ClusterKey> {
     if !path.exists() {
-        make(path).map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
+        let made = random().and_then(|key| make(path, &key));
+        made.map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
     }
+    load(path)
+}
+
+/// Writes the key that this node has received. A file with another key is not overwritten.
+pub(crate) fn keep(path: &Path, key: &ClusterKey) -> anyhow::Result<()> {
+    if !path.exists() {
+        make(path, key).map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
+    }
+    anyhow::ensure!(
+        load(path)? == *key,
+        "{}: the file has another key than this cluster; remove it if it belongs to no other cluster",
+        path.display()
+    );
+    Ok(())
+}
+
+fn load(path: &Path) -> anyhow::Result<ClusterKey> {
     let text = fs::read_to_string(path).map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
     parse(text.trim()).ok_or_else(|| {
         // The error must not contain the file's contents.
@@ -26,11 +44,11 @@ pub(crate) fn random() -> std::io::Result<ClusterKey> {
 }
 
 /// If several processes create the file at once, the first one wins. No process reads a partial file.
-fn make(path: &Path) -> std::io::Result<()> {
+fn make(path: &Path, key: &ClusterKey) -> std::io::Result<()> {
     if let Some(parent) = path.parent() {
         directory::make_private(parent)?;
     }
-    let text: String = random()?.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let text: String = key.0.iter().map(|byte| format!("{byte:02x}")).collect();
     let temporary = path.with_extension(format!("tmp{}", std::process::id()));
     // A leftover of a crashed process with the same process id, as in a container.
     let mut file = directory::create_private(&temporary)?;

@@ -2,7 +2,8 @@
 
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::doctor::watch_coordinator;
-use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
+use crate::identity::{self, keep_renewed, renew_in_time};
+use crate::node::{Announcement, Explained, NodeArgs, StopSignals};
 use crate::{allocator, cluster_key, home, models, otlp};
 use api::auth::KeyEntry;
 use coordinator::config::Config;
@@ -13,7 +14,7 @@ use group::agreement::PeerEntry;
 use proto::ids::NodeId;
 use router::routing::Routing;
 use serde::{Deserialize, Serialize};
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
@@ -147,6 +148,26 @@ pub(crate) struct CoordinatorSettings {
     /// Share of the requests without a `traceparent` that are traced, 0 to 1 [default: 1].
     #[arg(long, value_name = "SHARE", env = "OTEL_TRACES_SAMPLER_ARG")]
     pub(crate) trace_ratio: Option<f64>,
+    /// Directory with ca.crt and ca.key, as created by `kvasir ca init`: the coordinators issue certificates to nodes
+    /// that join (`kvasir ca token`). They keep the authority, sealed with the cluster key, so one of them needs the
+    /// directory once. Requires a data directory.
+    #[arg(long, value_name = "DIR", env = "KVASIR_CA")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ca: Option<PathBuf>,
+    /// Lifetime of the certificates that the coordinators issue; nodes renew them at a third of it [default: 30d].
+    #[arg(long, value_name = "TIME", env = "KVASIR_CERTIFICATE_LIFETIME")]
+    pub(crate) certificate_lifetime: Option<Period>,
+    /// File of the Kubernetes API server's keys (`kubectl get --raw /openid/v1/jwks`): pods of the service accounts
+    /// may join as workers.
+    #[arg(long, value_name = "FILE", env = "KVASIR_SERVICE_ACCOUNT_KEYS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) service_account_keys: Option<PathBuf>,
+    /// Issuer of the Kubernetes API server's tokens.
+    #[arg(long, value_name = "URL", env = "KVASIR_SERVICE_ACCOUNT_ISSUER")]
+    pub(crate) service_account_issuer: Option<String>,
+    /// Service accounts whose pods may join, separated by commas [default: kvasir/kvasir-worker].
+    #[arg(long, value_name = "NAMESPACE/NAME,..", env = "KVASIR_SERVICE_ACCOUNTS", value_delimiter = ',')]
+    pub(crate) service_accounts: Option<Vec<String>>,
     /// Client keys; in the file only.
     #[arg(skip)]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -206,6 +227,8 @@ impl CoordinatorSettings {
             otlp_endpoint: self.otlp_endpoint,
             otlp_certificate: self.otlp_certificate,
             trace_ratio: self.trace_ratio,
+            ca: self.ca,
+            service_account_keys: self.service_account_keys,
             http: or!(http, default.http, "reachable from this machine only"),
             ops: or!(ops, default.ops, "reachable from this machine only"),
             quic: or!(quic, default.quic, "reachable from this machine only"),
@@ -251,6 +274,21 @@ impl CoordinatorSettings {
                 "audio does not pause for as long"
             ),
             session_max: or!(session_max, seconds(default.session_max_s), "longer than most calls"),
+            certificate_lifetime: or!(
+                certificate_lifetime,
+                seconds(default.certificate_lifetime_s),
+                "renewed at a third, so a cluster may be off for ten days"
+            ),
+            service_account_issuer: or!(
+                service_account_issuer,
+                default.service_account_issuer,
+                "the default of API servers"
+            ),
+            service_accounts: or!(
+                service_accounts,
+                default.service_accounts,
+                "the account of the manifests' workers"
+            ),
         };
         Ok((complete, explained))
     }
@@ -294,6 +332,15 @@ impl CoordinatorSettings {
             session_idle_s: ms(self.session_idle, default.session_idle_s * 1000).div_ceil(1000),
             session_max_s: ms(self.session_max, default.session_max_s * 1000).div_ceil(1000),
             drain_s: ms(self.drain_timeout, default.drain_s * 1000).div_ceil(1000),
+            ca: self.ca.clone(),
+            certificate_lifetime_s: ms(self.certificate_lifetime, default.certificate_lifetime_s * 1000)
+                .div_ceil(1000),
+            service_account_keys: self.service_account_keys.clone(),
+            service_account_issuer: self
+                .service_account_issuer
+                .clone()
+                .unwrap_or(default.service_account_issuer),
+            service_accounts: self.service_accounts.clone().unwrap_or(default.service_accounts),
         };
         config.check().map_err(ConfigError::Coordinator)?;
         Ok(config)
@@ -318,7 +365,7 @@ impl Coordinator {
         if self.node.answer(&settings, &explained)? {
             return Ok(());
         }
-        let identity = crate::node::identity(settings.identity.as_deref())?;
+        let identity = identity::identity(settings.identity.as_deref())?;
         let config = settings.service()?;
         let key =
             cluster_key::load_or_make(settings.cluster_key.as_deref().unwrap_or("cluster.key".as_ref()))?;
@@ -345,6 +392,10 @@ impl Coordinator {
                 error => anyhow::Error::from(error),
             })?;
             let addresses = node.addresses();
+            if let Some(directory) = &settings.identity {
+                // A coordinator that holds the authority renews its own certificate too, at itself.
+                renew_in_time(&identity, directory, vec![reachable(addresses.quic).to_string()]);
+            }
             let announcement = Announcement {
                 id: identity.name().node.to_string(),
                 pid: std::process::id(),
@@ -361,6 +412,15 @@ impl Coordinator {
             }
             Ok(())
         })
+    }
+}
+
+/// The address by which this machine reaches a socket that may be bound to all addresses.
+fn reachable(bound: SocketAddr) -> SocketAddr {
+    match bound.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => (Ipv4Addr::LOCALHOST, bound.port()).into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => (Ipv6Addr::LOCALHOST, bound.port()).into(),
+        _ => bound,
     }
 }
 

@@ -26,6 +26,8 @@ mod gpu_bench;
 mod gpu_check;
 mod home;
 mod http_client;
+mod identity;
+mod join;
 mod keys;
 mod local;
 mod logging;
@@ -33,6 +35,7 @@ mod logits;
 mod lora;
 mod models;
 mod node;
+mod nodes;
 mod notify;
 mod numerics;
 mod operation;
@@ -118,6 +121,8 @@ enum Command {
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
+    Join(join::Join),
+    Nodes(nodes::Nodes),
     Completions(completions::Completions),
     #[command(hide = true)]
     Man(completions::Man),
@@ -141,6 +146,7 @@ impl Command {
                 | Self::Doctor(_)
                 | Self::Snapshot(_)
                 | Self::Keys(_)
+                | Self::Join(_)
         )
     }
 
@@ -173,6 +179,8 @@ impl Command {
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),
+            Self::Join(command) => command.run(),
+            Self::Nodes(command) => command.run(),
             Self::Completions(command) => command.run(),
             Self::Man(command) => command.run(),
             Self::TryGrammar(command) => command.run(),

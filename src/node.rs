@@ -1,15 +1,12 @@
 //! Common part of the node commands: flags besides the settings, the announcement of listen addresses, and
 //! stop signals.
 
-use crate::config::ConfigError;
 use crate::notify::{READY, STOPPING, notify};
 use anyhow::Context;
-use pki::{ExpiryWatch, Identity};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::path::PathBuf;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -65,48 +62,6 @@ impl NodeArgs {
         }
         Ok(self.check_config || self.explain)
     }
-}
-
-/// Polling interval for changed identity files.
-const RENEW_EVERY: Duration = Duration::from_secs(2);
-
-/// Reloads the identity from `directory` whenever its files change, until the process ends. If the files are
-/// inconsistent (invalid, or being replaced), the last valid identity stays in use. Must be called inside a
-/// runtime.
-pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
-    let (identity, directory) = (identity.clone(), directory.to_owned());
-    tokio::spawn(async move {
-        let mut failed = None;
-        let mut expiry = ExpiryWatch::default();
-        loop {
-            expiry.look(&identity, SystemTime::now());
-            tokio::time::sleep(RENEW_EVERY).await;
-            let renewed = pki::ca::load_identity(&directory).and_then(|read| identity.renew(&read));
-            match renewed {
-                Ok(changed) => {
-                    failed = None;
-                    if changed {
-                        tracing::info!(directory = %directory.display(), "certificates were reloaded");
-                    }
-                }
-                Err(error) => {
-                    let error = error.to_string();
-                    if failed.as_ref() != Some(&error) {
-                        tracing::warn!(directory = %directory.display(), error, "certificates cannot be reloaded; the previous ones stay in use");
-                    }
-                    failed = Some(error);
-                }
-            }
-        }
-    });
-}
-
-/// The identity in a node's certificate.
-pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
-    let need = "a directory with node.crt, node.key and ca.crt; create one with `kvasir ca issue`";
-    let directory = directory.ok_or_else(|| ConfigError::missing("identity", need))?;
-    pki::ca::load_identity(directory)
-        .map_err(|error| ConfigError::field("identity", directory.display(), error.to_string()).into())
 }
 
 /// The line that a node prints on stdout once its ports are bound: the actual listen addresses, including

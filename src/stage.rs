@@ -1,6 +1,7 @@
 //! `kvasir stage`: a worker that serves a layer range for a replica led by another process.
 
 use crate::config::ByteSize;
+use crate::identity;
 use crate::local::EngineArgs;
 use crate::node::{self, StopSignals};
 use crate::otlp;
@@ -63,7 +64,7 @@ pub(crate) struct StageAnnouncement {
 impl Stage {
     /// Runs until a stop signal.
     pub(crate) fn run(self) -> anyhow::Result<()> {
-        let identity = node::identity(Some(&self.identity))?;
+        let identity = identity::identity(Some(&self.identity))?;
         let own = identity.clone();
         let (model, shipping) =
             shipped::resolve(&self.model, &self.from, self.shard_bytes, self.quic, || Ok(own))?;
@@ -84,7 +85,7 @@ impl Stage {
         let runtime = node::io_runtime(lanes)?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
-            node::keep_renewed(&identity, &self.identity);
+            identity::keep_renewed(&identity, &self.identity);
             let service = StageService::start(config, &identity)?;
             let announcement = StageAnnouncement {
                 id: identity.name().node.to_string(),

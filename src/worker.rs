@@ -6,6 +6,7 @@ use crate::doctor::watch_worker;
 use crate::external::{self, EngineOption, EngineSettings};
 use crate::front::LocalCoordinator;
 use crate::home;
+use crate::identity;
 use crate::lora::{self, LoraArg};
 use crate::models::{require_weights, resolve_bundle};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, io_runtime};
@@ -284,7 +285,7 @@ impl WorkerSettings {
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let listen = self.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?;
         let from = self.from.as_deref().unwrap_or_default();
-        let identity = || crate::node::identity(self.identity.as_deref());
+        let identity = || identity::identity(self.identity.as_deref());
         let (model, shipping) = match self.model.as_deref() {
             Some(name) => {
                 let (model, mut shipping) = shipped::resolve(name, from, self.shard_bytes, listen, identity)?;
@@ -648,9 +649,10 @@ impl Worker {
                     front.worker_identity().clone()
                 }
                 None => {
-                    let identity = crate::node::identity(settings.identity.as_deref())?;
+                    let identity = identity::identity(settings.identity.as_deref())?;
                     if let Some(directory) = &settings.identity {
-                        crate::node::keep_renewed(&identity, directory);
+                        identity::keep_renewed(&identity, directory);
+                        identity::renew_in_time(&identity, directory, config.coordinators.clone());
                     }
                     identity
                 }

@@ -5,6 +5,9 @@ use api::cors::Cors;
 use consensus::table::MAX_VOTERS;
 use dispatch::models::ModelEntry;
 use group::agreement::PeerEntry;
+use group::joining::JoinSettings;
+use pki::ca::Authority;
+use pki::service_account;
 use router::admission::{BadWeight, QueueLimits, TenantWeights};
 use router::balancer::Policy;
 use router::routing::Routing;
@@ -75,6 +78,17 @@ pub struct Config {
     pub session_max_s: u64,
     /// Time for running requests to finish after a stop signal, in seconds.
     pub drain_s: u64,
+    /// Directory with `ca.crt` and `ca.key`: the authority with which the group issues certificates to nodes that
+    /// join. The group keeps it, sealed with the cluster key, so one coordinator needs it once. Needs `data_dir`.
+    pub ca: Option<PathBuf>,
+    /// Lifetime of the certificates that the group issues, in seconds.
+    pub certificate_lifetime_s: u64,
+    /// File of the Kubernetes API server's keys (a JSON Web Key Set). Pods of `service_accounts` may then join.
+    pub service_account_keys: Option<PathBuf>,
+    /// Issuer of the API server's tokens.
+    pub service_account_issuer: String,
+    /// Service accounts whose pods may join as workers: `NAMESPACE/NAME`.
+    pub service_accounts: Vec<String>,
 }
 
 impl Default for Config {
@@ -112,9 +126,18 @@ impl Default for Config {
             session_idle_s: 30,
             session_max_s: 3600,
             drain_s: 30,
+            ca: None,
+            certificate_lifetime_s: 30 * 24 * 60 * 60,
+            service_account_keys: None,
+            service_account_issuer: "https://kubernetes.default.svc.cluster.local".into(),
+            service_accounts: vec!["kvasir/kvasir-worker".into()],
         }
     }
 }
+
+/// Bounds of the lifetime of certificates, seconds.
+const MIN_LIFETIME_S: u64 = 10;
+const MAX_LIFETIME_S: u64 = 366 * 24 * 60 * 60;
 
 /// Error of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -141,6 +164,10 @@ pub enum ConfigError {
         rule: &'static str,
     },
     /// Unusable keys.
+    #[error("service_accounts: {0:?} is not NAMESPACE/NAME")]
+    ServiceAccount(String),
+    #[error("ca = {0}: {1}")]
+    Ca(PathBuf, String),
     #[error("[[keys]]: {0}")]
     Keys(#[from] api::auth::KeysError),
 }
@@ -165,6 +192,13 @@ impl Config {
             ("session_idle_s", self.session_idle_s),
             ("session_max_s", self.session_max_s),
         ];
+        self.accounts()?;
+        if self.ca.is_some() && self.data_dir.is_none() {
+            return Err(ConfigError::Peers { rule: "a coordinator with ca needs a data_dir" });
+        }
+        if !(MIN_LIFETIME_S..=MAX_LIFETIME_S).contains(&self.certificate_lifetime_s) {
+            return wrong("certificate_lifetime_s", self.certificate_lifetime_s, "must be 10 s to 366 days");
+        }
         if let Some(&(field, value)) = positive.iter().find(|(_, value)| *value == 0) {
             return wrong(field, value, "must be above 0");
         }
@@ -175,6 +209,30 @@ impl Config {
             return wrong("lease_ms", self.lease_ms, "must be at least suspect_ms");
         }
         Ok(())
+    }
+
+    /// The service accounts as (namespace, name).
+    fn accounts(&self) -> Result<Vec<(String, String)>, ConfigError> {
+        let parse = |text: &String| {
+            let pair = text.split_once('/').filter(|(space, name)| !space.is_empty() && !name.is_empty());
+            let pair = pair.map(|(space, name)| (space.to_owned(), name.to_owned()));
+            pair.ok_or_else(|| ConfigError::ServiceAccount(text.clone()))
+        };
+        self.service_accounts.iter().map(parse).collect()
+    }
+
+    /// The part of nodes that join.
+    pub(crate) fn joining(&self) -> Result<JoinSettings, ConfigError> {
+        let authority = self.ca.as_ref().map(|directory| {
+            Authority::load(directory).map_err(|error| ConfigError::Ca(directory.clone(), error.to_string()))
+        });
+        let accounts = self.accounts()?;
+        let policy = || service_account::Policy { issuer: self.service_account_issuer.clone(), accounts };
+        Ok(JoinSettings {
+            lifetime: Duration::from_secs(self.certificate_lifetime_s),
+            authority: authority.transpose()?,
+            service_accounts: self.service_account_keys.clone().map(|keys| (policy(), keys)),
+        })
     }
 
     fn check_peers(&self) -> Result<(), ConfigError> {

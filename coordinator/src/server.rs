@@ -17,6 +17,7 @@ use dispatch::models::{Models, ModelsError};
 use dispatch::random::random_u64;
 use group::agreement::{Agreement, GroupConfig, GroupError, ModelDigests, OwnSettings};
 use group::audit::{Audit, AuditError, Record};
+use group::joining::Joining;
 use group::replicas::Replicas;
 use http::{Limits, Listener};
 use ops::{Feed, Ops, ReadyGate};
@@ -29,7 +30,7 @@ use router::chain_memo::ChainMemo;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 use transport::heartbeat::Heartbeat;
 use transport::{Endpoint, EndpointConfig};
 
@@ -130,7 +131,9 @@ impl Coordinator {
         // A group of one may get further members.
         let single = config.data_dir.is_none();
         let accepted_roles = if single { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
-        let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepted_roles))?;
+        let joining = config.joining()?;
+        let endpoint = EndpointConfig { joins: !single, ..EndpointConfig::new(epoch, accepted_roles) };
+        let endpoint = Endpoint::bind(config.quic, identity, endpoint)?;
         let endpoint = Arc::new(endpoint);
         let digests =
             ModelDigests { tokenizers: models.tokenizer_digests(), prompting: models.prompting_digests() };
@@ -150,6 +153,14 @@ impl Coordinator {
             let (dispatch, agreement) = (Arc::clone(&dispatch), Arc::clone(agreement));
             Replicas::new(dispatch, agreement, Arc::clone(&models), Arc::clone(&audit), config.shards)
         });
+        let joining = Joining::new(
+            agreement.clone(),
+            identity.clone(),
+            cluster_key.clone(),
+            Arc::clone(&audit),
+            Arc::clone(&metrics),
+            joining,
+        );
         let terms = Arc::new(Terms {
             cluster_key: cluster_key.clone(),
             lease: Duration::from_millis(config.lease_ms),
@@ -224,6 +235,8 @@ impl Coordinator {
             tokio::spawn(tick(Arc::clone(&dispatch), ticks)),
             tokio::spawn(runtime.of_runtime()),
         ];
+        tasks.push(tokio::spawn(Arc::clone(&joining).keep()));
+        tasks.push(tokio::spawn(serve_joining(Arc::clone(&endpoint), joining)));
         tasks.push(tokio::spawn(note_revocations(identity.clone(), Arc::clone(&ops.audit))));
         tasks.extend(replicas.map(|replicas| tokio::spawn(replicas.run())));
         tracing::info!(id = %name.node, ?addresses, "coordinator started");
@@ -282,6 +295,15 @@ impl Drop for Coordinator {
         for task in &self.tasks {
             task.abort();
         }
+    }
+}
+
+/// Answers nodes that join or renew their certificates.
+async fn serve_joining(endpoint: Arc<Endpoint>, joining: Arc<Joining>) {
+    let mut calls = JoinSet::new();
+    while let Some(call) = endpoint.accept_join().await {
+        while calls.try_join_next().is_some() {}
+        calls.spawn(Arc::clone(&joining).serve(call));
     }
 }
 

@@ -110,7 +110,7 @@ impl ModelId {
 }
 
 /// Role of a node; the second part of its certificate's SAN URI. It decides which RPCs the node may call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// Serves HTTP, routes requests, keeps the prefix index.

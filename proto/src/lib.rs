@@ -11,6 +11,7 @@ pub mod codec;
 pub mod directory;
 pub mod event;
 pub mod ids;
+pub mod join;
 pub mod log;
 pub mod message;
 pub mod operation;

@@ -7,6 +7,7 @@
 mod access;
 mod entry;
 mod image;
+mod nodes;
 mod outcome;
 mod replicas;
 mod sessions;
@@ -22,6 +23,10 @@ pub use entry::{
     LevelReported, MAX_ENTRY_BYTES, ModelBlocked, ModelPlan, OpenSession, OperatorPlan, PolicyAdvanced,
     Quota, ReplicaPlaced, ReplicaPlan, SessionChange, StagePlan, TenantRecord, TenantTuned, WorkerDrained,
     WorkerLeft, encode_entry,
+};
+pub use nodes::{
+    AdmittedBy, AuthorityRecord, CertificateRecord, JoinedBy, MAX_REVOKED, MAX_TOKENS, NodeAdmitted,
+    NodeApproved, NodeRecord, NodeRemoved, NodeState, Nodes, RevokedRecord, TokenRecord,
 };
 pub use outcome::{Kind, Outcome, Refusal};
 use proto::codec::CodecError;
@@ -123,6 +128,7 @@ pub struct Table {
     blocked: BTreeMap<[u8; 32], ModelBlocked>,
     /// Replicas planned by operators.
     operators: BTreeMap<ModelId, OperatorPlan>,
+    nodes: Arc<Nodes>,
 }
 
 impl Table {
@@ -207,6 +213,11 @@ impl Table {
         &self.access
     }
 
+    /// Nodes that have joined or ask to, join tokens and the authority.
+    pub fn nodes(&self) -> &Arc<Nodes> {
+        &self.nodes
+    }
+
     pub fn policy(&self) -> u64 {
         self.policy
     }
@@ -277,6 +288,16 @@ impl Table {
             Change::OperatorPlanned(plan) => self.set_operator_plan(plan)?,
             Change::OperatorPlanWithdrawn(model) => {
                 self.operators.remove(&model).ok_or(Refusal::Unknown(Kind::Model))?;
+            }
+            Change::JoinTokenIssued(_)
+            | Change::JoinTokenRevoked(_)
+            | Change::NodeAdmitted(_)
+            | Change::NodeApproved(_)
+            | Change::NodeRemoved(_)
+            | Change::AuthoritySet(_) => {
+                let mut nodes = Nodes::clone(&self.nodes);
+                nodes.make(change)?;
+                self.nodes = nodes.into();
             }
         }
         Ok(None)

@@ -49,6 +49,7 @@ pub struct Metrics {
     cached_actual: Counter,
     prediction_error: Family<One, Counter>,
     limited: Family<One, Counter>,
+    joins: Family<One, Counter>,
     changes: Family<Two, Counter>,
     index_imports: Family<One, Counter>,
     index_exports: Counter,
@@ -179,6 +180,11 @@ impl Metrics {
                 "kvasir_rate_limited",
                 "Requests refused because a limit of their key or its tenant was reached",
             ),
+            joins: registered(
+                r,
+                "kvasir_node_join_requests",
+                "Requests of nodes for a certificate, by outcome: first ones and renewals",
+            ),
             changes: registered(r, "kvasir_admin_changes", "Changes requested by operators, by outcome"),
             index_imports: registered(
                 r,
@@ -282,6 +288,10 @@ impl Metrics {
     }
 
     /// Counts a refusal by this limit of the key or the tenant.
+    pub fn join_requested(&self, outcome: &'static str) {
+        self.joins.get_or_create(&one("outcome", outcome)).inc();
+    }
+
     pub fn limited(&self, limit: &'static str) {
         self.limited.get_or_create(&one("limit", limit)).inc();
     }

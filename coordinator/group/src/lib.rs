@@ -6,6 +6,7 @@
 //! - [`agreement`]: founds or rejoins the group, proposes changes, applies the table to the workers here
 //! - [`placement`]: cuts a model into layer ranges; a pure function
 //! - [`replicas`]: plans models over several workers by [`placement`], and sends the plans to the workers
+//! - [`joining`]: which nodes get a certificate, and which certificates are revoked
 //! - [`audit`]: who changed what, and with which result
 //!
 //! Guarantees: a change is acknowledged only after a majority has it and it is applied here. Without a
@@ -16,5 +17,6 @@
 
 pub mod agreement;
 pub mod audit;
+pub mod joining;
 pub mod placement;
 pub mod replicas;

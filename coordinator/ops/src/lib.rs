@@ -4,7 +4,7 @@
 //!
 //! - this file: who may call what ([`router()`]), probes, metrics, drains
 //! - `cluster`: the status of the cluster
-//! - `coordinators`, `keys`, `plans`: changes that the group agrees on
+//! - `coordinators`, `keys`, `nodes`, `plans`: changes that the group agrees on
 //! - `sequence_access`, then `snapshots` and `prefixes`: sequences and prefixes at their workers
 //! - `relabel`: the workers' metrics in this coordinator's
 //! - `dashboard`: the page, its data, and why a worker is busy
@@ -19,6 +19,7 @@ mod cluster;
 mod coordinators;
 mod dashboard;
 mod keys;
+mod nodes;
 mod plans;
 mod prefixes;
 mod relabel;
@@ -146,6 +147,7 @@ pub fn router(ops: Arc<Ops>, playground: Router<Arc<Ops>>) -> Router {
         .merge(prefixes::router())
         .merge(dashboard::router())
         .merge(keys::router())
+        .merge(nodes::router())
         .merge(plans::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
     let playground = playground.layer(from_fn_with_state(Arc::clone(&ops), api_callers_only));

@@ -114,6 +114,7 @@ async fn sec_ops_routes() {
         let path = route
             .replace("{id}", "x")
             .replace("{digest}", "x")
+            .replace("{role}", "worker")
             .replace("{tenant}", "x")
             .replace("{model}", "x");
         assert!(!path.contains('{'), "{route}: what stands for its parameter?");

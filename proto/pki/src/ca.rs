@@ -7,10 +7,14 @@
 //! also hold `issued`, the record of issued certificates. Keys are readable by their owner only. Only an
 //! explicit replacement overwrites a file, and every file appears complete or not at all.
 
+mod join;
 mod revoke;
 
 use crate::error::{CertificateError, Error};
 use crate::identity::{Identity, PeerIdentity};
+pub use join::{
+    CertificateRequest, Certified, MAX_REQUEST, NodeKey, ends_unix_s, is_writable, replace_certificate,
+};
 use proto::ids::{ClusterName, NodeId, Role};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
@@ -87,7 +91,11 @@ impl Authority {
     /// Reads an authority from `directory`.
     pub fn load(directory: &Path) -> Result<Self, Error> {
         let certificate_pem = read_text(&directory.join(CA_CERTIFICATE))?;
-        let key = KeyPair::from_pem(&read_text(&directory.join(CA_KEY))?)?;
+        Self::from_pem(certificate_pem, &read_text(&directory.join(CA_KEY))?)
+    }
+
+    fn from_pem(certificate_pem: String, key_pem: &str) -> Result<Self, Error> {
+        let key = KeyPair::from_pem(key_pem)?;
         let der = CertificateDer::from_pem_slice(certificate_pem.as_bytes())
             .map_err(|_| CertificateError::Unreadable)?;
         let cluster = ClusterName::new(cluster_of(&der, &key)?)?;
@@ -165,14 +173,7 @@ impl Authority {
     /// 320 to 365 days, depending on the node's name.
     pub fn issue(&self, role: Role, node: NodeId, now: SystemTime) -> Result<IssuedNode, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        let name = PeerIdentity { cluster: self.cluster.clone(), role, node };
-        let mut params = params(now, lifetime_of(&name), name.node.as_str());
-        params.subject_alt_names = vec![SanType::URI(name.to_string().try_into()?)];
-        params.is_ca = IsCa::ExplicitNoCa;
-        params.use_authority_key_identifier_extension = true;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages =
-            vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
+        let params = node_params(&self.cluster, role, &node, None, now)?;
         Ok(IssuedNode {
             certificate_pem: params.signed_by(&key, &self.issuer)?.pem(),
             key_pem: key.serialize_pem(),
@@ -235,12 +236,32 @@ pub fn load_identity_files(chain: &Path, key: &Path, roots: &Path) -> Result<Ide
     Ok(Identity::from_pem(chain.as_bytes(), key.as_bytes(), roots.as_bytes())?)
 }
 
+/// Settings of a node's certificate. `lifetime`: `None` for 320 to 365 days, depending on the name.
+fn node_params(
+    cluster: &ClusterName,
+    role: Role,
+    node: &NodeId,
+    lifetime: Option<Duration>,
+    now: SystemTime,
+) -> Result<CertificateParams, Error> {
+    let name = PeerIdentity { cluster: cluster.clone(), role, node: node.clone() };
+    let mut params = params(now, lifetime.unwrap_or_else(|| lifetime_of(&name)), node.as_str());
+    params.subject_alt_names = vec![SanType::URI(name.to_string().try_into()?)];
+    params.is_ca = IsCa::ExplicitNoCa;
+    params.use_authority_key_identifier_extension = true;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages =
+        vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
+    Ok(params)
+}
+
 fn params(now: SystemTime, lifetime: Duration, name: &str) -> CertificateParams {
     let mut params = CertificateParams::default();
     // rcgen's epoch arithmetic, because SystemTime does not convert without another feature.
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
     let since = since_epoch(now);
-    params.not_before = epoch + since.saturating_sub(CLOCK_SKEW);
+    // A short lifetime is not prolonged by much, so that its share that is left says something.
+    params.not_before = epoch + since.saturating_sub(CLOCK_SKEW.min(lifetime));
     params.not_after = epoch + since + lifetime;
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::OrganizationName, "Kvasir");

@@ -84,6 +84,15 @@ pub enum CertificateError {
     /// A certificate revocation list is refused.
     #[error("list of revoked certificates: {reason}")]
     RevocationList { reason: &'static str },
+    /// A node's certificate request is refused.
+    #[error("certificate request: {reason}")]
+    Request { reason: &'static str },
+    /// The authority's key was sealed with another cluster key, for other roots, or was changed.
+    #[error("the authority's sealed key does not open with this cluster key")]
+    Sealed,
+    /// No certificate of the chain is the one that the join token names.
+    #[error("the authority is not the one that the token names")]
+    OtherAuthority,
     /// The certificate for a renewal belongs to another node.
     #[error("the certificate is {found}'s, not {expected}'s")]
     OtherName { found: String, expected: String },

@@ -1,6 +1,7 @@
 //! Identity of a node: `spiffe://<cluster>/<role>/<node id>`, the only SAN URI of its certificate.
 
 use crate::error::{CertificateError, Error, MAX_CHAIN};
+use crate::fingerprint::Fingerprint;
 use crate::revocation::{RevocationLists, Revoked};
 use proto::ids::{ClusterName, NodeId, Role};
 use rustls::pki_types::pem::PemObject;
@@ -198,6 +199,11 @@ impl Identity {
         self.revoked.check(&self.material().chain).is_err()
     }
 
+    /// Whether the lists name all these certificates.
+    pub fn lists_revoked<'a>(&self, serials: impl IntoIterator<Item = &'a [u8]>) -> bool {
+        self.revoked.name_all(serials)
+    }
+
     /// Returns the present revocation lists and all changes.
     pub fn revocation_lists(&self) -> watch::Receiver<RevocationLists> {
         self.revoked.subscribe()
@@ -212,6 +218,19 @@ impl Identity {
     /// Waits until more than `threshold` certificates are revoked. Returns their number.
     pub async fn more_revoked_than(&self, threshold: usize) -> usize {
         self.revoked.more_than(threshold).await
+    }
+
+    /// Fingerprint of the root that has signed this node's certificate.
+    pub fn root(&self) -> Result<Fingerprint, CertificateError> {
+        let material = self.material();
+        let last = material.chain.last().ok_or(CertificateError::ChainLength { found: 0 })?;
+        let (_, last) = X509Certificate::from_der(last).map_err(|_| CertificateError::Unreadable)?;
+        let signed = |root: &&CertificateDer<'_>| {
+            X509Certificate::from_der(root)
+                .is_ok_and(|(_, root)| last.verify_signature(Some(root.public_key())).is_ok())
+        };
+        let root = material.roots.iter().find(signed).ok_or(CertificateError::OtherAuthority)?;
+        Fingerprint::of_certificate(root)
     }
 
     /// Returns the present credentials.

@@ -8,11 +8,14 @@
 pub mod ca;
 mod error;
 mod expiry;
+mod fingerprint;
 mod identity;
 mod revocation;
+pub mod service_account;
 pub mod tls;
 
 pub use error::{CertificateError, Error};
 pub use expiry::{ExpiryWatch, Validities, Validity};
+pub use fingerprint::{Fingerprint, fingerprints};
 pub use identity::{Expected, Identity, PeerIdentity};
 pub use revocation::{MAX_REVOCATION_LIST, RevocationList, RevocationLists};

@@ -146,6 +146,11 @@ impl Revoked {
         Ok(())
     }
 
+    pub(crate) fn name_all<'a>(&self, serials: impl IntoIterator<Item = &'a [u8]>) -> bool {
+        let lists = Arc::clone(&self.0.borrow());
+        serials.into_iter().all(|serial| lists.iter().any(|list| list.serials.contains(serial)))
+    }
+
     /// Returns the present lists and all changes.
     pub(crate) fn subscribe(&self) -> watch::Receiver<RevocationLists> {
         self.0.subscribe()

@@ -2,6 +2,7 @@
 //! would check host names.
 
 use crate::error::{CertificateError, Error};
+use crate::fingerprint::Fingerprint;
 use crate::identity::{Expected, Identity, PeerIdentity};
 use proto::ids::{ClusterName, Role};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -40,14 +41,19 @@ fn roots(identity: &Identity) -> Result<Arc<RootCertStore>, rustls::Error> {
 }
 
 /// Returns the settings of the listening side: requires a certificate of a node in this cluster whose role
-/// is in `accepts`. The caller sets the application protocols.
+/// is in `accepts`. With `strangers`, a dialer without a certificate is accepted too, and the caller must check
+/// that the connection's protocol is for such dialers. The caller sets the application protocols.
 ///
 /// # Errors
 /// [`Error::Tls`] for a certificate that does not match its key, and for unusable roots.
-pub fn server(identity: &Identity, accepts: &[Role]) -> Result<ServerConfig, Error> {
+pub fn server(identity: &Identity, accepts: &[Role], strangers: bool) -> Result<ServerConfig, Error> {
     let provider = provider();
-    let verifier =
-        NodeDials { identity: identity.clone(), provider: provider.clone(), accepts: accepts.to_vec() };
+    let verifier = NodeDials {
+        identity: identity.clone(),
+        provider: provider.clone(),
+        accepts: accepts.to_vec(),
+        strangers,
+    };
     // Report unusable credentials now, not to the first peer that dials.
     verifier.chain()?;
     identity.material().certified()?;
@@ -79,6 +85,28 @@ pub fn client(identity: &Identity, expected: &Expected) -> Result<ClientConfig, 
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(verifier))
         .with_client_cert_resolver(Arc::new(Presented(identity.clone())));
+    config.resumption = Resumption::disabled();
+    config.enable_early_data = false;
+    Ok(config)
+}
+
+/// Application protocol of a node that has no certificate yet, or renews its own.
+pub const JOIN_PROTOCOL: &[u8] = b"kvasir-join/1";
+
+/// Returns the settings of a dialer without a certificate. It accepts any coordinator whose chain ends in the
+/// root with this fingerprint. The application protocol is [`JOIN_PROTOCOL`].
+///
+/// # Errors
+/// [`Error::Tls`] if ring has no TLS 1.3.
+pub fn joining(root: Fingerprint) -> Result<ClientConfig, Error> {
+    let provider = provider();
+    let verifier = CoordinatorAnswers { provider: provider.clone(), root };
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier))
+        .with_no_client_auth();
+    config.alpn_protocols = vec![JOIN_PROTOCOL.to_vec()];
     config.resumption = Resumption::disabled();
     config.enable_early_data = false;
     Ok(config)
@@ -131,8 +159,14 @@ impl Presented {
 }
 
 impl ResolvesServerCert for Presented {
-    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.now()
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let material = self.0.material();
+        let mut certified = material.certified().ok()?;
+        // A joining node knows only the fingerprint of a root.
+        if hello.alpn().is_some_and(|mut names| names.any(|name| name == JOIN_PROTOCOL)) {
+            certified.cert.extend(material.roots.iter().cloned());
+        }
+        Some(Arc::new(certified))
     }
 }
 
@@ -152,6 +186,8 @@ struct NodeDials {
     identity: Identity,
     provider: Arc<CryptoProvider>,
     accepts: Vec<Role>,
+    /// Whether a dialer without a certificate is accepted.
+    strangers: bool,
 }
 
 impl NodeDials {
@@ -167,6 +203,10 @@ impl ClientCertVerifier for NodeDials {
         // A list of roots would only reveal information to strangers. Nodes have only one certificate to
         // offer.
         &[]
+    }
+
+    fn client_auth_mandatory(&self) -> bool {
+        !self.strangers
     }
 
     fn verify_client_cert(
@@ -243,6 +283,60 @@ impl ServerCertVerifier for NodeAnswers {
                 Err(refuse(CertificateError::WrongNode { found: name.node, expected: expected.clone() }))
             }
             _ => Ok(ServerCertVerified::assertion()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(PeerIncompatible::Tls13RequiredForQuic.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, leaf, signature, &self.provider.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Verifies the coordinator that a joining node has dialed.
+#[derive(Debug)]
+struct CoordinatorAnswers {
+    provider: Arc<CryptoProvider>,
+    root: Fingerprint,
+}
+
+impl ServerCertVerifier for CoordinatorAnswers {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        more: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let named =
+            more.iter().find(|der| Fingerprint::of_certificate(der).is_ok_and(|found| found == self.root));
+        let root = named.ok_or_else(|| refuse(CertificateError::OtherAuthority))?;
+        let mut roots = RootCertStore::empty();
+        roots.add(root.clone().into_owned())?;
+        let algorithms = self.provider.signature_verification_algorithms.all;
+        let parsed = ParsedCertificate::try_from(leaf)?;
+        verify_server_cert_signed_by_trust_anchor(&parsed, &roots, more, now, algorithms)?;
+        let name = PeerIdentity::from_certificate(leaf).map_err(refuse)?;
+        match name.role {
+            Role::Coordinator => Ok(ServerCertVerified::assertion()),
+            found => Err(refuse(CertificateError::WrongRole { found })),
         }
     }
 

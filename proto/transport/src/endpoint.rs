@@ -3,7 +3,9 @@
 use super::close::CloseCode;
 use super::connection::{Connection, Slot};
 use super::driver::{Driver, Drivers};
+use super::handshake::{certified, handshake_error};
 use super::hello::{Agreement, Hello, agree};
+use super::join::{self, JoinCall};
 use super::local::{Counters, EndpointConfig, Local};
 use super::streams::{FrameReader, FrameWriter, StreamKind, read_error, within, write_error};
 use super::{reset, tls};
@@ -12,7 +14,6 @@ use pki::{Expected, Identity, PeerIdentity};
 use proto::codec::Cap;
 use proto::log::Repeats;
 use quinn::ConnectionError;
-use rustls::pki_types::CertificateDer;
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,6 +55,7 @@ pub struct Endpoint {
     local: Arc<Local>,
     address: SocketAddr,
     accepted: tokio::sync::Mutex<mpsc::Receiver<Connection>>,
+    joins: tokio::sync::Mutex<mpsc::Receiver<JoinCall>>,
     /// `None` for an endpoint that only dials.
     acceptor: Option<JoinHandle<()>>,
 }
@@ -63,7 +65,8 @@ impl Endpoint {
     /// a tokio runtime.
     pub fn bind(address: SocketAddr, identity: &Identity, config: EndpointConfig) -> Result<Self, Error> {
         let transport = Arc::new(config.transport());
-        let mut server = quinn::ServerConfig::with_crypto(tls::server(identity, &config.accepts)?);
+        let mut server =
+            quinn::ServerConfig::with_crypto(tls::server(identity, &config.accepts, config.joins)?);
         server.transport_config(transport.clone()).migration(false).max_incoming(config.max_connections);
         let bind_error = |source| Error::Bind { address, source };
         let settings = reset::endpoint_config(identity)?;
@@ -71,9 +74,11 @@ impl Endpoint {
         let address = quic.local_addr().map_err(bind_error)?;
         let local =
             Arc::new(Local { identity: identity.clone(), config, transport, counters: Counters::default() });
-        let (sender, accepted) = mpsc::channel(ACCEPT_BACKLOG);
-        let acceptor = Some(tokio::spawn(accept_all(quic.clone(), local.clone(), sender)));
-        Ok(Self { quic, local, address, accepted: tokio::sync::Mutex::new(accepted), acceptor })
+        let (nodes, accepted) = mpsc::channel(ACCEPT_BACKLOG);
+        let (calls, joins) = mpsc::channel(ACCEPT_BACKLOG);
+        let acceptor = Some(tokio::spawn(accept_all(quic.clone(), local.clone(), nodes, calls)));
+        let (accepted, joins) = (tokio::sync::Mutex::new(accepted), tokio::sync::Mutex::new(joins));
+        Ok(Self { quic, local, address, accepted, joins, acceptor })
     }
 
     /// Opens another UDP socket of this node, on the same address and its own port, that only dials. One
@@ -86,10 +91,10 @@ impl Endpoint {
         let settings = reset::endpoint_config(self.local.identity())?;
         let quic = driven(address, settings, None).map_err(bind_error)?;
         let address = quic.local_addr().map_err(bind_error)?;
-        // The sender is dropped; this endpoint accepts nothing.
-        let (_, accepted) = mpsc::channel(1);
-        let (local, accepted) = (Arc::clone(&self.local), tokio::sync::Mutex::new(accepted));
-        Ok(Self { quic, local, address, accepted, acceptor: None })
+        // The senders are dropped; this endpoint accepts nothing.
+        let (accepted, joins) = (mpsc::channel(1).1, mpsc::channel(1).1);
+        let (accepted, joins) = (tokio::sync::Mutex::new(accepted), tokio::sync::Mutex::new(joins));
+        Ok(Self { quic, local: Arc::clone(&self.local), address, accepted, joins, acceptor: None })
     }
 
     /// Returns the local address with the actual port.
@@ -134,6 +139,12 @@ impl Endpoint {
     /// Cancel-safe.
     pub async fn accept(&self) -> Option<Connection> {
         self.accepted.lock().await.recv().await
+    }
+
+    /// Returns the next request of a node that joins or renews its certificate, or `None` once the endpoint is
+    /// closed. There are none unless the endpoint was bound with [`EndpointConfig::joins`]. Cancel-safe.
+    pub async fn accept_join(&self) -> Option<JoinCall> {
+        self.joins.lock().await.recv().await
     }
 
     /// Returns the counters since the endpoint was bound.
@@ -192,7 +203,12 @@ static REFUSED: Repeats = Repeats::new();
 
 /// Accepts until the endpoint closes. Handshakes run concurrently, so that a slow one does not delay
 /// others.
-async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Sender<Connection>) {
+async fn accept_all(
+    quic: quinn::Endpoint,
+    local: Arc<Local>,
+    accepted: mpsc::Sender<Connection>,
+    joins: mpsc::Sender<JoinCall>,
+) {
     let open = Arc::new(Mutex::new(HashMap::new()));
     let mut handshakes = JoinSet::new();
     while let Some(incoming) = quic.accept().await {
@@ -212,15 +228,17 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
             incoming.refuse();
             continue;
         };
-        let (local, accepted) = (local.clone(), accepted.clone());
+        let (local, accepted, joins) = (local.clone(), accepted.clone(), joins.clone());
         handshakes.spawn(async move {
             let limit = local.config.handshake_timeout;
             match within("handshake", limit, welcome(&local, incoming, slot)).await {
-                Ok(connection) => {
+                Ok(Welcomed::Node(connection)) => {
                     Counters::add(&local.counters.accepted);
                     // Fails only if the endpoint is gone, and the connection with it.
                     let _ = accepted.send(connection).await;
                 }
+                // A dialer whose call is dropped asks again.
+                Ok(Welcomed::Join(call)) => drop(joins.try_send(*call)),
                 Err(error) => {
                     Counters::add(&local.counters.failed);
                     if matches!(error, Error::Spoofed { .. }) {
@@ -258,15 +276,24 @@ fn take_slot(open: &Arc<Mutex<HashMap<IpAddr, usize>>>, ip: IpAddr, config: &End
     }))
 }
 
-async fn welcome(local: &Arc<Local>, incoming: quinn::Incoming, slot: Slot) -> Result<Connection, Error> {
+/// A dialer that was accepted.
+enum Welcomed {
+    Node(Connection),
+    Join(Box<JoinCall>),
+}
+
+async fn welcome(local: &Arc<Local>, incoming: quinn::Incoming, slot: Slot) -> Result<Welcomed, Error> {
     let address = incoming.remote_address();
     let connecting = incoming.accept().map_err(|error| handshake_error(address, &error))?;
     let driver = Driver::spawned()?;
     let quic = connecting.await.map_err(|error| handshake_error(address, &error))?;
-    let peer = certified(&quic)?;
+    if join::is_join(&quic) {
+        return Ok(Welcomed::Join(Box::new(JoinCall::read(quic, slot).await?)));
+    }
+    let peer = certified(&quic).inspect_err(|error| close_for(&quic, error))?;
     let agreement = listener_hello(local, &quic, &peer).await;
     let agreement = agreement.inspect_err(|error| close_for(&quic, error))?;
-    Ok(Connection::new(quic, driver, local.clone(), peer, agreement, Some(slot)))
+    Ok(Welcomed::Node(Connection::new(quic, driver, local.clone(), peer, agreement, Some(slot))))
 }
 
 async fn dialer_hello(
@@ -320,28 +347,4 @@ fn close_for(quic: &quinn::Connection, error: &Error) {
         _ => CloseCode::Protocol,
     };
     quic.close(code.to_wire(), code.as_str().as_bytes());
-}
-
-/// Returns the identity in the certificate that TLS has verified.
-fn certified(quic: &quinn::Connection) -> Result<PeerIdentity, Error> {
-    let chain = quic.peer_identity().ok_or(Error::Protocol("no certificate"))?;
-    let chain = chain.downcast::<Vec<CertificateDer<'static>>>();
-    let chain = chain.map_err(|_| Error::Protocol("no certificate chain"))?;
-    let leaf = chain.first().ok_or(Error::Protocol("an empty certificate chain"))?;
-    Ok(PeerIdentity::from_certificate(leaf).map_err(pki::Error::from)?)
-}
-
-/// Reports which side refused the other. TLS alerts travel as QUIC error codes 0x100 to 0x1ff (RFC 9001,
-/// section 4.8).
-fn handshake_error(address: SocketAddr, error: &ConnectionError) -> Error {
-    let is_alert = |code: quinn::TransportErrorCode| (0x100..0x200).contains(&u64::from(code));
-    match error {
-        ConnectionError::TransportError(ours) if is_alert(ours.code) => {
-            Error::PeerRefused { address, reason: ours.reason.clone() }
-        }
-        ConnectionError::ConnectionClosed(theirs) if is_alert(theirs.error_code) => {
-            Error::Refused { address, reason: theirs.to_string() }
-        }
-        other => Error::ConnectionLost { peer: address.to_string(), reason: other.to_string() },
-    }
 }

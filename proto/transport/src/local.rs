@@ -27,6 +27,10 @@ pub struct EndpointConfig {
     pub epoch: Epoch,
     /// Roles of nodes that may dial this endpoint.
     pub accepts: Vec<Role>,
+    /// Whether nodes without a certificate may ask this node for one ([`Endpoint::accept_join`]).
+    ///
+    /// [`Endpoint::accept_join`]: crate::Endpoint::accept_join
+    pub joins: bool,
     /// Protocol versions that this node speaks.
     pub versions: VersionRange,
     /// A connection from which nothing arrives for this long is lost.
@@ -48,13 +52,14 @@ pub struct EndpointConfig {
 }
 
 impl EndpointConfig {
-    /// Returns the defaults: 10 s idle timeout, 2 s keep-alive, 5 s handshake timeout, 1,024 connections,
+    /// Returns the defaults: no joining nodes, 10 s idle timeout, 2 s keep-alive, 5 s handshake timeout, 1,024 connections,
     /// 256 per address, proof of address from 32 handshakes on, 4,096 bidirectional and 256 unidirectional
     /// streams.
     pub fn new(epoch: Epoch, accepts: impl Into<Vec<Role>>) -> Self {
         Self {
             epoch,
             accepts: accepts.into(),
+            joins: false,
             versions: VersionRange::CURRENT,
             idle_timeout: Duration::from_secs(10),
             keep_alive: Duration::from_secs(2),

@@ -14,6 +14,7 @@ mod engines;
 mod failover;
 mod gpu_health;
 mod grammars;
+mod joining;
 mod metrics;
 mod mixed;
 mod openai_client;

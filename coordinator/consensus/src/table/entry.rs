@@ -1,9 +1,11 @@
 //! Log entries. `golden.txt` holds the bytes of every entry; variants are only appended.
 
+use super::nodes::{AuthorityRecord, NodeAdmitted, NodeApproved, NodeRemoved, TokenRecord};
 use crate::member::{Incarnation, MemberId};
 use proto::block::TenantSalt;
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::ids::{Epoch, ModelId, NodeId, TenantId};
+use proto::join::TokenId;
 use proto::worker::WorkerInfo;
 use serde::{Deserialize, Serialize};
 
@@ -42,7 +44,7 @@ pub struct SessionChange {
 pub struct Level(pub u32);
 
 impl Level {
-    pub const OWN: Self = Self(1);
+    pub const OWN: Self = Self(2);
 }
 
 /// A change of the table.
@@ -94,6 +96,18 @@ pub enum Change {
     OperatorPlanned(OperatorPlan),
     /// Withdraws an operator's plan; the leader plans the model again.
     OperatorPlanWithdrawn(ModelId),
+    /// Creates a join token.
+    JoinTokenIssued(TokenRecord),
+    /// Revokes a join token. Nodes that have joined with it stay.
+    JoinTokenRevoked(TokenId),
+    /// A node joins, asks to, or renews its certificate.
+    NodeAdmitted(Box<NodeAdmitted>),
+    /// An operator approves a node that waits.
+    NodeApproved(NodeApproved),
+    /// Removes a node and revokes its certificates, or refuses one that waits.
+    NodeRemoved(NodeRemoved),
+    /// Sets the authority that signs the certificates of nodes.
+    AuthoritySet(AuthorityRecord),
 }
 
 impl Change {
@@ -102,6 +116,12 @@ impl Change {
         match self {
             // Levels are established by this change.
             Self::LevelReported(_) => Level(0),
+            Self::JoinTokenIssued(_)
+            | Self::JoinTokenRevoked(_)
+            | Self::NodeAdmitted(_)
+            | Self::NodeApproved(_)
+            | Self::NodeRemoved(_)
+            | Self::AuthoritySet(_) => Level(2),
             _ => Level(1),
         }
     }

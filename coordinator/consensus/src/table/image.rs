@@ -1,12 +1,13 @@
 //! Serialization of the table.
 
 use super::access::Access;
+use super::nodes::Nodes;
 use super::{
     KeyRecord, KeyScope, ModelBlocked, ModelPlan, OperatorPlan, ReplicaPlan, Roster, Sessions, Standing,
     Table, TenantRecord,
 };
 use proto::block::TenantSalt;
-use proto::codec::{Cap, CodecError, decode, encode};
+use proto::codec::{Cap, CodecError, decode, decode_prefix, encode, encode_into};
 use proto::ids::{ModelId, NodeId, TenantId};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -50,12 +51,18 @@ impl Table {
             groups: Cow::Borrowed(&access.groups),
             operators: Cow::Borrowed(&self.operators),
         };
-        encode(&image, Cap::Control)
+        let mut bytes = encode(&image, Cap::Control)?;
+        // Builds before level 2 have no nodes and read no further.
+        if *self.nodes != Nodes::default() {
+            encode_into(&*self.nodes, Cap::Control, &mut bytes)?;
+        }
+        Ok(bytes)
     }
 
     /// Decodes the bytes of [`to_bytes`](Self::to_bytes).
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
-        let image: Image<'_> = decode(bytes, Cap::Control)?;
+        let (image, rest): (Image<'_>, _) = decode_prefix(bytes, Cap::Control)?;
+        let nodes = if rest.is_empty() { Nodes::default() } else { decode(rest, Cap::Control)? };
         let access = Access {
             tenants: image.tenants.into_owned(),
             keys: image.keys.into_owned(),
@@ -74,6 +81,7 @@ impl Table {
             replicas: image.replicas.into_owned(),
             blocked: image.blocked.into_owned(),
             operators: image.operators.into_owned(),
+            nodes: nodes.into(),
         })
     }
 }

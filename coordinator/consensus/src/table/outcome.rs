@@ -2,7 +2,7 @@
 
 use super::entry::{ClientId, Level};
 use crate::member::Incarnation;
-use proto::ids::{Epoch, NodeId};
+use proto::ids::{Epoch, NodeId, Role};
 use router::table::TableError;
 use serde::{Deserialize, Serialize};
 
@@ -73,6 +73,26 @@ pub enum Refusal {
     /// The model file is on the block list.
     #[error("the model's file was found to be unusable")]
     Blocked,
+    /// There is no such join token, or its secret is another one.
+    #[error("the token is not known")]
+    UnknownToken,
+    #[error("the token has expired")]
+    TokenExpired,
+    #[error("the token is used up")]
+    TokenUsedUp,
+    #[error("the token is for the role {}", .0.as_str())]
+    TokenRole(Role),
+    #[error("the token is for the node {0}")]
+    TokenNode(NodeId),
+    /// A node of this role and name has joined with another key.
+    #[error("a node of this name has joined with another key")]
+    NameTaken,
+    #[error("another key waits for approval under this name")]
+    AnotherKeyWaits,
+    #[error("the node waits for approval")]
+    NotApproved,
+    #[error("the certificate is revoked")]
+    Revoked,
 }
 
 /// Kinds of items in the table.
@@ -86,6 +106,11 @@ pub enum Kind {
     /// A model's placement on a worker.
     Place,
     Replica,
+    Token,
+    Node,
+    /// A node that waits for approval, with the key that was named.
+    WaitingNode,
+    Certificate,
 }
 
 impl std::fmt::Display for Kind {
@@ -98,6 +123,10 @@ impl std::fmt::Display for Kind {
             Self::Key => "key",
             Self::Place => "place",
             Self::Replica => "replica",
+            Self::Token => "join token",
+            Self::Node => "node",
+            Self::WaitingNode => "node that waits with this key",
+            Self::Certificate => "certificate",
         })
     }
 }

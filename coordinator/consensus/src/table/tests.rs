@@ -6,6 +6,8 @@ use proto::served_model::{ModelTask, ServedModel};
 use proto::worker::WorkerInfo;
 use router::table::roster::WorkerStanding;
 
+mod nodes;
+
 const GOLDEN: &str = include_str!("golden.txt");
 
 fn node(name: &str) -> NodeId {
@@ -40,7 +42,7 @@ fn seat(name: &str, incarnation: u64) -> GroupMember {
         node: node(name),
         incarnation: Incarnation(incarnation),
         quic: "127.0.0.1:1".into(),
-        level: Level::OWN,
+        level: Level(1),
     }
 }
 
@@ -184,6 +186,9 @@ fn every_change() -> Vec<Change> {
         Change::OperatorPlanned(operator_plan("m", &[&["w0", "w1"], &["w2"]])),
         Change::OperatorPlanWithdrawn(ModelId::new("m").unwrap()),
     ]
+    .into_iter()
+    .chain(nodes::every_change())
+    .collect()
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -212,7 +217,7 @@ fn every_entry_and_the_table_are_written_as_shipped() {
         written.push((name, bytes));
     }
     let mut client = Client::new();
-    for change in every_change() {
+    for change in every_change().into_iter().filter(|change| change.level() < Level(2)) {
         client.make(change);
     }
     client.done(Change::LearnerAdded(seat("c4", 1)));
@@ -227,6 +232,7 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(Change::CoordinatorLost(node("c4")));
     client.done(Change::OperatorPlanned(operator_plan("m", &[&["w0", "w1"], &["w2"]])));
     written.push(("table".into(), client.table.to_bytes().unwrap()));
+    written.push(("table/nodes".into(), nodes::joined().table.to_bytes().unwrap()));
     let mut missing = String::new();
     for (name, bytes) in &written {
         match golden.get(name.as_str()) {

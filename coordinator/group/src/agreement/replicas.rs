@@ -13,6 +13,12 @@ impl Agreement {
         self.shared.table()
     }
 
+    /// The table after everything that was committed before this call.
+    pub(crate) async fn read(&self) -> Result<Arc<Table>, ChangeError> {
+        let Some(Member { handle, .. }) = self.shared.member.get() else { return Err(ChangeError::NoQuorum) };
+        Ok(handle.read(Instant::now() + CHANGE_LIMIT).await?)
+    }
+
     /// Whether this coordinator is the leader, which plans replicas.
     pub(crate) fn leads(&self) -> bool {
         let role = self.shared.member.get().map(|member| member.handle.status().role);

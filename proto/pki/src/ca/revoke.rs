@@ -41,6 +41,32 @@ impl Serial {
         let (_, parsed) = X509Certificate::from_der(&der).map_err(|_| CertificateError::Unreadable)?;
         Ok(Self(parsed.tbs_certificate.serial.to_bytes_be()))
     }
+
+    /// Reads the serial number of a certificate in DER, and the Unix second at which the certificate ends.
+    pub fn and_end_of(certificate: &CertificateDer<'_>) -> Result<(Self, u64), CertificateError> {
+        let (_, parsed) = X509Certificate::from_der(certificate).map_err(|_| CertificateError::Unreadable)?;
+        let ends = parsed.validity().not_after.timestamp();
+        Ok((Self(parsed.tbs_certificate.serial.to_bytes_be()), ends.try_into().unwrap_or(0)))
+    }
+
+    /// Draws a serial number of 16 random bytes.
+    pub fn random() -> Result<Self, Error> {
+        let mut bytes = [0; 16];
+        crate::tls::fill_random(&mut bytes)?;
+        // Positive, and without a leading zero byte.
+        bytes[0] = bytes[0] & 0x7f | 0x40;
+        Ok(Self(bytes.to_vec()))
+    }
+
+    /// From bytes of [`bytes`](Self::bytes).
+    pub fn from_bytes(bytes: Vec<u8>) -> Self {
+        Self(bytes)
+    }
+
+    /// Big-endian, without leading zeros.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
 }
 
 impl fmt::Display for Serial {
@@ -121,6 +147,25 @@ impl Authority {
         if revoked.is_empty() {
             return Ok(0);
         }
+        let list = self.list(&revoked, now)?;
+        write_over(directory, REVOKED, &list.pem()?, Access::All)?;
+        Ok(revoked.len())
+    }
+
+    /// Signs a CRL of certificates with their revocation times in Unix seconds. Returns it in DER.
+    pub fn sign_list(
+        &self,
+        revoked: impl IntoIterator<Item = (Serial, i64)>,
+        now: SystemTime,
+    ) -> Result<Vec<u8>, Error> {
+        Ok(self.list(&revoked.into_iter().collect(), now)?.der().to_vec())
+    }
+
+    fn list(
+        &self,
+        revoked: &BTreeMap<Serial, i64>,
+        now: SystemTime,
+    ) -> Result<rcgen::CertificateRevocationList, Error> {
         let epoch = rcgen::date_time_ymd(1970, 1, 1);
         let this_update = epoch + since_epoch(now);
         let entry = |(serial, at): (&Serial, &i64)| RevokedCertParams {
@@ -141,8 +186,7 @@ impl Authority {
         if list.der().len() > MAX_REVOCATION_LIST {
             return Err(CertificateError::RevocationList { reason: "longer than 512 KiB" }.into());
         }
-        write_over(directory, REVOKED, &list.pem()?, Access::All)?;
-        Ok(revoked.len())
+        Ok(list)
     }
 
     /// Reads the CRL in `directory`: each serial with its revocation time in seconds since 1970.

@@ -146,6 +146,15 @@ pub(crate) fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 
 /// Connects a bare QUIC client that presents `shown`, or no certificate.
 pub(crate) async fn dial(address: SocketAddr, shown: Option<&Shown>) -> quinn::Connection {
+    dial_for(address, shown, "kvasir/1").await.unwrap()
+}
+
+/// Like [`dial`], with another application protocol, which the listener may not speak.
+pub(crate) async fn dial_for(
+    address: SocketAddr,
+    shown: Option<&Shown>,
+    protocol: &str,
+) -> Result<quinn::Connection, quinn::ConnectionError> {
     let builder = rustls::ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
@@ -155,11 +164,11 @@ pub(crate) async fn dial(address: SocketAddr, shown: Option<&Shown>) -> quinn::C
         Some(shown) => builder.with_client_cert_resolver(Shows::new(shown)),
         None => builder.with_no_client_auth(),
     };
-    config.alpn_protocols = vec!["kvasir/1".into()];
+    config.alpn_protocols = vec![protocol.into()];
     let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(config).unwrap()));
     let endpoint = quinn::Endpoint::client(any_port()).unwrap();
     // The dialer checks nothing, so its own handshake succeeds even if the listener refuses.
-    endpoint.connect_with(config, address, "any").unwrap().await.unwrap()
+    endpoint.connect_with(config, address, "any").unwrap().await
 }
 
 /// Starts a bare QUIC server that presents `shown` and requests no certificate.

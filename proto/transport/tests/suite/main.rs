@@ -5,6 +5,7 @@ mod authority;
 mod bare;
 mod cluster;
 mod golden;
+mod joining;
 mod operations;
 mod probes;
 mod pulls;

@@ -9,7 +9,8 @@ use proto::codec::{self, Cap, CodecError};
 use proto::event::{
     KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexAsk, PeerIndexFrame,
 };
-use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
+use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId, Role};
+use proto::join::*;
 use proto::message::*;
 use proto::operation::*;
 use proto::placement::{
@@ -119,6 +120,53 @@ fn model() -> ServedModel {
         block_tokens: 16,
         task: ModelTask::Generate,
     }
+}
+
+fn join_requests() -> [JoinRequest; 2] {
+    let join = NodeJoin {
+        credential: JoinCredential::Token(TokenId([1; 8]), TokenSecret([2; 32])),
+        role: Role::Worker,
+        node: NodeId::new("w1").unwrap(),
+        request: vec![0x30, 0],
+        labels: vec![("zone".into(), "a".into())],
+    };
+    [JoinRequest::Join(join), JoinRequest::Renew(vec![0x30, 0])]
+}
+
+fn join_credentials() -> [JoinCredential; 2] {
+    let token = JoinCredential::Token(TokenId([1; 8]), TokenSecret([2; 32]));
+    [token, JoinCredential::ServiceAccount("a.b.c".into())]
+}
+
+fn join_replies() -> [JoinReply; 3] {
+    let joined = Joined {
+        certificate_pem: "certificate".into(),
+        roots_pem: "roots".into(),
+        cluster_key: Some(SharedKey([3; 32])),
+        coordinators: vec![(NodeId::new("c0").unwrap(), "10.0.0.1:7000".into())],
+    };
+    [JoinReply::Joined(Box::new(joined)), JoinReply::Pending, JoinReply::Refused(JoinRefusal::UnknownToken)]
+}
+
+fn join_refusals() -> [JoinRefusal; 16] {
+    [
+        JoinRefusal::UnknownToken,
+        JoinRefusal::Expired,
+        JoinRefusal::UsedUp,
+        JoinRefusal::WrongRole(Role::Worker),
+        JoinRefusal::WrongNode(NodeId::new("w1").unwrap()),
+        JoinRefusal::NameTaken,
+        JoinRefusal::AnotherWaits,
+        JoinRefusal::Invalid("why".into()),
+        JoinRefusal::ServiceAccount("why".into()),
+        JoinRefusal::NoAuthority,
+        JoinRefusal::NoQuorum,
+        JoinRefusal::NoGroup,
+        JoinRefusal::TooMany(1000),
+        JoinRefusal::Full("nodes".into()),
+        JoinRefusal::NoCertificate,
+        JoinRefusal::Internal,
+    ]
 }
 
 /// Registration of a pool worker with a model of each task and a drafter.
@@ -515,6 +563,10 @@ pub(crate) fn all() -> Vec<Samples> {
             [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }],
         ),
         samples_of_struct("Register", Control, [register("w1")]),
+        samples("JoinRequest", Stream, join_requests()),
+        samples("JoinCredential", Stream, join_credentials()),
+        samples("JoinReply", Stream, join_replies()),
+        samples("JoinRefusal", Stream, join_refusals()),
         samples_of_struct("PlaceOrder", Control, [place_order()]),
         samples("Drafter", Control, [Drafter::MtpHead, Drafter::Assistant([2; 32]), Drafter::Model([3; 32])]),
         samples_of_struct("PlaceReport", Control, [place_report()]),
