@@ -4,6 +4,7 @@
 pub(crate) mod child;
 mod data_dir;
 mod nodes;
+mod proposal;
 mod supervisor;
 
 use crate::columns::columns;
@@ -63,8 +64,8 @@ pub(crate) struct Up {
 #[derive(Debug, Clone, Default, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
 struct UpSettings {
-    /// Catalog name, https:// or hf:// address, or path of a .gguf file or a Hugging Face folder [default: smollm2-135m,
-    /// pulled on first use]
+    /// Catalog name, https:// or hf:// address, or path of a .gguf file or a Hugging Face folder [default: smollm2-135m; on
+    /// a GPU the largest model of the catalog that fits and is fast; pulled on first use]
     model: Option<String>,
     /// Coordinator processes, at most 5, in one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
@@ -99,7 +100,7 @@ struct UpSettings {
     /// directory with a folder for each operation, or ID=DIR; several times, or separated by commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     operation: Option<Vec<String>>,
-    /// Worker processes [default: 2, or as many as --shards]
+    /// Worker processes [default: 2, or as many as --shards; one for each GPU if MODEL is chosen by the GPU]
     #[arg(long, value_name = "N", env = "KVASIR_WORKERS")]
     workers: Option<usize>,
     /// Worker processes per replica, each with a part of the model's layers. `--workers` is then the number of workers
@@ -368,6 +369,7 @@ impl Plan {
 impl Up {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let settings: UpSettings = config::layered(self.config.as_deref(), &self.settings)?;
+        let settings = proposal::complete(settings)?;
         if let Some(shards) = settings.shards.filter(|shards| *shards > 1) {
             let model = models::resolve_or_pull(settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
             let speculative_method = settings.spec.clone().unwrap_or_default().speculative_method()?;

@@ -42,6 +42,13 @@ impl Speed {
         }
     }
 
+    /// Tokens per second with memory of another bandwidth, in bytes per second, since decoding reads the weights.
+    /// `share` is the share of the bandwidth that is reached where only the ceiling is known.
+    pub fn at(self, bandwidth: f64, share: f64) -> Option<f64> {
+        let share = if matches!(self, Self::Ceiling { .. }) { share } else { 1.0 };
+        self.tokens_per_second().map(|tokens| tokens * share * bandwidth / SPARK_BANDWIDTH)
+    }
+
     pub fn source(self) -> &'static str {
         match self {
             Self::Published { source, .. } => source,
