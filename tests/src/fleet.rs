@@ -15,6 +15,11 @@ use tempfile::TempDir;
 /// Two busy fleets at once on two cores would disturb each other's timing.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
+/// Waits until no fleet runs, and excludes fleets while the value exists.
+pub fn exclude_fleets() -> MutexGuard<'static, ()> {
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Every node has its own host, so all use the same ports.
 const HTTP: u16 = 8080;
 const OPS: u16 = 9090;
@@ -129,7 +134,7 @@ impl Builder {
 
     /// Starts all nodes and waits until every coordinator can use every worker. `seed` is for the network.
     pub fn start(self, seed: u64) -> anyhow::Result<Fleet> {
-        let lock = self.takes_lock.then(|| ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner));
+        let lock = self.takes_lock.then(exclude_fleets);
         let hosts = self.coordinators + self.workers + self.spares;
         let dir = tempfile::tempdir()?;
         authority(dir.path())?;

@@ -16,6 +16,7 @@ pub mod http;
 pub mod linearizable;
 pub mod llama_server;
 pub mod logits;
+pub mod machine;
 pub mod nvml;
 pub mod quantised;
 pub mod random;

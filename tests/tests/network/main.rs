@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod agreement;
+mod bare_metal;
 mod clock;
 mod disk_full;
 mod doctor;
