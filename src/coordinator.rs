@@ -384,7 +384,10 @@ impl Coordinator {
             watch_coordinator(Places {
                 identities: settings.identity.iter().cloned().collect(),
                 directories: settings.data_dir.iter().cloned().collect(),
-                secrets: settings.cluster_key.iter().cloned().collect(),
+                secrets: [settings.cluster_key.clone(), settings.ca.as_ref().map(|dir| dir.join("ca.key"))]
+                    .into_iter()
+                    .flatten()
+                    .collect(),
             });
             let started = server::Coordinator::start(config, &identity, key).await;
             let node = started.map_err(|error| match error {

@@ -2,6 +2,8 @@
 
 use super::{Facts, Found, Severity, list, ok, or_ok, size};
 
+/// User id of root.
+const ROOT: u32 = 0;
 /// Open files of a coordinator at its default of 4,096 HTTP connections, with as many to spare.
 const WANTED_FILES: u64 = 8192;
 /// Fewer are used up by the workers and the group alone.
@@ -54,9 +56,10 @@ pub(super) fn disk_room(facts: &Facts) -> Found {
     or_ok(found, || list(facts.disks.iter().map(roomy)))
 }
 
+/// Files of root that the node reads, such as those of a mounted Secret, are no fault.
 pub(super) fn owner(facts: &Facts) -> Found {
     let user = facts.user;
-    let foreign = facts.files.iter().filter(|file| file.owner != user);
+    let foreign = facts.files.iter().filter(|file| file.owner != user && file.owner != ROOT);
     let found: Found = foreign
         .map(|file| {
             let path = file.path.display();
@@ -67,17 +70,20 @@ pub(super) fn owner(facts: &Facts) -> Found {
     if facts.files.is_empty() {
         return Vec::new();
     }
-    or_ok(found, || format!("{} directories and keys belong to user {user}", facts.files.len()))
+    or_ok(found, || format!("{} directories and keys belong to user {user} or root", facts.files.len()))
 }
 
 pub(super) fn mode(facts: &Facts) -> Found {
     let mut found = Vec::new();
     for file in &facts.files {
         let path = file.path.display();
-        let (others, limit, set) =
-            if file.secret { (0o077, "600", "go-rwx") } else { (0o022, "755", "go-w") };
-        if file.mode & others != 0 {
-            let fact = format!("{path} has mode {:o}, at most {limit}", file.mode);
+        let (others, set) = if file.secret { (0o077, "go-rwx") } else { (0o022, "go-w") };
+        // A node reads a mounted Secret, and writes a volume, by its group.
+        let others = if file.owner == facts.user { others } else { others & 0o007 };
+        // In a directory with the sticky bit nobody replaces files of others.
+        let sticky = !file.secret && file.mode & 0o1000 != 0;
+        if file.mode & others != 0 && !sticky {
+            let fact = format!("{path} has mode {:o}, at most {:o}", file.mode, file.mode & !others);
             let severity = if file.secret { Severity::Problem } else { Severity::Warning };
             found.push((severity, fact, format!("chmod {set} {path}")));
         }
@@ -85,5 +91,5 @@ pub(super) fn mode(facts: &Facts) -> Found {
     if facts.files.is_empty() {
         return Vec::new();
     }
-    or_ok(found, || "only their owner reads keys and writes directories".to_owned())
+    or_ok(found, || "nobody else reads keys or writes directories".to_owned())
 }

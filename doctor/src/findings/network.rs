@@ -17,7 +17,8 @@ pub(super) fn interface(facts: &Facts) -> Found {
     let mut found = Vec::new();
     let known = facts.baseline.as_ref().map(|baseline| baseline.interfaces.as_slice()).unwrap_or_default();
     for Interface { name, mtu, megabits, physical } in &facts.interfaces {
-        let least = if *physical { USUAL_MTU } else { LEAST_MTU };
+        // Virtual machines and containers have smaller MTUs by design, and no speed.
+        let least = if *physical && megabits.is_some() { USUAL_MTU } else { LEAST_MTU };
         if *mtu < least {
             let severity = if *mtu < LEAST_MTU { Severity::Problem } else { Severity::Warning };
             let fact = format!("{name} has an MTU of {mtu} bytes, at least {least} expected");

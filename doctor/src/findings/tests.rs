@@ -130,7 +130,7 @@ fn each_fault_is_found_by_its_check_alone() {
         }),
         ("disk_room", Problem, "200 MiB of 1000.0 GiB free", |f| f.disks[0].free = 200 * MIB),
         ("disk_room", Warning, "4.0 GiB of", |f| f.disks[0].free = 4 * GIB),
-        ("owner", Problem, "belongs to user 0, the node runs as 10", |f| f.files[1].owner = 0),
+        ("owner", Problem, "belongs to user 99, the node runs as 10", |f| f.files[1].owner = 99),
         ("mode", Problem, "/id/node.key has mode 644, at most 600", |f| f.files[1].mode = 0o644),
         ("mode", Warning, "/id has mode 777, at most 755", |f| f.files[0].mode = 0o777),
         ("certificate", Problem, "expired 2.0 days ago", |f| {
@@ -192,11 +192,27 @@ fn an_idle_gpu_and_a_container_network_are_no_faults() {
     let mut facts = healthy();
     (facts.gpus[0].performance_state, facts.gpus[0].sm_clock_mhz) = (Some(8), Some(210));
     facts.interfaces[0] = Interface { name: "eth0".into(), mtu: 1450, megabits: None, physical: false };
+    let virtual_machine = Interface { physical: true, ..facts.interfaces[0].clone() };
+    facts.interfaces.push(Interface { name: "ens3".into(), ..virtual_machine });
     facts.paths[0].interface = Some("eth0".into());
     let slow = PathSpeed { rate: 1e6, ceiling: 3e9, datagram: 1402 };
     facts.paths[0].outcome = Ok(slow);
     let found = findings(&facts);
     assert!(found.iter().all(|finding| finding.severity == Severity::Ok), "{found:#?}");
+}
+
+#[test]
+fn a_mounted_secret_and_a_volume_are_no_faults() {
+    let mut facts = healthy();
+    let file = |path: &str, mode, secret| OwnedFile { path: path.into(), owner: 0, mode, secret };
+    facts.files =
+        vec![file("/id", 0o3777, false), file("/id/node.key", 0o440, true), file("/data", 0o2775, false)];
+    let bad = |facts: &Facts| {
+        findings(facts).into_iter().filter(|finding| finding.severity != Severity::Ok).count()
+    };
+    assert_eq!(bad(&facts), 0);
+    facts.files[1].mode = 0o444;
+    assert_eq!(bad(&facts), 1);
 }
 
 #[test]
