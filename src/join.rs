@@ -31,17 +31,11 @@ pub(crate) struct Join {
     /// The token, as `kvasir ca token` printed it.
     #[arg(value_name = "TOKEN", env = "KVASIR_JOIN_TOKEN", hide_env_values = true)]
     token: Option<String>,
-    /// File with the token.
-    #[arg(long, value_name = "FILE", conflicts_with = "token", env = "KVASIR_JOIN_TOKEN_FILE")]
+    /// File with the token, if there is no TOKEN. Beside --service-account-token it may be missing.
+    #[arg(long, value_name = "FILE", env = "KVASIR_JOIN_TOKEN_FILE")]
     token_file: Option<PathBuf>,
-    /// File with a token of the pod's service account, with the audience `kvasir`; needs --ca.
-    #[arg(
-        long,
-        value_name = "FILE",
-        conflicts_with_all = ["token", "token_file"],
-        requires = "ca",
-        env = "KVASIR_SERVICE_ACCOUNT_TOKEN"
-    )]
+    /// File with a token of the pod's service account, with the audience `kvasir`, if there is no other token; needs --ca.
+    #[arg(long, value_name = "FILE", requires = "ca", env = "KVASIR_SERVICE_ACCOUNT_TOKEN")]
     service_account_token: Option<PathBuf>,
     /// PEM file of the cluster's root certificate, for --service-account-token.
     #[arg(long, value_name = "FILE", env = "KVASIR_CA_CERTIFICATE")]
@@ -136,7 +130,8 @@ impl Join {
     /// Why this node may join, and the roots by which it knows a coordinator.
     fn credential(&self) -> anyhow::Result<(JoinCredential, Vec<Fingerprint>)> {
         let read = |path: &Path| std::fs::read_to_string(path).with_context(|| path.display().to_string());
-        if let (Some(path), Some(ca)) = (&self.service_account_token, &self.ca) {
+        let given = self.token.is_some() || self.token_file.as_ref().is_some_and(|path| path.exists());
+        if let (false, Some(path), Some(ca)) = (given, &self.service_account_token, &self.ca) {
             let roots = fingerprints(&read(ca)?).with_context(|| ca.display().to_string())?;
             anyhow::ensure!(!roots.is_empty(), "{}: no certificate found", ca.display());
             return Ok((JoinCredential::ServiceAccount(read(path)?.trim().to_owned()), roots));

@@ -23,7 +23,7 @@ def main(out, binary, models):
     rendered.write(manifests, out)
     tests = {test.__name__: functools.partial(test, manifests) for test in rules.TESTS + kinds.TESTS + security.TESTS}
     tests["the_installation_for_development_serves"] = functools.partial(
-        processes.run, copy.deepcopy(manifests["dev"]), manifests["own-ca/issue"], binary, models
+        processes.run, copy.deepcopy(manifests["dev"]), binary, models
     )
     failed = 0
     for name, test in tests.items():

@@ -1,7 +1,8 @@
 """Runs the development installation as processes of this machine.
 
-Its job makes the Secrets. The containers of its pods run with their own arguments, variables and files. A
-request must be answered. Only paths and ports are replaced.
+Its job makes the Secrets. The containers of its pods run with their own arguments, variables and files, the first
+containers too: nodes make their keys and join by tokens of their service accounts. A request must be answered. Only
+paths and ports are replaced.
 """
 
 import base64
@@ -18,28 +19,29 @@ import time
 import urllib.error
 import urllib.request
 
+from api_server import ApiServer
 from rendered import pod_template
-from rules import REVOKED, config_of, environment, projected, secret_files
+from rules import config_of, created_files, environment, projected
 
 PATIENCE = 60
 KEY = "kvasir-dev"
 MODEL = "smollm2-135m"
 
 
-def run(manifests, issue, binary, models):
-    """Raises if a step fails. `issue` has the Job that issues one more identity."""
+def run(manifests, binary, models):
+    """Raises if a step fails."""
     root = pathlib.Path(tempfile.mkdtemp(prefix="kvasir-dev-"))
     try:
         with contextlib.ExitStack() as ends:
-            _Installation(manifests, issue, binary, models, root, ends).check()
+            _Installation(manifests, binary, models, root, ends).check()
     finally:
         shutil.rmtree(root)
 
 
 class _Installation:
-    def __init__(self, manifests, issue, binary, models, root, ends):
+    def __init__(self, manifests, binary, models, root, ends):
         self.manifests, self.binary, self.root, self.ends = manifests, binary, root, ends
-        (self.issue,) = [m for m in issue if m["kind"] == "Job"]
+        self.api_server = ApiServer()
         # A smaller local model replaces the overlay's model, a download of half a gigabyte.
         for manifest in manifests:
             if manifest["kind"] == "ConfigMap":
@@ -55,12 +57,11 @@ class _Installation:
             if m["kind"] == "Secret"
         }
         self.config_maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] == "ConfigMap"}
-        # Directories that the kubelet fills, with their volumes.
-        self.mounted = []
         self.ports = {}
 
     def check(self):
         self.make_secrets(self.workloads["kvasir-ca"])
+        self.config_maps["kvasir-api-server-keys"] = {"keys.json": self.api_server.keys()}
         self.finish(self.workloads["kvasir-fetch"])
         pods = [self.start(self.workloads["kvasir-coordinator"], 0)]
         pods += [self.start(self.workloads["kvasir-worker"], ordinal) for ordinal in (0, 1)]
@@ -71,40 +72,38 @@ class _Installation:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
         assert _status(api, body) == 401, "a request without a key was let in"
         assert _status(api, body, KEY) == 200, "a request with the key of the overlay was not answered"
-        self.take_back(pods[0][0], "kvasir-worker-1")
+        self.keys_stay()
+        pods[2] = self.take_back(pods[0][0], pods[2][0])
         assert _status(api, body, KEY) == 200, "a request was not answered after a certificate was taken back"
         for process, _ in pods:
             process.send_signal(signal.SIGTERM)
         for process, _ in pods:
             assert process.wait(PATIENCE) == 0, f"{process.args[:2]} ended with {process.returncode}"
 
-    def take_back(self, coordinator, node):
-        """Revokes a worker's certificate as the guide does, with files from Secrets. Then the Job issues
-        another one.
-        """
+    def take_back(self, coordinator, removed):
+        """Removes a worker as the guide does. A new pod of its name joins again."""
         self.until_ready(coordinator, 2)
-        authority = self.root / "revoking"
-        self.write_authority(authority)
-        (self.root / "node.crt").write_bytes(self.secrets[f"{node}-identity"]["tls.crt"])
-        revoke = ["ca", "revoke", "--dir", authority, "--certificate", self.root / "node.crt"]
-        subprocess.run([self.binary, *revoke], check=True, stdout=subprocess.DEVNULL)
-        self.config_maps[REVOKED] = {"ca.crl": (authority / "ca.crl").read_text()}
-        self.fill()
+        ops = f"127.0.0.1:{self.ports['kvasir-coordinator-0', 'ops']}"
+        subprocess.run([self.binary, "nodes", "remove", "kvasir-worker-1", "--ops", ops], check=True, stdout=subprocess.DEVNULL)
         self.until_ready(coordinator, 1)
-        # The authority's Secret is mounted, and a job cannot write to it.
-        mounted = self.root / "mounted-authority"
-        self.write_authority(mounted)
-        before = {file.name: file.read_bytes() for file in mounted.iterdir()}
-        del self.secrets[f"{node}-identity"]
-        self.make_secrets(self.issue, {"/etc/kvasir/ca": mounted, "kvasir-worker-4": node})
-        assert {file.name: file.read_bytes() for file in mounted.iterdir()} == before, "the job wrote to its Secret"
-        self.fill()
+        removed.send_signal(signal.SIGTERM)
+        removed.wait(PATIENCE)
+        shutil.rmtree(self.root / "kvasir-worker-1")
+        again = self.start(self.workloads["kvasir-worker"], 1)
         self.until_ready(coordinator, 2)
+        return again
 
-    def write_authority(self, directory):
-        directory.mkdir()
-        for key, value in self.secrets["kvasir-ca"].items():
-            (directory / key).write_bytes(value)
+    def keys_stay(self):
+        """Each pod's private key is in its own volume only."""
+        keys = {}
+        for file in self.root.rglob("node.key"):
+            keys.setdefault(file.resolve(), file.read_bytes())
+        assert len(keys) == 3, sorted(keys)
+        secret = {file: data.split(b"-----")[2].replace(b"\n", b"")[20:60] for file, data in keys.items()}
+        for file in [file for file in self.root.rglob("*") if file.is_file() and file.stat().st_size < 64 << 20]:
+            text = file.read_bytes().replace(b"\n", b"")
+            holds = [key for key, part in secret.items() if part in text and key != file.resolve()]
+            assert not holds, f"{file} has the key {holds}"
 
     def until_ready(self, coordinator, count):
         """Waits until the coordinator reports `count` ready workers."""
@@ -116,48 +115,56 @@ class _Installation:
 
         _until(f"{count} workers at {url}", coordinator, ready)
 
-    def make_secrets(self, job, places=None):
-        """Runs the job's steps. Of `kubectl create secret` only the resulting Secret is recorded."""
+    def make_secrets(self, job):
+        """Runs the job's steps. Of `kubectl create` only the resulting Secret or ConfigMap is recorded."""
         work = self.root / job["metadata"]["name"]
         work.mkdir()
         spec = pod_template(job)["spec"]
         for container in spec["initContainers"] + spec["containers"]:
-            args = container["args"]
-            for there, here in {"/made": work, **(places or {})}.items():
-                args = [arg.replace(there, str(here)) for arg in args]
-            if args[:3] == ["create", "secret", "generic"]:
-                files = secret_files(args)
-                self.secrets[args[3]] = {key: pathlib.Path(file).read_bytes() for key, file in files.items()}
+            args = [arg.replace("/made", str(work)) for arg in container["args"]]
+            if args[0] == "create":
+                made = {key: pathlib.Path(file).read_bytes() for key, file in created_files(args).items()}
+                known, name = (self.config_maps, args[2]) if args[1] == "configmap" else (self.secrets, args[3])
+                known[name] = made
             else:
                 subprocess.run([self.binary, *args], check=True, stdout=subprocess.DEVNULL)
+        # Its directory was in memory.
+        shutil.rmtree(work)
 
     def finish(self, job):
-        command, env, log = self.container(job, "fetch")
+        (container,) = pod_template(job)["spec"]["containers"]
+        self.run_to_the_end(job, container, "fetch", self.mounts(job, container, "fetch"))
+
+    def run_to_the_end(self, workload, container, name, places):
+        command, env, log = self.container(workload, container, name, places)
         with log:
-            subprocess.run(command, env=env, check=True, stdout=log, stderr=log, timeout=PATIENCE)
+            ended = subprocess.run(command, env=env, check=False, stdout=log, stderr=log, timeout=PATIENCE)
+        assert ended.returncode == 0, f"{command}: {pathlib.Path(log.name).read_text()}"
 
     def start(self, workload, ordinal):
-        """Starts a pod's process. Returns it and the URLs of its probes."""
+        """Runs a pod's first containers and starts its last. Returns its process and the URLs of its probes."""
         name = f"{workload['metadata']['name']}-{ordinal}"
-        command, env, log = self.container(workload, name)
+        spec = pod_template(workload)["spec"]
+        (container,) = spec["containers"]
+        for first in spec["initContainers"]:
+            self.run_to_the_end(workload, first, name, self.mounts(workload, first, name))
+        command, env, log = self.container(workload, container, name, self.mounts(workload, container, name))
         process = self.ends.enter_context(subprocess.Popen(command, env=env, stdout=log, stderr=log))
         self.ends.callback(process.kill)
-        (container,) = pod_template(workload)["spec"]["containers"]
         kinds = ("startupProbe", "livenessProbe", "readinessProbe")
         paths = [container[kind]["httpGet"]["path"] for kind in kinds]
         return process, [f"http://127.0.0.1:{self.ports[name, 'ops']}{path}" for path in paths]
 
-    def container(self, workload, name):
+    def container(self, workload, container, name, places):
         """Command, environment and log of a workload's container in the pod `name`."""
-        spec = pod_template(workload)["spec"]
-        (container,) = spec["containers"]
-        places = self.mounts(workload, container, name)
         env = environment(container, config_of(self.manifests, workload), name)
         here = {variable: self.here(value, places, variable, name) for variable, value in env.items()}
-        args = [self.here(arg, places, None, name) for arg in container["args"]]
+        args = container["args"]
         for variable, value in env.items():
             args = [arg.replace(f"$({variable})", value) for arg in args]
-        log = self.ends.enter_context(open(self.root / f"{name}.log", "wb"))
+        flags = [arg.partition("=") for arg in args]
+        args = [flag + equals + self.here(value, places, None, name) if equals else self.here(flag, places, None, name) for flag, equals, value in flags]
+        log = self.ends.enter_context(open(self.root / f"{name}.log", "ab"))
         return [self.binary, *args], {"PATH": os.environ["PATH"], **here}, log
 
     def mounts(self, workload, container, name):
@@ -170,23 +177,17 @@ class _Installation:
             if volume.get("persistentVolumeClaim", {}).get("claimName") == "kvasir-models":
                 place = self.volume / mount["subPath"]
             else:
-                place.mkdir(parents=True)
-                self.mounted.append((place, volume))
-                self.fill_one(place, volume)
+                place.mkdir(parents=True, exist_ok=True)
+                self.fill(place, volume, workload, name)
             above = [path for path in places if mount["mountPath"].startswith(path + "/")]
             if above:
                 (places[above[0]] / mount["mountPath"].removeprefix(above[0] + "/")).symlink_to(place)
             places[mount["mountPath"]] = place
         return places
 
-    def fill(self):
-        """Updates the pods' directories from the current Secrets and ConfigMaps."""
-        for place, volume in self.mounted:
-            self.fill_one(place, volume)
-
-    def fill_one(self, place, volume):
-        sources = [(self.secrets, s["secret"]) for s in projected(volume) if "secret" in s]
-        sources += [(self.config_maps, s["configMap"]) for s in projected(volume) if "configMap" in s]
+    def fill(self, place, volume, workload, pod):
+        """Writes the files that the kubelet would put into the volume."""
+        sources = [(self.config_maps, s) for s in [volume.get("configMap")] if s]
         sources += [(self.secrets, {**s, "name": s["secretName"]}) for s in [volume.get("secret")] if s]
         for known, source in sources:
             data = known.get(source["name"])
@@ -194,11 +195,12 @@ class _Installation:
             items = source.get("items") or [{"key": key, "path": key} for key in data or {}]
             for item in items if data else []:
                 value = data[item["key"]]
-                file = place / item["path"]
-                file.parent.mkdir(parents=True, exist_ok=True)
-                new = file.with_name(file.name + ".new")
-                new.write_bytes(value if isinstance(value, bytes) else value.encode())
-                new.rename(file)
+                (place / item["path"]).write_bytes(value if isinstance(value, bytes) else value.encode())
+        for token in [s["serviceAccountToken"] for s in projected(volume) if "serviceAccountToken" in s]:
+            account = pod_template(workload)["spec"]["serviceAccountName"]
+            namespace = workload["metadata"]["namespace"]
+            signed = self.api_server.token(namespace, account, pod, "the-node", token["audience"])
+            (place / token["path"]).write_text(signed)
 
     def here(self, value, places, variable, name):
         if value.startswith("/"):

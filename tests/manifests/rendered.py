@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import pathlib
 import subprocess
+import tempfile
 
 import yaml
 
@@ -32,6 +33,17 @@ def all_of_them():
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         rendered = pool.map(_render, directories())
         return dict(zip(map(name_of, directories()), rendered))
+
+
+def with_replicas(name, count):
+    """The manifests of an overlay whose workers are scaled to `count`."""
+    with tempfile.TemporaryDirectory(dir=K8S / "overlays") as directory:
+        overlay = pathlib.Path(directory)
+        (overlay / "kustomization.yaml").write_text(
+            "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+            f"resources: [../{name}]\nreplicas: [{{name: kvasir-worker, count: {count}}}]\n"
+        )
+        return _render(overlay)
 
 
 def write(rendered, directory):

@@ -11,7 +11,7 @@ import kubernetes_validate
 
 import binary
 from policies import matches
-from rendered import ROOT, containers, pod_template, title
+from rendered import ROOT, containers, pod_template, title, with_replicas as rendered_with_replicas
 
 # The oldest version with types in `typed`, and the newest version with schemas in the pinned wheel.
 VERSIONS = ("1.33", "1.37")
@@ -22,15 +22,18 @@ CUSTOM = ("cert-manager.io", "gateway.networking.k8s.io", "inference.networking.
 # Directories that are installed together in one namespace, with all that can be applied on top.
 INSTALLATIONS = {
     "dev": ["dev"],
-    "cpu": ["cpu", "own-ca", "own-ca/issue", "fetch", "monitoring", "gateway", "keda"],
+    "cpu": ["cpu", "own-ca", "fetch", "monitoring", "gateway", "keda"],
     "cpu with cert-manager": ["cpu", "cert-manager", "fetch", "monitoring"],
     "dgx-spark": ["dgx-spark", "dgx-spark/fetch", "own-ca", "monitoring", "gateway"],
-    "vllm": ["vllm", "vllm/fetch", "own-ca", "own-ca/issue", "monitoring", "gateway"],
+    "vllm": ["vllm", "vllm/fetch", "own-ca", "monitoring", "gateway"],
 }
-# Secrets that the operator makes by the guide.
-BY_HAND = {("Secret", "kvasir", "kvasir-api-keys"), ("Secret", "kvasir", "kvasir-cluster-key")}
-# ConfigMap with the revoked certificates. The operator makes it at the first revocation.
-REVOKED = "kvasir-revoked"
+# Objects that the operator makes by the guide.
+BY_HAND = {
+    ("Secret", "kvasir", "kvasir-api-keys"),
+    ("Secret", "kvasir", "kvasir-cluster-key"),
+    ("ConfigMap", "kvasir", "kvasir-roots"),
+    ("ConfigMap", "kvasir-spark", "kvasir-roots"),
+}
 # Containers with an LLM server of another project, which the pod's worker wraps.
 ENGINES = ("vllm",)
 
@@ -181,7 +184,8 @@ def settings_are_the_binarys(rendered):
     for manifests in rendered.values():
         for manifest, pod in workloads(manifests):
             for container in containers(pod):
-                read = binary.EVERYWHERE | (binary.variables(container["name"]) if container["name"] in ("coordinator", "worker") else set())
+                known = container["name"] in ("coordinator", "worker", "join")
+                read = binary.EVERYWHERE | (binary.variables(container["name"]) if known else set())
                 named = {e["name"] for e in container.get("env", []) if e["name"].startswith("KVASIR_")}
                 assert named <= read, f"{title(manifest)}: {named - read} is read by nobody"
                 assert pod["spec"]["enableServiceLinks"] is False, f"{title(manifest)}: Services would set KVASIR_* variables"
@@ -211,11 +215,11 @@ def what_is_referred_to_exists(rendered):
             for volume in spec.get("volumes", []):
                 if "persistentVolumeClaim" in volume:
                     assert ("PersistentVolumeClaim", space, volume["persistentVolumeClaim"]["claimName"]) in there, title(manifest)
-                sources = [s["secret"] for s in projected(volume) if "secret" in s]
-                sources += [{"name": s["secretName"], **s} for s in [volume.get("secret")] if s]
-                for source in [s["configMap"] for s in projected(volume) if "configMap" in s]:
-                    data = configs.get(source["name"])
-                    assert data is not None or source.get("optional"), f"{name}: {title(manifest)}: nobody makes {source['name']}"
+                sources = [{"name": s["secretName"], **s} for s in [volume.get("secret")] if s]
+                for source in [volume["configMap"]] if "configMap" in volume else []:
+                    data = configs.get(source["name"], dict.fromkeys(made_config_maps(manifests).get((space, source["name"]), ())) or None)
+                    by_hand = ("ConfigMap", space, source["name"]) in BY_HAND
+                    assert data is not None or by_hand or source.get("optional"), f"{name}: {title(manifest)}: nobody makes {source['name']}"
                     wanted = {item["key"] for item in source.get("items", [])} if data is not None else set()
                     assert wanted <= set(data or {}), f"{title(manifest)}: {source['name']} lacks {wanted - set(data)}"
                 for source in sources:
@@ -233,6 +237,17 @@ def projected(volume):
     return volume.get("projected", {}).get("sources", [])
 
 
+def made_config_maps(manifests):
+    """ConfigMaps that a job's `kubectl create configmap` makes, and their keys."""
+    return {
+        (manifest["metadata"].get("namespace"), container["args"][2]): set(created_files(container["args"]))
+        for manifest in manifests
+        if manifest["kind"] == "Job"
+        for container in containers(pod_template(manifest))
+        if container["args"][:2] == ["create", "configmap"]
+    }
+
+
 def made_secrets(manifests):
     """Secrets and their keys: rendered, made by a job's `kubectl create secret`, or made by cert-manager."""
     secrets = {}
@@ -245,12 +260,12 @@ def made_secrets(manifests):
         elif manifest["kind"] == "Job":
             for container in containers(pod_template(manifest)):
                 if container["args"][:3] == ["create", "secret", "generic"]:
-                    secrets[space, container["args"][3]] = set(secret_files(container["args"]))
+                    secrets[space, container["args"][3]] = set(created_files(container["args"]))
     return secrets
 
 
-def secret_files(args):
-    """Keys of `kubectl create secret` with the files of their values."""
+def created_files(args):
+    """Keys of `kubectl create secret` or `configmap` with the files of their values."""
     files = [arg.removeprefix("--from-file=") for arg in args if arg.startswith("--from-file=")]
     pairs = [file.split("=", 1) if "=" in file else (file.rsplit("/", 1)[1], file) for file in files]
     return dict(pairs)
@@ -385,57 +400,42 @@ def folders_of_checkpoints_are_mounted(rendered):
             assert containers_of_place == expected, f"{name}: {containers_of_place}"
 
 
-def workers_are_no_more_than_identities(rendered):
-    for name in INSTALLATIONS:
-        manifests = installed(rendered, name)
-        for manifest, pod in workloads(manifests):
-            if manifest["kind"] != "StatefulSet":
-                continue
-            own = manifest["metadata"]["name"]
-            scaled = [m["spec"]["maxReplicaCount"] for m in manifests if m["kind"] == "ScaledObject" and m["spec"]["scaleTargetRef"]["name"] == own]
-            most = max([manifest["spec"]["replicas"], *scaled])
-            (volume,) = [v for v in pod["spec"]["volumes"] if v["name"] == "identity"]
-            paths = [item["path"] for source in projected(volume) if "secret" in source for item in source["secret"]["items"]]
-            for ordinal in range(most):
-                files = {f"{own}-{ordinal}/{file}" for file in ("node.crt", "node.key", "ca.crt")}
-                assert files <= set(paths), f"{name}: no identity for {own}-{ordinal}"
-        for scaled in [m for m in manifests if m["kind"] == "ScaledObject"]:
-            target = scaled["spec"]["scaleTargetRef"]
-            assert target["name"] in [m["metadata"]["name"] for m in manifests if m["kind"] == target["kind"]], name
-
-
-def what_is_revoked_reaches_every_node(rendered):
-    """Each node has the revocation list in the directory of its identity, from one optional ConfigMap. Each
-    authority may sign the list.
-    """
+def nodes_make_their_own_keys(rendered):
+    """Each node's first container makes its identity in the node's own volume, where the node reads it."""
     nodes = 0
-    for manifests in rendered.values():
-        for manifest, pod in workloads(manifests):
-            for volume in [v for v in pod["spec"].get("volumes", []) if v["name"] == "identity"]:
-                sources = projected(volume)
-                identities = {item["path"].rsplit("/", 1)[0] for s in sources if "secret" in s for item in s["secret"]["items"]}
-                lists = [s["configMap"] for s in sources if "configMap" in s]
-                assert [(l["name"], l.get("optional")) for l in lists] == [(REVOKED, True)], title(manifest)
-                wanted = [{"key": "ca.crl", "path": f"{identity}/ca.crl"} for identity in sorted(identities)]
-                assert lists[0]["items"] == wanted, f"{title(manifest)}: {lists[0]['items']}"
-                nodes += len(wanted)
-        for manifest in manifests:
-            if manifest["kind"] == "Certificate" and manifest["spec"].get("isCA"):
-                assert {"cert sign", "crl sign"} <= set(manifest["spec"]["usages"]), title(manifest)
-    assert nodes >= 20, nodes
+    for name in INSTALLATIONS:
+        for manifest, pod in workloads(installed(rendered, name)):
+            node = pod["spec"]["containers"][0]
+            if node["name"] not in ("coordinator", "worker"):
+                continue
+            maker = "issue" if node["name"] == "coordinator" else "join"
+            (first,) = [c for c in pod["spec"]["initContainers"] if c["name"] == maker]
+            (out,) = [arg.removeprefix("--out=") for arg in first["args"] if arg.startswith("--out=")]
+            own = {m["mountPath"]: m["name"] for m in node["volumeMounts"]}
+            assert environment(node, config_of(installed(rendered, name), manifest))["KVASIR_IDENTITY"] == out, title(manifest)
+            folder = out.rsplit("/", 1)[0]
+            assert {m["mountPath"]: m["name"] for m in first["volumeMounts"]}[folder] == own[folder], title(manifest)
+            volumes = {v["name"]: v for v in pod["spec"]["volumes"]}
+            kind = volumes.get(own[folder], {"persistentVolumeClaim": {}})
+            assert kind.keys() & {"emptyDir", "hostPath", "persistentVolumeClaim"}, f"{title(manifest)}: {kind}"
+            nodes += 1
+    assert nodes >= 10, nodes
 
 
-def certificates_name_the_nodes_that_use_them(rendered):
-    """For cert-manager: the URI of a node's certificate has its pod's name, and the pod mounts the
-    certificate's Secret.
+def a_further_node_changes_one_object(rendered):
+    """No manifest of the Sparks names a node: a Spark that is added, removed or renamed changes no pod template. A
+    further worker of the other installations changes the replicas of one object.
     """
-    for manifest in rendered["cert-manager"]:
-        if manifest["kind"] == "Certificate" and not manifest["spec"].get("isCA"):
-            node = manifest["metadata"]["name"]
-            role = node.split("-")[1]
-            assert manifest["spec"]["uris"] == [f"spiffe://kvasir/{role}/{node}"], node
-            assert manifest["spec"]["secretName"] == f"{node}-identity", node
-            assert "digital signature" in manifest["spec"]["usages"], node
+    sparks = json.dumps([m for name in ("dgx-spark", "dgx-spark/fetch") for m in rendered[name]])
+    assert not re.search(r"spark-[0-9]", sparks), re.findall(r".{60}spark-[0-9].{20}", sparks)
+    for name in ("cpu", "vllm", "dev"):
+        before = {title(m): json.dumps(m, sort_keys=True) for m in rendered[name]}
+        with_more = rendered_with_replicas(name, 7)
+        after = {title(m): json.dumps(m, sort_keys=True) for m in with_more}
+        changed = [title for title in before if before[title] != after.get(title)]
+        assert changed == ["StatefulSet kvasir/kvasir-worker"] and before.keys() == after.keys(), f"{name}: {changed}"
+        (old,), (new,) = ([m for m in ms if title(m) == changed[0]] for ms in (rendered[name], with_more))
+        assert json.dumps(pod_template(old)) == json.dumps(pod_template(new)), f"{name}: its pods restart"
 
 
 def monitors_find_ports(rendered):
@@ -483,9 +483,8 @@ TESTS = [
     the_models_named_can_be_fetched,
     engines_are_where_their_workers_connect,
     folders_of_checkpoints_are_mounted,
-    workers_are_no_more_than_identities,
-    what_is_revoked_reaches_every_node,
-    certificates_name_the_nodes_that_use_them,
+    nodes_make_their_own_keys,
+    a_further_node_changes_one_object,
     monitors_find_ports,
     images_are_named_in_one_place,
 ]

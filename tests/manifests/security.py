@@ -1,8 +1,11 @@
 """Checks privileges and network access of pods. Each function is one test."""
 
+import base64
+import json
+
 from policies import Outside, Pod, World
-from rendered import pod_template, title
-from rules import installed, namespaces, workloads
+from rendered import containers, pod_template, title
+from rules import installed, namespaces, projected, workloads
 
 
 def pods_keep_their_namespaces_level(rendered):
@@ -51,13 +54,13 @@ def against_level(spec, level):
 
 
 def k8s_rbac_free(rendered):
-    """The only role is that of the job that makes Secrets. Other pods have no token."""
+    """The only role is that of the job that makes Secrets. Other pods have no token that the API server accepts."""
     for manifests in rendered.values():
         for manifest in manifests:
             assert manifest["kind"] not in ("ClusterRole", "ClusterRoleBinding"), title(manifest)
             if manifest["kind"] == "Role":
                 assert manifest["metadata"]["name"] == "kvasir-ca", title(manifest)
-                assert manifest["rules"] == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}], manifest["rules"]
+                assert manifest["rules"] == [{"apiGroups": [""], "resources": ["configmaps", "secrets"], "verbs": ["create"]}], manifest["rules"]
             if manifest["kind"] == "RoleBinding":
                 assert [s["name"] for s in manifest["subjects"]] == ["kvasir-ca"], title(manifest)
             if manifest["kind"] == "ServiceAccount":
@@ -65,6 +68,27 @@ def k8s_rbac_free(rendered):
         for manifest, pod in workloads(manifests):
             has_token = pod["spec"].get("automountServiceAccountToken") is not False
             assert has_token == (pod["spec"]["serviceAccountName"] == "kvasir-ca"), f"{title(manifest)}: token"
+            tokens = {v["name"]: s["serviceAccountToken"] for v in pod["spec"].get("volumes", []) for s in projected(v) if "serviceAccountToken" in s}
+            assert all(token["audience"] == "kvasir" and token["expirationSeconds"] <= 600 for token in tokens.values()), title(manifest)
+            holders = [c["name"] for c in containers(pod) for m in c.get("volumeMounts", []) if m["name"] in tokens]
+            assert holders == ["join"] * len(tokens), f"{title(manifest)}: {holders} have the token for coordinators"
+
+
+def k8s_no_private_keys(rendered):
+    """No manifest has a node's private key, or a place for one. The authority's key is mounted by coordinators alone."""
+    for name, manifests in rendered.items():
+        text = json.dumps(manifests)
+        assert "PRIVATE KEY" not in text and "node.key" not in text and "-identity" not in text, name
+        for manifest in manifests:
+            if manifest["kind"] == "Secret":
+                values = [base64.b64decode(value) for value in manifest.get("data", {}).values()]
+                assert not any(b"PRIVATE" in value for value in values), title(manifest)
+            if manifest["kind"] == "Certificate":
+                assert manifest["spec"].get("isCA"), f"{title(manifest)}: cert-manager would keep a node's key in a Secret"
+        for manifest, pod in workloads(manifests):
+            text = json.dumps(pod["spec"].get("volumes", []))
+            coordinator = pod["spec"]["containers"][0]["name"] == "coordinator"
+            assert ('"kvasir-ca"' in text) == coordinator, f"{title(manifest)}: the authority's key"
 
 
 def k8s_network_policy(rendered):
@@ -165,4 +189,4 @@ def check_table(name, world, pods, table):
         assert found == expected, f"{name}: {source} {verdict} let through to {target} at {protocol} {port}"
 
 
-TESTS = [pods_keep_their_namespaces_level, k8s_rbac_free, k8s_network_policy]
+TESTS = [pods_keep_their_namespaces_level, k8s_rbac_free, k8s_no_private_keys, k8s_network_policy]

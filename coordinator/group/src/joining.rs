@@ -262,18 +262,18 @@ impl Joining {
     /// Checks a service account's token. Returns the account.
     async fn service_account(&self, token: &str, join: &NodeJoin) -> Result<String, JoinRefusal> {
         let refused = |why: String| JoinRefusal::ServiceAccount(why);
-        let Some((policy, keys)) = &self.settings.service_accounts else {
+        let Some((policy, file)) = &self.settings.service_accounts else {
             return Err(refused("service_account_keys is not set at this coordinator".into()));
         };
         if token.len() > MAX_SERVICE_ACCOUNT_TOKEN {
             return Err(refused(format!("longer than {MAX_SERVICE_ACCOUNT_TOKEN} bytes")));
         }
         // Read at each request: the API server replaces its keys now and then.
-        let path = keys.clone();
+        let path = file.clone();
         let keys =
             tokio::task::spawn_blocking(move || read_keys(&path)).await.map_err(|_| JoinRefusal::Internal)?;
         let keys = keys.map_err(|error| {
-            tracing::error!(%error, "the API server's keys cannot be read");
+            tracing::error!(file = %file.display(), %error, "the API server's keys cannot be read: no pod joins by its service account");
             JoinRefusal::Internal
         })?;
         let account = policy.check(token, &keys, SystemTime::now());
@@ -409,10 +409,7 @@ fn check_labels(labels: &[(String, String)]) -> Result<(), JoinRefusal> {
 fn read_keys(path: &PathBuf) -> std::io::Result<String> {
     let bytes = std::fs::metadata(path)?.len();
     if bytes > MAX_KEYS_FILE {
-        return Err(std::io::Error::other(format!(
-            "{}: {bytes} bytes, at most {MAX_KEYS_FILE}",
-            path.display()
-        )));
+        return Err(std::io::Error::other(format!("{bytes} bytes, at most {MAX_KEYS_FILE}")));
     }
     std::fs::read_to_string(path)
 }

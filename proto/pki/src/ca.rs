@@ -200,9 +200,10 @@ impl IssuedNode {
         write_all(directory, &self.files())
     }
 
-    /// Replaces the identity in `directory` by this one. A node that reads it meanwhile finds a key that
+    /// Replaces the identity in `directory`, which is created if missing, by this one. A node that reads it meanwhile finds a key that
     /// does not match the certificate. It keeps its present identity and reads again.
     pub fn replace(&self, directory: &Path) -> Result<(), Error> {
+        proto::directory::make_private(directory).map_err(file_error(directory))?;
         self.files().iter().try_for_each(|(name, text, access)| write_over(directory, name, text, *access))
     }
 
