@@ -231,6 +231,11 @@ impl Table {
         self.seats().map(|seat| seat.level).min().unwrap_or(Level(0))
     }
 
+    /// The level that a coordinator needs to keep this table whole.
+    pub fn used_level(&self) -> Level {
+        if *self.nodes == Nodes::default() { Level(1) } else { Level(2) }
+    }
+
     /// The effect of a membership change on the current table.
     pub(crate) fn preview(&self, change: &Change) -> Result<Membership, Refusal> {
         self.clone().make(change.clone())?.ok_or(Refusal::WrongPath)
@@ -320,6 +325,10 @@ impl Table {
     fn add_learner(&mut self, seat: GroupMember) -> Result<Membership, Refusal> {
         if seat.quic.len() > MAX_ADDRESS {
             return Err(Refusal::TooLarge);
+        }
+        // It would skip what it does not know.
+        if seat.level < self.used_level() {
+            return Err(Refusal::LevelTooLow(seat.level));
         }
         match self.coordinators.get(&seat.node) {
             Some(Standing::Removed(incarnation) | Standing::Lost(GroupMember { incarnation, .. }))

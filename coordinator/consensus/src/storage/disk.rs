@@ -3,7 +3,8 @@
 
 use super::room::{self, Reserve, Trouble, Watched};
 use super::{Identity, Loaded, MAX_SNAPSHOT_BYTES, Snapshot, Storage, StorageError, Write};
-use crate::message::{HardState, LogEntry, SnapshotMeta};
+use crate::message::{EntryBody, HardState, LogEntry, SnapshotMeta};
+use crate::table::{Entry, Level, SessionChange, Table, decode_entry};
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::ids::NodeId;
 use redb::{
@@ -28,8 +29,11 @@ const CHECKSUM_BYTES: usize = 16;
 /// Size of redb's cache. The file has a few MB.
 const CACHE_BYTES: usize = 8 << 20;
 
-/// Format version of the records. Any change of [`Record`] or its contents needs the next number.
-const FORMAT_OWN: u32 = 1;
+/// Format version of the records that this build reads. Any change of [`Record`] or its contents needs the next number.
+const FORMAT_OWN: u32 = 2;
+/// Format version of records up to level 1. A disk gets the next one with its first change of level 2, so that a build
+/// of level 1, which would skip such changes, refuses it.
+const FORMAT_FIRST: u32 = 1;
 
 /// A record of the file.
 #[derive(Debug, Serialize, Deserialize)]
@@ -97,7 +101,8 @@ impl Disk {
     /// Writes the initial state. Only for a disk that was never formatted.
     pub fn format(&mut self, loaded: &Loaded) -> Result<(), StorageError> {
         self.transaction(|txn| {
-            put_bytes(txn, FORMAT, &FORMAT_OWN.to_le_bytes())?;
+            let format = format_of(&loaded.entries, [&loaded.snapshot]);
+            put_bytes(txn, FORMAT, &format.to_le_bytes())?;
             put(txn, IDENTITY, &Record::Identity(loaded.identity.clone()))?;
             put_snapshot(txn, &loaded.snapshot, loaded.compacted)?;
             put(txn, HARD, &Record::Hard(loaded.hard))?;
@@ -138,6 +143,15 @@ impl Disk {
         let trouble = Arc::default();
         let database = open_file(path, &trouble).ok();
         Self { database, trouble, path: Some(path.to_owned()) }
+    }
+
+    /// The format's number.
+    #[cfg(test)]
+    pub(super) fn format_number(&self) -> u32 {
+        let txn = self.database.as_ref().unwrap().begin_read().unwrap();
+        let sealed = txn.open_table(STATE).unwrap().get(FORMAT).unwrap().unwrap();
+        let bytes = unseal(FORMAT, FORMAT.as_bytes(), sealed.value()).unwrap();
+        u32::from_le_bytes(bytes.try_into().unwrap())
     }
 
     /// Replaces or removes the format's number.
@@ -220,7 +234,12 @@ fn transaction(
 
 impl Storage for Disk {
     fn write(&mut self, write: &Write) -> Result<(), StorageError> {
+        let compact = write.compact.as_ref().map(|(snapshot, _)| snapshot);
+        let format = format_of(&write.entries, write.install.iter().chain(compact));
         self.transaction(|txn| {
+            if format > FORMAT_FIRST {
+                put_bytes(txn, FORMAT, &format.to_le_bytes())?;
+            }
             if let Some(snapshot) = &write.install {
                 put_snapshot(txn, snapshot, (snapshot.meta.index, snapshot.meta.term))?;
                 cut(txn, 0..=u64::MAX)?;
@@ -339,6 +358,21 @@ fn put_entry(txn: &WriteTransaction, entry: &LogEntry) -> Result<(), StorageErro
     Ok(())
 }
 
+/// The format version that these records need. An entry or a snapshot that does not decode is reported by its reader.
+fn format_of<'a>(entries: &[LogEntry], snapshots: impl IntoIterator<Item = &'a Snapshot>) -> u32 {
+    let first = Level(1);
+    let of_entry = |entry: &LogEntry| match &entry.body {
+        EntryBody::Plain(bytes) | EntryBody::Membership(bytes) => match decode_entry(bytes) {
+            Ok(Entry::Change(SessionChange { change, .. })) => change.level(),
+            Ok(Entry::OpenSession(_)) | Err(_) => first,
+        },
+    };
+    let of_snapshot =
+        |snapshot: &Snapshot| Table::from_bytes(&snapshot.data).map_or(first, |table| table.used_level());
+    let levels = entries.iter().map(of_entry).chain(snapshots.into_iter().map(of_snapshot));
+    if levels.max() > Some(first) { FORMAT_OWN } else { FORMAT_FIRST }
+}
+
 fn cut(txn: &WriteTransaction, range: std::ops::RangeInclusive<u64>) -> Result<(), StorageError> {
     let mut log = txn.open_table(LOG).map_err(failed)?;
     log.retain_in(range, |_, _| false).map_err(failed)
@@ -359,7 +393,7 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
         None => None,
     };
     let found = format.and_then(|bytes| Some(u32::from_le_bytes(bytes.try_into().ok()?)));
-    if found != Some(FORMAT_OWN) {
+    if !found.is_some_and(|found| (FORMAT_FIRST..=FORMAT_OWN).contains(&found)) {
         return Err(StorageError::Format { found: found.unwrap_or(0), own: FORMAT_OWN });
     }
     let Some(first) = record(IDENTITY)? else { return Ok(None) };

@@ -1,6 +1,8 @@
 use super::*;
 use crate::message::EntryBody;
-use crate::table::Level;
+use crate::table::{
+    AuthorityRecord, Change, ClientId, Entry, Level, OpenSession, Outcome, SessionChange, encode_entry,
+};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use proto::codec::encode;
@@ -139,16 +141,55 @@ fn records_of_another_format_are_refused_with_both_numbers() {
     let path = dir.path().join("raft.redb");
     let (mut disk, _) = Disk::open(&path, &node("c0")).unwrap();
     disk.format(&founded()).unwrap();
-    for (format, found) in [(Some(2), 2), (None, 0)] {
+    for (format, found) in [(Some(3), 3), (None, 0)] {
         disk.set_format(format);
         drop(disk);
         let refused = Disk::open(&path, &node("c0")).map(drop).unwrap_err();
         assert!(
-            matches!(refused, StorageError::Format { found: other, own: 1 } if other == found),
+            matches!(refused, StorageError::Format { found: other, own: 2 } if other == found),
             "{refused}"
         );
         assert!(refused.to_string().contains(&format!("format {found}")), "{refused}");
         disk = Disk::unread(&path);
+    }
+}
+
+/// Of an authority, which is a change of level 2.
+fn authority(index: u64) -> LogEntry {
+    let record = AuthorityRecord { roots_pem: "roots".into(), sealed_key: vec![1] };
+    let change = SessionChange { client: ClientId(1), seq: 1, change: Change::AuthoritySet(record) };
+    let bytes = encode_entry(&Entry::Change(change)).unwrap();
+    LogEntry { term: 1, index, body: EntryBody::Plain(bytes) }
+}
+
+#[test]
+fn a_disk_gets_the_format_of_the_highest_level_that_it_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |name: &str| Disk::open(&dir.path().join(name), &node("c0")).unwrap().0;
+    let mut disk = open("entries");
+    disk.format(&founded()).unwrap();
+    disk.write(&Write { entries: vec![entry(2, 1)], ..Write::default() }).unwrap();
+    assert_eq!(disk.format_number(), 1);
+    disk.write(&Write { entries: vec![entry(3, 1), authority(4)], ..Write::default() }).unwrap();
+    assert_eq!(disk.format_number(), 2);
+    drop(disk);
+    assert_eq!(open("entries").format_number(), 2);
+
+    let mut table = Table::from_bytes(&founded().snapshot.data).unwrap();
+    let LogEntry { body: EntryBody::Plain(bytes), .. } = authority(9) else { panic!("a plain entry") };
+    let opened = encode_entry(&Entry::OpenSession(OpenSession { nonce: 1 })).unwrap();
+    table.apply(1, &opened, false);
+    let outcome = table.apply(9, &bytes, false).outcome;
+    assert_eq!(outcome, Outcome::Done);
+    let image = Snapshot { data: table.to_bytes().unwrap().into(), ..snapshot(9, 1) };
+    for write in [
+        Write { install: Some(image.clone()), ..Write::default() },
+        Write { compact: Some((image, (1, 1))), ..Write::default() },
+    ] {
+        let mut disk = open(if write.install.is_some() { "installed" } else { "compacted" });
+        disk.format(&founded()).unwrap();
+        disk.write(&write).unwrap();
+        assert_eq!(disk.format_number(), 2);
     }
 }
 

@@ -240,3 +240,15 @@ fn tokens_nodes_and_certificates_are_bounded() {
     let long = NodeAdmitted { by: by(), labels: long, ..admitted(9, "w1", 2) };
     assert_eq!(client.refused(admit(long)), Refusal::TooLarge);
 }
+
+/// A build of level 1 would skip the nodes, and its snapshots would not have them.
+#[test]
+fn a_coordinator_of_a_lower_level_is_not_added_once_there_are_nodes() {
+    let mut client = client();
+    let of_level = |level: Level, name: &str| Change::LearnerAdded(GroupMember { level, ..seat(name, 1) });
+    client.done(of_level(Level(1), "c3"));
+    client.done(Change::CoordinatorRemoved(node("c3")));
+    client.done(authority());
+    assert_eq!(client.refused(of_level(Level(1), "c4")), Refusal::LevelTooLow(Level(1)));
+    client.done(of_level(Level::OWN, "c4"));
+}
