@@ -193,7 +193,7 @@ fn each_planted_fault_is_found_and_nothing_on_a_healthy_machine() {
         clinic.fleet.net().link(clinic.fleet.host(W1), clinic.fleet.host(C0), Link::default());
         (found, all)
     };
-    let (found, all) = measured(Link { delay: Duration::from_millis(30), loss: 0.2, ..Link::default() });
+    let (found, all) = measured(Link { delay: Duration::from_millis(100), loss: 0.08, ..Link::default() });
     assert_eq!(found, ["link problem"], "slow link: {all}");
     clinic.fleet.net().around(clinic.fleet.host(W1), Link { mtu: Some(1280), ..Link::default() });
     let (found, all) = Examination { paths: true, ..clinic.examination() }.run();
