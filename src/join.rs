@@ -149,17 +149,17 @@ impl Join {
         Ok((JoinCredential::Token(token.id, token.secret), vec![Fingerprint(token.root)]))
     }
 
-    /// The node's new key. A key without a certificate is that of an earlier attempt, which an operator may have
-    /// approved.
+    /// The node's key. A key that is there already is that of an earlier attempt, which an operator may have approved,
+    /// or of a certificate that has ended: with the same key the node is the same.
     fn key(&self, directory: &Path) -> anyhow::Result<NodeKey> {
-        let certified = directory.join("node.crt").exists();
-        if directory.join("node.key").exists() && !certified && !self.replace {
-            return Ok(NodeKey::load(directory)?);
+        if self.replace {
+            return Ok(NodeKey::new()?);
+        }
+        if directory.join("node.key").exists() {
+            return NodeKey::load(directory).context("the key cannot be used; --replace makes another one");
         }
         let key = NodeKey::new()?;
-        if !certified {
-            key.save(directory)?;
-        }
+        key.save(directory)?;
         Ok(key)
     }
 

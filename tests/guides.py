@@ -18,6 +18,8 @@ SOURCES = [
 FOREIGN = {"--help", "--all", "--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
 # Flags of other programs on single pages: tar, sha256sum, systemctl, skopeo, deploy/release; vLLM, SGLang, llama-server.
 FOREIGN_OF = {
+    # podman's.
+    "containers.md": {"--rm", "--restart", "--network", "--stop-timeout", "--read-only", "--cap-drop", "--security-opt", "--name"},
     "bare-metal.md": {"--ignore-missing", "--now", "--preserve-digests", "--registry", "--strip-components"},
     "over-vllm.md": {
         "--cache-ram", "--data-parallel-rank", "--data-parallel-size", "--enable-deterministic-inference",

@@ -193,9 +193,9 @@ pub enum JoinRefusal {
 }
 
 impl JoinRefusal {
-    /// Whether the same request may succeed later.
+    /// Whether the same request may succeed later. A group that was just founded has no authority for a second.
     pub fn retryable(&self) -> bool {
-        matches!(self, Self::NoQuorum | Self::TooMany(_) | Self::Internal)
+        matches!(self, Self::NoQuorum | Self::NoAuthority | Self::TooMany(_) | Self::Internal)
     }
 }
 

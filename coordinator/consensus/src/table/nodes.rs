@@ -14,7 +14,7 @@ const MAX_NODES: usize = 4096;
 /// Maximum of valid certificates of one node.
 const MAX_CERTIFICATES: usize = 16;
 /// Maximum of revoked certificates that have not ended; a list of them stays below 512 KiB.
-pub const MAX_REVOKED: usize = 8192;
+pub const MAX_REVOKED: usize = 10_000;
 /// Maximum bytes of the roots, and of the authority's sealed key.
 const MAX_AUTHORITY: usize = 16 << 10;
 /// Maximum bytes of a serial number (RFC 5280, section 4.1.2.2) and a sign byte.
@@ -25,7 +25,7 @@ const TOKEN_KEPT_S: u64 = DAY_S;
 /// How long a node waits for approval.
 const WAITING_S: u64 = 7 * DAY_S;
 /// How long a revoked certificate is kept after its end, for clocks that are behind.
-const REVOKED_KEPT_S: u64 = 30 * DAY_S;
+const REVOKED_KEPT_S: u64 = 2 * DAY_S;
 
 /// A join token. Its secret is known to its holder only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -230,8 +230,10 @@ impl Nodes {
                 let token = self.tokens.get(&id).filter(|token| token.sha256 == sha256);
                 let token = token.ok_or(Refusal::UnknownToken)?;
                 let approved = same.is_some_and(|known| known.state != NodeState::Waiting);
+                // An operator's approval counts for longer than the token.
+                let decided = same.is_some_and(|known| known.state == NodeState::Approved);
                 match token {
-                    _ if token.expires_unix_s <= now => return Err(Refusal::TokenExpired),
+                    _ if token.expires_unix_s <= now && !decided => return Err(Refusal::TokenExpired),
                     _ if token.role != role => return Err(Refusal::TokenRole(token.role)),
                     TokenRecord { node: Some(only), .. } if *only != name.1 => {
                         return Err(Refusal::TokenNode(only.clone()));

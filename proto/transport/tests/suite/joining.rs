@@ -142,5 +142,5 @@ async fn sec_a_revoked_or_foreign_certificate_renews_nothing() {
 #[test]
 fn a_refusal_says_whether_to_ask_again() {
     assert!(JoinRefusal::NoQuorum.retryable() && JoinRefusal::TooMany(1).retryable());
-    assert!(!JoinRefusal::UsedUp.retryable() && !JoinRefusal::NoAuthority.retryable());
+    assert!(!JoinRefusal::UsedUp.retryable() && !JoinRefusal::NameTaken.retryable());
 }

@@ -163,7 +163,8 @@ fn sec_a_node_that_must_be_approved_gets_no_certificate_before() {
     assert_eq!(client.refused(admit(admitted(1, "w0", 2))), Refusal::AnotherKeyWaits);
     client.done(asks(1));
     assert_eq!(record(&client, "w0").unwrap().state, NodeState::Approved);
-    client.done(admit(admitted(1, "w0", 1)));
+    // The approval came late.
+    client.done(admit(NodeAdmitted { now_unix_s: NOW + 2 * HOUR, ..admitted(1, "w0", 1) }));
     assert_eq!(record(&client, "w0").unwrap().state, NodeState::Joined);
     // A refused node has no record.
     client.done(Change::JoinTokenIssued(TokenRecord { approval: true, ..token(2) }));
@@ -191,10 +192,10 @@ fn a_removed_or_replaced_node_has_its_certificates_revoked() {
     assert_eq!(serials(&client), [1, 2, 3]);
     assert_eq!(client.refused(removed("w0")), Refusal::Unknown(Kind::Node));
     // They are forgotten long after their end.
-    let later = TokenRecord { created_unix_s: NOW + 59 * DAY, expires_unix_s: NOW + 60 * DAY, ..token(5) };
+    let later = TokenRecord { created_unix_s: NOW + 31 * DAY, expires_unix_s: NOW + 40 * DAY, ..token(5) };
     client.done(Change::JoinTokenIssued(later.clone()));
     assert_eq!(serials(&client), [1, 2, 3]);
-    client.done(Change::JoinTokenIssued(TokenRecord { created_unix_s: NOW + 60 * DAY, ..later }));
+    client.done(Change::JoinTokenIssued(TokenRecord { created_unix_s: NOW + 32 * DAY, ..later }));
     assert_eq!(serials(&client), [0_u8; 0]);
 }
 
