@@ -38,7 +38,7 @@ use settings::{Compared, SettingDigests};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
@@ -69,6 +69,8 @@ const COMPARE_LIMIT: Duration = Duration::from_secs(2);
 const COMPARE_EVERY: Duration = Duration::from_millis(10);
 /// Rate limit for logs of differing settings.
 static DIFFERS: Repeats = Repeats::new();
+/// Rate limit for logs of coordinators of an earlier version.
+static TOO_OLD: Repeats = Repeats::new();
 /// The Raft storage in the data directory.
 const CONSENSUS_FILE: &str = "consensus.redb";
 /// Maximum of queued orders from other coordinators. The sender of a dropped order retries.
@@ -357,11 +359,13 @@ impl Drop for Agreement {
 }
 
 /// Sends Raft frames through the mesh.
-struct ByMesh(Arc<Mesh>);
+struct ByMesh(Arc<Mesh>, Weak<Shared>);
 
 impl Network for ByMesh {
     fn send(&self, outbound: Outbound) {
-        self.0.send(&outbound.to, GroupMessage::Raft(outbound.frame));
+        if self.1.upgrade().is_some_and(|shared| shared.keeps_whole(&outbound.to)) {
+            self.0.send(&outbound.to, GroupMessage::Raft(outbound.frame));
+        }
     }
 }
 
@@ -393,10 +397,27 @@ impl Shared {
         }
     }
 
+    /// Whether a peer's build knows everything that is in the table. An earlier build, such as one that was away when
+    /// its group was upgraded, would skip what it does not know.
+    fn keeps_whole(&self, peer: &NodeId) -> bool {
+        let used = self.table().map_or(Level(1), |table| table.used_level());
+        if used <= Level(1) {
+            return true;
+        }
+        let reported = self.latest.lock().seat_of(peer).map(|seat| seat.level);
+        if let Some(level) = reported.filter(|level| *level < used)
+            && let Some(left_out) = TOO_OLD.due(peer.clone())
+        {
+            let (level, used) = (level.0, used.0);
+            tracing::error!(%peer, level, used, left_out, "a coordinator of an earlier version gets no log entries: start this version there");
+        }
+        reported.is_some_and(|level| level >= used)
+    }
+
     /// Starts Raft with the state of the disk.
-    fn start_raft(&self, loaded: Loaded, disk: Disk, mesh: &Arc<Mesh>) -> Result<(), CoreError> {
+    fn start_raft(self: &Arc<Self>, loaded: Loaded, disk: Disk, mesh: &Arc<Mesh>) -> Result<(), CoreError> {
         let group = loaded.identity.group;
-        let network = ByMesh(Arc::clone(mesh));
+        let network = ByMesh(Arc::clone(mesh), Arc::downgrade(self));
         let on_fatal = Box::new(driver::abort);
         let (settings, metrics) = (Settings::default(), self.metrics.clone());
         let driver = Driver::start(settings, TICK, loaded, Box::new(disk), network, metrics, on_fatal)?;
@@ -408,7 +429,7 @@ impl Shared {
     }
 
     /// Joins or founds the group if all required news has arrived; otherwise returns the disk.
-    fn found(&self, mut blank: Blank, mesh: &Arc<Mesh>) -> Result<Option<Blank>, GroupError> {
+    fn found(self: &Arc<Self>, mut blank: Blank, mesh: &Arc<Mesh>) -> Result<Option<Blank>, GroupError> {
         let mut group = None;
         for (peer, news) in self.latest.lock().all_news() {
             match news {

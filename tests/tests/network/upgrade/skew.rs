@@ -249,6 +249,12 @@ fn records_that_the_old_version_does_not_know_are_refused_with_a_way_back() {
         // Nothing of it is in the log: the way back is open.
         replace_all(&fleet, &[first], [&new, &old], load);
         agreed.assert_kept(&fleet);
+        // As of a coordinator that is away from here on: its directory has nothing that is newer than v0.1.0.
+        assert_eq!(fleet.stop(third).unwrap(), Some(0));
+        let data = fleet.data_dir(third).join("data");
+        let [away, present] = ["away", "present"].map(|name| data.with_file_name(name));
+        copy_all(&data, &away);
+        fleet.start(third).unwrap();
         replace_all(&fleet, &[first, third], [&old, &new], load);
         wait::until("a token is made", RECOVERY, || token(1).ok()).unwrap();
         agreed.add_key(&fleet, &new, 2);
@@ -263,6 +269,33 @@ fn records_that_the_old_version_does_not_know_are_refused_with_a_way_back() {
         let log = std::fs::read_to_string(fleet.log(third).unwrap()).unwrap();
         let last = log.lines().last().unwrap();
         assert!(last.contains("its records have format 2, and this version reads format 1"), "{last}");
+        fleet.use_binary(third, Some(&new));
+        fleet.start(third).unwrap();
+        (0..3).for_each(|coordinator| fleet.wait_for_workers(coordinator, 2).unwrap());
+
+        // It gets no entries that it would skip, until it has the new version.
+        assert_eq!(fleet.stop(third).unwrap(), Some(0));
+        std::fs::rename(&data, &present).unwrap();
+        std::fs::rename(&away, &data).unwrap();
+        let applied = |coordinator: usize| {
+            let status = fleet.status(coordinator).ok()?;
+            let entry = status["coordinators"].as_array()?.iter().find(|entry| entry["id"] == "c2")?.clone();
+            entry["applied"].as_u64()
+        };
+        fleet.use_binary(third, Some(&old));
+        fleet.start(third).unwrap();
+        let said = |coordinator| {
+            let log = std::fs::read_to_string(fleet.log(Node::Coordinator(coordinator)).ok()?).ok()?;
+            log.contains("a coordinator of an earlier version gets no log entries").then_some(())
+        };
+        wait::until("the leader keeps them back", RECOVERY, || said(0).or_else(|| said(1))).unwrap();
+        let stuck = wait::until("it is asked", RECOVERY, || applied(2)).unwrap();
+        agreed.add_key(&fleet, &new, 1);
+        load.goes_on();
+        assert_eq!(applied(2), Some(stuck), "an old coordinator got entries that it skips");
+        assert_eq!(fleet.stop(third).unwrap(), Some(0));
+        std::fs::rename(&data, &away).unwrap();
+        std::fs::rename(&present, &data).unwrap();
         fleet.use_binary(third, Some(&new));
         fleet.start(third).unwrap();
         (0..3).for_each(|coordinator| fleet.wait_for_workers(coordinator, 2).unwrap());
@@ -295,6 +328,15 @@ fn records_that_the_old_version_does_not_know_are_refused_with_a_way_back() {
         load.goes_on();
     });
     converge(&fleet);
+}
+
+fn copy_all(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let copy = to.join(path.file_name().unwrap());
+        if path.is_dir() { copy_all(&path, &copy) } else { drop(std::fs::copy(&path, &copy).unwrap()) }
+    }
 }
 
 fn run_help(binary: &Path) -> String {
