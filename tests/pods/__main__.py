@@ -310,6 +310,8 @@ def a_further_node_restarts_no_other(it, names):
     started = {name: it.podman.inspect(it.container(name))["State"]["StartedAt"] for name in names}
     if it.overlay == "dgx-spark":
         it.nodes = (*it.nodes, "spark-4")
+        # The fetch Job's part.
+        it.models("spark-4")
     else:
         it.workloads["StatefulSet", "kvasir-worker"]["spec"]["replicas"] += 1
     pod = list(it.pods("worker"))[-1]

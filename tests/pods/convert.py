@@ -140,7 +140,8 @@ def pod(workload, name, node, host, objects, options):
             "annotations": {"io.podman.annotations.init.container.type": "always"},
         },
         "spec": {
-            "restartPolicy": "Always", "hostname": name, "volumes": made,
+            # Podman applies `Always` to first containers too, and starts them again for as long as the pod lives.
+            "restartPolicy": "OnFailure", "hostname": name, "volumes": made,
             "securityContext": {k: v for k, v in context.items() if k not in ("fsGroup", "fsGroupChangePolicy")},
             **containers,
         },
