@@ -335,7 +335,11 @@ fn copy_all(from: &Path, to: &Path) {
     for entry in std::fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();
         let copy = to.join(path.file_name().unwrap());
-        if path.is_dir() { copy_all(&path, &copy) } else { drop(std::fs::copy(&path, &copy).unwrap()) }
+        if path.is_dir() {
+            copy_all(&path, &copy);
+        } else {
+            std::fs::copy(&path, &copy).unwrap();
+        }
     }
 }
 
