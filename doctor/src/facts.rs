@@ -86,7 +86,7 @@ pub struct Gpu {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Memory {
     pub total: u64,
-    /// What can be allocated, the page cache included.
+    /// Bytes that can be allocated, the page cache included.
     pub available: u64,
     pub free: u64,
     pub page_cache: u64,
@@ -94,7 +94,7 @@ pub struct Memory {
     pub huge_pages_free: u64,
     /// Whether transparent huge pages are off.
     pub huge_pages_off: bool,
-    /// What must stay available, and whether the GPU allocates from the same memory.
+    /// Bytes that must stay available, and whether the GPU allocates from the same memory.
     pub floor: u64,
     pub unified: bool,
 }

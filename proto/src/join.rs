@@ -45,7 +45,7 @@ impl std::fmt::Debug for TokenSecret {
     }
 }
 
-/// What a node needs to join, as one text: [`TOKEN_PREFIX`] and base64url of id, secret and root.
+/// A token for a joining node, as one text: [`TOKEN_PREFIX`] and base64url of id, secret and root.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JoinToken {
     pub id: TokenId,
@@ -124,7 +124,7 @@ pub enum JoinReply {
     Refused(JoinRefusal),
 }
 
-/// What a node has after it joined.
+/// The certificate of a joined node, and the coordinators.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Joined {
     pub certificate_pem: String,

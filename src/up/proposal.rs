@@ -18,7 +18,7 @@ const DISK_FLOOR: u64 = 5 << 30;
 /// Architecture of the catalog's encoders, which do not generate.
 const ENCODER: &str = "bert";
 
-/// What a model must fit.
+/// Limits that a model must fit.
 #[derive(Debug, Clone, PartialEq)]
 struct Machine {
     gpu: String,

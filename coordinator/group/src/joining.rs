@@ -71,7 +71,7 @@ pub struct Joining {
     calls: tokio::sync::Semaphore,
 }
 
-/// What a request is about, for the audit log.
+/// A request's author, kind and subject, for the audit log.
 struct Asked {
     who: String,
     what: &'static str,

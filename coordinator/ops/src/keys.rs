@@ -214,14 +214,14 @@ async fn change(ops: &Ops, operation: &'static str, change: Change) -> Result<St
     made.map(|()| StatusCode::NO_CONTENT)
 }
 
-async fn body<T: DeserializeOwned>(request: Request) -> Result<T, ApiError> {
+pub(super) async fn body<T: DeserializeOwned>(request: Request) -> Result<T, ApiError> {
     let body = limits::read(request.into_body()).await?;
     serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))
 }
 
-fn random() -> Result<[u8; 32], ApiError> {
+pub(super) fn random() -> Result<[u8; 32], ApiError> {
     random_bytes().map_err(|error| {
-        tracing::error!(%error, "cannot read random bytes from the system; no key is created");
+        tracing::error!(%error, "cannot read random bytes from the system; nothing is created");
         ApiError::Internal
     })
 }

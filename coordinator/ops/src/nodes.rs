@@ -16,10 +16,10 @@
 //! number of revoked certificates that have not ended. T is
 //! `{"id","role","node","approval","uses","created_unix_s","expires_unix_s"}`. Any coordinator may be called.
 
+use super::keys::{body, random};
 use super::{Ops, Subject, count, to_api_error};
 use api::auth::hex;
 use api::error::ApiError;
-use api::limits;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{delete, get, post};
@@ -27,12 +27,11 @@ use axum::{Extension, Json, Router};
 use consensus::table::{
     Change, JoinedBy, NodeApproved, NodeRecord, NodeRemoved, NodeState, Table, TokenRecord,
 };
-use dispatch::random::random_bytes;
 use group::agreement::Agreement;
+use model::shard::ChunkId;
 use proto::ids::{NodeId, Role};
 use proto::join::{JoinToken, TokenId, TokenSecret};
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
@@ -137,7 +136,8 @@ async fn approve(
 ) -> Result<StatusCode, ApiError> {
     let (role, node) = name(&role, id)?;
     let Approved { key } = body(request).await?;
-    let key = unhex(&key).ok_or_else(|| ApiError::field("key", "64 hexadecimal digits"))?;
+    let ChunkId(key) =
+        ChunkId::from_hex(&key).ok_or_else(|| ApiError::field("key", "64 hexadecimal digits"))?;
     let approved = NodeApproved { role, node, key, now_unix_s: unix_s() };
     change(&ops, "approve_node", Change::NodeApproved(approved)).await
 }
@@ -233,13 +233,6 @@ fn name(role: &str, id: String) -> Result<(Role, NodeId), ApiError> {
     Ok((role, NodeId::new(id).map_err(|error| ApiError::field("id", error.rule))?))
 }
 
-fn unhex(text: &str) -> Option<[u8; 32]> {
-    let (pairs, []) = text.as_bytes().as_chunks::<2>() else { return None };
-    let digit = |byte: u8| char::from(byte).to_digit(16);
-    let byte = |[high, low]: &[u8; 2]| u8::try_from(digit(*high)? * 16 + digit(*low)?).ok();
-    pairs.iter().map(byte).collect::<Option<Vec<u8>>>()?.try_into().ok()
-}
-
 fn table(ops: &Ops) -> Result<Arc<Table>, ApiError> {
     agreement(ops)?.table().ok_or(ApiError::NoQuorum)
 }
@@ -256,18 +249,6 @@ async fn change(ops: &Ops, operation: &'static str, change: Change) -> Result<St
     made.map(|()| StatusCode::NO_CONTENT)
 }
 
-async fn body<T: DeserializeOwned>(request: Request) -> Result<T, ApiError> {
-    let body = limits::read(request.into_body()).await?;
-    serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))
-}
-
 fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-fn random() -> Result<[u8; 32], ApiError> {
-    random_bytes().map_err(|error| {
-        tracing::error!(%error, "cannot read random bytes from the system; no token is created");
-        ApiError::Internal
-    })
 }

@@ -74,12 +74,12 @@ pub fn server(identity: &Identity, accepts: &[Role], strangers: bool) -> Result<
 /// [`Error::Tls`] for unusable roots.
 pub fn client(identity: &Identity, expected: &Expected) -> Result<ClientConfig, Error> {
     let provider = provider();
-    let verifier = NodeAnswers {
+    let trusted = Trusted::Node {
         roots: roots(identity)?,
-        provider: provider.clone(),
-        identity: identity.clone(),
+        identity: Box::new(identity.clone()),
         expected: expected.clone(),
     };
+    let verifier = NodeAnswers { provider: provider.clone(), trusted };
     let mut config = ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
@@ -100,7 +100,7 @@ pub const JOIN_PROTOCOL: &[u8] = b"kvasir-join/1";
 /// [`Error::Tls`] if ring has no TLS 1.3.
 pub fn joining(root: Fingerprint) -> Result<ClientConfig, Error> {
     let provider = provider();
-    let verifier = CoordinatorAnswers { provider: provider.clone(), root };
+    let verifier = NodeAnswers { provider: provider.clone(), trusted: Trusted::Root(root) };
     let mut config = ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
@@ -250,73 +250,40 @@ impl ClientCertVerifier for NodeDials {
 /// Verifies peers that this node has dialed.
 #[derive(Debug)]
 struct NodeAnswers {
-    roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
-    identity: Identity,
-    expected: Expected,
+    trusted: Trusted,
+}
+
+/// The peers that a dialer accepts.
+#[derive(Debug)]
+enum Trusted {
+    /// The expected one of this node's cluster.
+    Node { roots: Arc<RootCertStore>, identity: Box<Identity>, expected: Expected },
+    /// Any coordinator whose chain ends in this root. The dialer has no certificate.
+    Root(Fingerprint),
+}
+
+impl NodeAnswers {
+    /// Refuses a certificate that none of `roots` has signed.
+    fn check_chain(
+        &self,
+        leaf: &CertificateDer<'_>,
+        more: &[CertificateDer<'_>],
+        roots: &RootCertStore,
+        now: UnixTime,
+    ) -> Result<(), rustls::Error> {
+        let algorithms = self.provider.signature_verification_algorithms.all;
+        verify_server_cert_signed_by_trust_anchor(
+            &ParsedCertificate::try_from(leaf)?,
+            roots,
+            more,
+            now,
+            algorithms,
+        )
+    }
 }
 
 impl ServerCertVerifier for NodeAnswers {
-    fn verify_server_cert(
-        &self,
-        leaf: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let parsed = ParsedCertificate::try_from(leaf)?;
-        verify_server_cert_signed_by_trust_anchor(
-            &parsed,
-            &self.roots,
-            intermediates,
-            now,
-            self.provider.signature_verification_algorithms.all,
-        )?;
-        holds(&self.identity, leaf, intermediates)?;
-        let name = of_cluster(leaf, &self.identity.name().cluster).map_err(refuse)?;
-        if name.role != self.expected.role {
-            return Err(refuse(CertificateError::WrongRole { found: name.role }));
-        }
-        match &self.expected.node {
-            Some(expected) if *expected != name.node => {
-                Err(refuse(CertificateError::WrongNode { found: name.node, expected: expected.clone() }))
-            }
-            _ => Ok(ServerCertVerified::assertion()),
-        }
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(PeerIncompatible::Tls13RequiredForQuic.into())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        leaf: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, leaf, signature, &self.provider.signature_verification_algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
-    }
-}
-
-/// Verifies the coordinator that a joining node has dialed.
-#[derive(Debug)]
-struct CoordinatorAnswers {
-    provider: Arc<CryptoProvider>,
-    root: Fingerprint,
-}
-
-impl ServerCertVerifier for CoordinatorAnswers {
     fn verify_server_cert(
         &self,
         leaf: &CertificateDer<'_>,
@@ -325,18 +292,33 @@ impl ServerCertVerifier for CoordinatorAnswers {
         _: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let named =
-            more.iter().find(|der| Fingerprint::of_certificate(der).is_ok_and(|found| found == self.root));
-        let root = named.ok_or_else(|| refuse(CertificateError::OtherAuthority))?;
-        let mut roots = RootCertStore::empty();
-        roots.add(root.clone().into_owned())?;
-        let algorithms = self.provider.signature_verification_algorithms.all;
-        let parsed = ParsedCertificate::try_from(leaf)?;
-        verify_server_cert_signed_by_trust_anchor(&parsed, &roots, more, now, algorithms)?;
-        let name = PeerIdentity::from_certificate(leaf).map_err(refuse)?;
-        match name.role {
-            Role::Coordinator => Ok(ServerCertVerified::assertion()),
-            found => Err(refuse(CertificateError::WrongRole { found })),
+        let (name, expected) = match &self.trusted {
+            Trusted::Node { roots, identity, expected } => {
+                self.check_chain(leaf, more, roots, now)?;
+                holds(identity, leaf, more)?;
+                let name = of_cluster(leaf, &identity.name().cluster).map_err(refuse)?;
+                (name, expected.clone())
+            }
+            Trusted::Root(root) => {
+                let named = more
+                    .iter()
+                    .find(|der| Fingerprint::of_certificate(der).is_ok_and(|found| found == *root));
+                let named = named.ok_or_else(|| refuse(CertificateError::OtherAuthority))?;
+                let mut roots = RootCertStore::empty();
+                roots.add(named.clone().into_owned())?;
+                self.check_chain(leaf, more, &roots, now)?;
+                let name = PeerIdentity::from_certificate(leaf).map_err(refuse)?;
+                (name, Expected::any(Role::Coordinator))
+            }
+        };
+        if name.role != expected.role {
+            return Err(refuse(CertificateError::WrongRole { found: name.role }));
+        }
+        match expected.node {
+            Some(expected) if expected != name.node => {
+                Err(refuse(CertificateError::WrongNode { found: name.node, expected }))
+            }
+            _ => Ok(ServerCertVerified::assertion()),
         }
     }
 

@@ -1,4 +1,4 @@
-//! What a finished or failed handshake tells about the peer.
+//! The peer's identity after a handshake, and the error after a failed one.
 
 use crate::Error;
 use pki::PeerIdentity;

@@ -39,7 +39,7 @@ fn operate(fleet: &Fleet, binary: &Path, coordinator: usize, arguments: &[&str])
     serde_json::from_str(&wait::until("the command is accepted", RECOVERY, done).unwrap()).unwrap()
 }
 
-/// What the group has agreed on and must keep.
+/// Records of the group that every version must keep.
 struct Agreed {
     keys: Vec<String>,
     revoked: String,

@@ -30,7 +30,7 @@ fn join() -> JoinRequest {
     })
 }
 
-/// What the coordinator receives, and what the dialer gets for it.
+/// The certificate that the coordinator sees, and the dialer's reply.
 async fn exchanged(
     coordinator: &Endpoint,
     by: JoinBy<'_>,
