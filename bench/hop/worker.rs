@@ -309,4 +309,8 @@ impl WorkerApi for Api {
     ) -> Result<(), proto::adapter::AdapterRefusal> {
         Err(proto::adapter::AdapterRefusal::Unknown(name))
     }
+
+    async fn models(self, _: Context, _: proto::deployment::ModelsOrder) -> proto::deployment::ModelsReport {
+        proto::deployment::ModelsReport::default()
+    }
 }

@@ -7,14 +7,15 @@ use group::audit::{Audit, Record};
 use proto::adapter::AdapterReport;
 use proto::block::ClusterKey;
 use proto::codec::CodecError;
+use proto::deployment::HostReport;
 use proto::ids::{ModelId, NodeId, Role};
 use proto::log::Repeats;
 use proto::shard::ShippingReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
 use router::table::TableError;
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use tarpc::context::Context;
 use tokio::task::JoinSet;
@@ -69,6 +70,7 @@ pub async fn serve(
             dispatch: Arc::clone(&dispatch),
             terms: Arc::clone(&terms),
             agreement: agreement.clone(),
+            instance: Arc::default(),
         };
         open.spawn(session.run());
     }
@@ -82,11 +84,14 @@ struct Session {
     dispatch: Arc<Dispatch>,
     terms: Arc<Terms>,
     agreement: Option<Arc<Agreement>>,
+    /// The worker's instance that has registered on this connection.
+    instance: Arc<OnceLock<NodeId>>,
 }
 
 impl Session {
+    /// The name under which it has registered, else that of its certificate.
     fn node(&self) -> &NodeId {
-        &self.connection.peer().node
+        self.instance.get().unwrap_or(&self.connection.peer().node)
     }
 
     async fn run(self) {
@@ -200,6 +205,14 @@ impl CoordinatorApi for Session {
         Ok(())
     }
 
+    async fn host(self, _: Context, report: HostReport) -> Result<(), Refusal> {
+        if self.dispatch.set_host(self.id, self.node(), report) {
+            Ok(())
+        } else {
+            Err(Refusal::NotRegistered)
+        }
+    }
+
     async fn certificate(self, _: Context, report: CertificateReport) {
         let CertificateReport { ends } = report;
         self.dispatch.certificates().report(self.id, self.node(), ends);
@@ -239,6 +252,9 @@ impl Session {
                     }
                 }
             }
+        }
+        if node.is_instance() && *self.instance.get_or_init(|| node.clone()) != node {
+            return Err(Refusal::NotYourName { claimed: node });
         }
         let epoch = worker.epoch;
         if let Some(agreement) = &self.agreement {

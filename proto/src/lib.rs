@@ -8,6 +8,7 @@
 pub mod adapter;
 pub mod block;
 pub mod codec;
+pub mod deployment;
 pub mod directory;
 pub mod event;
 pub mod ids;

@@ -12,6 +12,7 @@ mod certificates;
 mod choice;
 mod encoding;
 mod generation;
+pub mod hosts;
 mod link;
 mod lost_devices;
 pub mod metrics;
@@ -29,6 +30,7 @@ pub use adapters::AdapterOutcome;
 pub use certificates::Certificates;
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, GenerationJob, Started};
+pub use hosts::HostWorker;
 pub use link::SessionId;
 pub use lost_devices::LostDevices;
 pub use operation::{OpenedSession, OperationJob, Seating, Unopened};
@@ -206,8 +208,8 @@ impl Dispatch {
         let actions = state.balancer.change(Instant::now(), join, random_u64())?;
         state.balancer.introduce(&node, epoch, part, pulls, quic.clone());
         state.balancer.offer(&node, epoch, operations);
-        let pool = capacity.map(|capacity| Pooled { capacity, drafter, quic });
-        let link = Arc::new(Link::new(session, epoch, connection, pool));
+        let pool = capacity.map(|capacity| Pooled { capacity, drafter });
+        let link = Arc::new(Link::new(session, epoch, (connection, quic), pool));
         if let Some(old) = state.links.insert(node.clone(), link)
             && old.session() != session
         {
@@ -323,7 +325,11 @@ impl Dispatch {
     /// Removes a worker whose process is reported dead, without waiting for QUIC to time out. Returns `false`
     /// if the worker is not a member.
     pub fn notice_dead(self: &Arc<Self>, node: &NodeId) -> bool {
-        self.remove(node, "reported dead", |_| true)
+        let of_process: Vec<_> = {
+            let state = self.state.lock();
+            state.links.keys().filter(|link| link.worker() == node.as_str()).cloned().collect()
+        };
+        of_process.iter().filter(|node| self.remove(node, "reported dead", |_| true)).count() > 0
     }
 
     /// Removes the workers without a generation from here. They join other coordinators.

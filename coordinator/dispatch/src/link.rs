@@ -1,6 +1,7 @@
 //! The connection of a member.
 
 use parking_lot::Mutex;
+use proto::deployment::HostReport;
 use proto::ids::Epoch;
 use proto::placement::{Capacity, OfferedDrafter};
 use std::time::Duration;
@@ -23,7 +24,6 @@ pub(super) struct Pooled {
     pub(super) capacity: Capacity,
     /// The drafter of its model.
     pub(super) drafter: Option<OfferedDrafter>,
-    pub(super) quic: String,
 }
 
 #[derive(Debug)]
@@ -31,7 +31,11 @@ pub(super) struct Link {
     session: SessionId,
     epoch: Epoch,
     connection: Connection,
+    /// Address for other workers.
+    quic: String,
     pool: Option<Pooled>,
+    /// Set for a worker that loads models by order.
+    host: Mutex<Option<HostReport>>,
     api: OnceCell<WorkerApiClient>,
     last_send: Mutex<Option<oneshot::Receiver<()>>>,
 }
@@ -62,10 +66,23 @@ impl Link {
     pub(super) fn new(
         session: SessionId,
         epoch: Epoch,
-        connection: Connection,
+        (connection, quic): (Connection, String),
         pool: Option<Pooled>,
     ) -> Self {
-        Self { session, epoch, connection, pool, api: OnceCell::new(), last_send: Mutex::new(None) }
+        let (api, host, last_send) = (OnceCell::new(), Mutex::default(), Mutex::default());
+        Self { session, epoch, connection, quic, pool, host, api, last_send }
+    }
+
+    pub(super) fn quic(&self) -> &str {
+        &self.quic
+    }
+
+    pub(super) fn host(&self) -> Option<HostReport> {
+        self.host.lock().clone()
+    }
+
+    pub(super) fn set_host(&self, report: HostReport) {
+        *self.host.lock() = Some(report);
     }
 
     pub(super) fn session(&self) -> SessionId {

@@ -42,8 +42,9 @@ impl Dispatch {
         let worker = |member: &router::table::Member| {
             let node = member.register.node.clone();
             let link = state.links.get(&node)?;
-            let Pooled { capacity, drafter, quic } = link.pool()?.clone();
-            let (epoch, draining, link) = (link.epoch(), member.draining, Arc::clone(link));
+            let Pooled { capacity, drafter } = link.pool()?.clone();
+            let (quic, epoch) = (link.quic().to_owned(), link.epoch());
+            let (draining, link) = (member.draining, Arc::clone(link));
             Some(PoolWorker { node, epoch, capacity, drafter, quic, draining, link })
         };
         state.balancer.table().members().filter_map(worker).collect()

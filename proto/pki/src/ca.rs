@@ -245,6 +245,8 @@ fn node_params(
     lifetime: Option<Duration>,
     now: SystemTime,
 ) -> Result<CertificateParams, Error> {
+    // A worker's certificate stands for all its instances; none has one of its own.
+    let node = &NodeId::new(node.as_str())?;
     let name = PeerIdentity { cluster: cluster.clone(), role, node: node.clone() };
     let mut params = params(now, lifetime.unwrap_or_else(|| lifetime_of(&name)), node.as_str());
     params.subject_alt_names = vec![SanType::URI(name.to_string().try_into()?)];

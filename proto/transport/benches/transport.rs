@@ -52,6 +52,10 @@ impl WorkerApi for NoWorkerApi {
     ) -> Result<(), proto::adapter::AdapterRefusal> {
         Err(proto::adapter::AdapterRefusal::Unknown(name))
     }
+
+    async fn models(self, _: Context, _: proto::deployment::ModelsOrder) -> proto::deployment::ModelsReport {
+        proto::deployment::ModelsReport::default()
+    }
 }
 
 fn tokens() -> GenerateFrame {

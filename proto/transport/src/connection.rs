@@ -24,7 +24,7 @@ use crate::Error;
 use crate::service::{CoordinatorApiClient, WorkerApiClient};
 use pki::PeerIdentity;
 use proto::event::{KvSnapshot, PeerIndexAsk};
-use proto::ids::{Epoch, NodeId};
+use proto::ids::{Epoch, NodeId, Role};
 use proto::log::Repeats;
 use proto::message::{EncodeRequest, GenerateError};
 use proto::operation::{OperationError, OperationRequest};
@@ -174,10 +174,11 @@ impl Connection {
         self.0.quic.close(code.to_wire(), code.as_str().as_bytes());
     }
 
-    /// Compares a node id from a message body with the certificate. A mismatch is counted and closes the
-    /// connection.
+    /// Compares a node id from a message body with the certificate, which also stands for the worker's instances. A
+    /// mismatch is counted and closes the connection.
     pub fn require_node(&self, claimed: &NodeId) -> Result<(), Error> {
-        if *claimed == self.0.peer.node {
+        let instance = claimed.is_instance() && self.0.peer.role == Role::Worker;
+        if *claimed == self.0.peer.node || instance && claimed.worker() == self.0.peer.node.as_str() {
             return Ok(());
         }
         Counters::add(&self.0.local.counters.spoofed);

@@ -22,6 +22,7 @@
 //! use kvasir_transport::{Connection, Dialer, Endpoint, EndpointConfig, Incoming};
 //! use pki::{Expected, ca::Authority};
 //! use proto::adapter::{AdapterOrder, AdapterRefusal};
+//! use proto::deployment::{ModelsOrder, ModelsReport};
 //! use proto::event::KvReplay;
 //! use proto::ids::{ClusterName, Epoch, ModelId, NodeId, Role};
 //! use proto::message::{GenerateError, GenerateFrame};
@@ -53,6 +54,9 @@
 //!     }
 //!     async fn unload_adapter(self, _: Context, name: ModelId) -> Result<(), AdapterRefusal> {
 //!         Err(AdapterRefusal::Unknown(name))
+//!     }
+//!     async fn models(self, _: Context, _: ModelsOrder) -> ModelsReport {
+//!         ModelsReport::default()
 //!     }
 //! }
 //!

@@ -4,6 +4,7 @@
 //! cancels the call on the other side. Deadlines are cut to at most ten minutes.
 
 use proto::adapter::{AdapterOrder, AdapterRefusal, AdapterReport};
+use proto::deployment::{HostReport, ModelsOrder, ModelsReport};
 use proto::event::KvReplay;
 use proto::ids::ModelId;
 use proto::placement::{PlaceOrder, PlaceReport};
@@ -26,6 +27,9 @@ pub trait CoordinatorApi {
     /// Reports all adapters of the worker, after the registration and whenever they change. An older coordinator
     /// refuses the call.
     async fn adapters(report: AdapterReport) -> Result<(), Refusal>;
+    /// Reports that the worker loads models by order, after the registration and whenever the values change. An older
+    /// coordinator refuses the call.
+    async fn host(report: HostReport) -> Result<(), Refusal>;
 }
 
 /// Calls of a coordinator to each worker.
@@ -46,6 +50,9 @@ pub trait WorkerApi {
     async fn load_adapter(order: AdapterOrder) -> Result<(), AdapterRefusal>;
     /// Unloads an adapter. Requests that use it end normally.
     async fn unload_adapter(name: ModelId) -> Result<(), AdapterRefusal>;
+    /// States the models that the worker should hold. Idempotent; the reply reports the progress. Called only at a
+    /// worker that has called [`CoordinatorApi::host`].
+    async fn models(order: ModelsOrder) -> ModelsReport;
 }
 
 /// Returns the context of a call that must be answered within `limit`.

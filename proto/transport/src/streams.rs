@@ -106,12 +106,11 @@ impl StreamKind {
             | Self::Encode
             | Self::Sequence
             | Self::Operation => (opener, acceptor) == (Role::Coordinator, Role::Worker),
-            Self::Pull
-            | Self::Stage
-            | Self::Activations
-            | Self::Shard
-            | Self::StageLease
-            | Self::StageBlocks => (opener, acceptor) == (Role::Worker, Role::Worker),
+            Self::Pull | Self::Stage | Self::Activations | Self::StageLease | Self::StageBlocks => {
+                (opener, acceptor) == (Role::Worker, Role::Worker)
+            }
+            // A coordinator needs the manifests, with the tokenizers, of models that are deployed.
+            Self::Shard => acceptor == Role::Worker,
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),
             Self::Bulk | Self::Revocations | Self::Probe => true,
             Self::Hello => false,

@@ -5,6 +5,7 @@ use super::runner::Runner;
 use super::{Node, Offer, UnderWay, adapters, encode, end_epoch, generate, operation, sequences};
 use engine::engine::thread::EXIT_BROKEN;
 use proto::adapter::{AdapterOrder, AdapterRefusal, AdapterReport};
+use proto::deployment::{ModelsOrder, ModelsReport};
 use proto::event::KvReplay;
 use proto::ids::{Epoch, ModelId};
 use proto::log::Repeats;
@@ -258,6 +259,9 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
             Ok(Incoming::Operation(call)) => {
                 tokio::spawn(run_call(node.call_begins(), operation::serve(node, *call)));
             }
+            Ok(Incoming::Shard(call)) => {
+                tokio::spawn(Arc::clone(&node.holdings).answer(call));
+            }
             Ok(Incoming::Sequence(call)) => {
                 tokio::spawn(sequences::serve(Arc::clone(node), call));
             }
@@ -319,6 +323,10 @@ impl WorkerApi for Api {
 
     async fn unload_adapter(self, _: Context, name: ModelId) -> Result<(), AdapterRefusal> {
         adapters::unload(&self.node, &self.engine, name).await
+    }
+
+    async fn models(self, _: Context, _: ModelsOrder) -> ModelsReport {
+        ModelsReport::default()
     }
 
     async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {

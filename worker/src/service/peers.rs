@@ -94,7 +94,7 @@ impl Peers {
         if let Some(link) = usable {
             return Ok(link.connection.clone());
         }
-        let expected = Expected::node(Role::Worker, source.node.clone());
+        let expected = Expected::node(Role::Worker, source.node.to_worker());
         let connection =
             self.endpoint.connect(address, &expected).await.map_err(|error| error.to_string())?;
         *link = Some(Link { address, connection: connection.clone() });

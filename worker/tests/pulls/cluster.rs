@@ -109,6 +109,10 @@ impl CoordinatorApi for Api {
     async fn adapters(self, _: Context, _: proto::adapter::AdapterReport) -> Result<(), Refusal> {
         Ok(())
     }
+
+    async fn host(self, _: Context, _: proto::deployment::HostReport) -> Result<(), Refusal> {
+        Ok(())
+    }
 }
 
 impl Cluster {

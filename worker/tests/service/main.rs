@@ -61,6 +61,10 @@ impl CoordinatorApi for Coordinator {
         let _ = self.adapters.send(report.adapters);
         Ok(())
     }
+
+    async fn host(self, _: Context, _: proto::deployment::HostReport) -> Result<(), Refusal> {
+        Ok(())
+    }
 }
 
 /// A worker that has registered with its one coordinator.

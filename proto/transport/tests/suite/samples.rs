@@ -6,6 +6,7 @@ use kvasir_transport::{Hello, Revocations, TensorHeader, TensorType, VersionRang
 use proto::adapter::*;
 use proto::block::{BlockId, ClusterKey};
 use proto::codec::{self, Cap, CodecError};
+use proto::deployment::*;
 use proto::event::{
     KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexAsk, PeerIndexFrame,
 };
@@ -218,6 +219,61 @@ pub(crate) fn shard_requests() -> Vec<ShardRequest> {
 fn adapter_order() -> AdapterOrder {
     let (name, parent) = (ModelId::new("sql").unwrap(), ModelId::new("m").unwrap());
     AdapterOrder { name, parent, path: "/a/sql".into() }
+}
+
+fn host_report() -> HostReport {
+    HostReport { epoch: Epoch(3), budget: 70_000, labels: vec!["gpu=gb10".into()] }
+}
+
+fn models_order() -> ModelsOrder {
+    let chat = ModelId::new("chat").unwrap();
+    let fetched = OrderedModel {
+        model: chat.clone(),
+        source: ModelSource::Fetch("smollm2-135m".into()),
+        digest: None,
+        wanted: WantedState::Identified,
+        context: 0,
+        pin: false,
+        priority: 0,
+        holders: Vec::new(),
+    };
+    let file = OrderedModel {
+        model: chat.version(&[0xab; 32]).unwrap(),
+        source: ModelSource::File("/models/chat.gguf".into()),
+        digest: Some([0xab; 32]),
+        wanted: WantedState::Ready,
+        context: 4096,
+        pin: true,
+        priority: 3,
+        holders: vec!["10.0.0.1:7001".into()],
+    };
+    let asleep = OrderedModel { wanted: WantedState::Asleep, ..file.clone() };
+    ModelsOrder { version: 70_000, models: vec![fetched, file, asleep] }
+}
+
+fn models_report() -> ModelsReport {
+    use ModelState::*;
+    let facts = ModelFacts {
+        digest: [0xab; 32],
+        tokenizer_digest: [4; 32],
+        task: ModelTask::Generate,
+        context: 8192,
+        needed_bytes: 70_000,
+    };
+    let report = |state| ModelReport {
+        model: ModelId::new("chat").unwrap(),
+        state,
+        permille: 300,
+        eta_ms: 70_000,
+        failures: 1,
+        reason: "x".into(),
+        bytes: 70_000,
+        idle_ms: 300,
+        has_files: true,
+        facts: (state == Ready).then_some(facts),
+    };
+    let models = [Absent, Fetching, Loading, Waking, Ready, Asleep, Failed, BadFile].map(report).to_vec();
+    ModelsReport { budget: 70_000, used: 300, own: 1, models }
 }
 
 fn adapter_report() -> AdapterReport {
@@ -717,6 +773,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("TensorType", Stream, elements),
         samples_of_struct("CertificateReport", Control, [certificate_report()]),
         samples_of_struct("AdapterReport", Control, [adapter_report()]),
+        samples_of_struct("HostReport", Control, [host_report()]),
         samples(
             "AdapterRefusal",
             Control,
@@ -734,6 +791,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiRequest::Shipping { report: shipping_report() },
                 CoordinatorApiRequest::Certificate { report: certificate_report() },
                 CoordinatorApiRequest::Adapters { report: adapter_report() },
+                CoordinatorApiRequest::Host { report: host_report() },
             ],
         ),
         samples(
@@ -745,6 +803,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiResponse::Shipping(()),
                 CoordinatorApiResponse::Certificate(()),
                 CoordinatorApiResponse::Adapters(Ok(())),
+                CoordinatorApiResponse::Host(Ok(())),
             ],
         ),
         samples(
@@ -759,6 +818,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiRequest::Place { order: place_order() },
                 WorkerApiRequest::LoadAdapter { order: adapter_order() },
                 WorkerApiRequest::UnloadAdapter { name: ModelId::new("sql").unwrap() },
+                WorkerApiRequest::Models { order: models_order() },
             ],
         ),
         samples(
@@ -773,6 +833,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiResponse::Place(place_report()),
                 WorkerApiResponse::LoadAdapter(Err(AdapterRefusal::Refused { reason: "x".into() })),
                 WorkerApiResponse::UnloadAdapter(Ok(())),
+                WorkerApiResponse::Models(models_report()),
             ],
         ),
     ]

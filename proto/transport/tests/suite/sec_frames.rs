@@ -258,6 +258,14 @@ impl kvasir_transport::service::WorkerApi for Unreachable {
     ) -> Result<(), proto::adapter::AdapterRefusal> {
         panic!("called")
     }
+
+    async fn models(
+        self,
+        _: tarpc::context::Context,
+        _: proto::deployment::ModelsOrder,
+    ) -> proto::deployment::ModelsReport {
+        panic!("called")
+    }
 }
 
 #[tokio::test]

@@ -260,6 +260,10 @@ impl CoordinatorApi for Checks {
     async fn adapters(self, _: Context, _: proto::adapter::AdapterReport) -> Result<(), Refusal> {
         Ok(())
     }
+
+    async fn host(self, _: Context, _: proto::deployment::HostReport) -> Result<(), Refusal> {
+        Ok(())
+    }
 }
 
 /// R2: a worker that uses another node's id is refused and counted, and loses its connection.

@@ -399,6 +399,10 @@ impl WorkerApi for Api {
     ) -> Result<(), proto::adapter::AdapterRefusal> {
         Err(proto::adapter::AdapterRefusal::Unknown(name))
     }
+
+    async fn models(self, _: Context, _: proto::deployment::ModelsOrder) -> proto::deployment::ModelsReport {
+        proto::deployment::ModelsReport::default()
+    }
 }
 
 async fn serve(connection: Connection, api: Api) {
