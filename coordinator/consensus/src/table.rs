@@ -5,6 +5,7 @@
 //! plans, tenants, keys, and the version of the routing policy. Every part is bounded in number and size.
 
 mod access;
+mod deployments;
 mod entry;
 mod image;
 mod nodes;
@@ -17,6 +18,10 @@ mod tests;
 
 use crate::member::{Incarnation, MemberId};
 pub use access::Access;
+pub use deployments::{
+    CanaryShare, Demand, Deployment, DeploymentDropped, DeploymentSet, DeploymentSettings, Deployments,
+    MAX_DEPLOYED_REPLICAS, ModelRefused, Rollout, RolloutEnded, Version, VersionFailed, VersionIdentified,
+};
 pub(crate) use entry::decode_entry;
 pub use entry::{
     CacheGroup, Canary, Change, ClientId, Entry, GroupMember, KeyIssued, KeyRecord, KeyScope, Level,
@@ -45,8 +50,10 @@ pub const MAX_COORDINATORS: usize = 64;
 pub const MAX_VOTERS: usize = 5;
 /// Maximum of seats: the voters, and two more for coordinators that join or leave.
 pub const MAX_SEATS: usize = MAX_VOTERS + 2;
-/// Maximum of model plans.
+/// Maximum of deployments, and of operators' plans.
 pub const MAX_MODELS: usize = 256;
+/// Maximum of model plans: two versions of each deployment.
+const MAX_PLANS: usize = 2 * MAX_MODELS;
 /// Maximum of workers in a model plan.
 pub const MAX_PLACEMENT_WORKERS: usize = 64;
 pub const MAX_TENANTS: usize = 4096;
@@ -129,6 +136,8 @@ pub struct Table {
     /// Replicas planned by operators.
     operators: BTreeMap<ModelId, OperatorPlan>,
     nodes: Arc<Nodes>,
+    /// Behind an [`Arc`] for the same reason as `access`.
+    deployments: Arc<Deployments>,
 }
 
 impl Table {
@@ -218,6 +227,11 @@ impl Table {
         &self.nodes
     }
 
+    /// The models that operators want served.
+    pub fn deployments(&self) -> &Arc<Deployments> {
+        &self.deployments
+    }
+
     pub fn policy(&self) -> u64 {
         self.policy
     }
@@ -233,7 +247,8 @@ impl Table {
 
     /// The level that a coordinator needs to keep this table whole.
     pub fn used_level(&self) -> Level {
-        if *self.nodes == Nodes::default() { Level(1) } else { Level(2) }
+        let first = *self.nodes == Nodes::default() && *self.deployments == Deployments::default();
+        if first { Level(1) } else { Level(2) }
     }
 
     /// The effect of a membership change on the current table.
@@ -304,6 +319,13 @@ impl Table {
                 nodes.make(change)?;
                 self.nodes = nodes.into();
             }
+            change => {
+                let mut deployments = Deployments::clone(&self.deployments);
+                deployments.make(change, self.applied)?;
+                let gone = |model: &ModelId| model.is_version() && deployments.find(model).is_none();
+                self.models.retain(|model, _| !gone(model));
+                self.deployments = deployments.into();
+            }
         }
         Ok(None)
     }
@@ -319,7 +341,21 @@ impl Table {
         if plan.canary.as_ref().is_some_and(|canary| canary.permille > 1000) {
             return Err(Refusal::OutOfRange);
         }
-        put(&mut self.models, plan.model.clone(), plan, MAX_MODELS, Kind::Model)
+        if plan.model.is_version() {
+            let (_, version) = self.deployments.find(&plan.model).ok_or(Refusal::Unknown(Kind::Version))?;
+            if version.facts.is_none_or(|facts| facts.digest != plan.model_digest) {
+                return Err(Refusal::OutOfRange);
+            }
+            if self.blocked.contains_key(&plan.model_digest) {
+                return Err(Refusal::Blocked);
+            }
+        }
+        let model = plan.model.clone();
+        put(&mut self.models, model.clone(), plan, MAX_PLANS, Kind::Model)?;
+        if self.deployments.demand().contains_key(&model) {
+            Arc::make_mut(&mut self.deployments).placed(&model);
+        }
+        Ok(())
     }
 
     fn add_learner(&mut self, seat: GroupMember) -> Result<Membership, Refusal> {

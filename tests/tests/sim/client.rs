@@ -3,18 +3,23 @@
 
 use consensus::core::ProposalResult;
 use consensus::table::{
-    Change, ClientId, Entry, OpenSession, Outcome, PolicyAdvanced, Quota, Refusal, Request, SessionChange,
-    Table, TenantRecord,
+    CanaryShare, Change, ClientId, DeploymentDropped, DeploymentSet, DeploymentSettings, Entry, Kind,
+    OpenSession, Outcome, PolicyAdvanced, Refusal, Request, RolloutEnded, SessionChange, Table,
+    VersionIdentified,
 };
 use kvasir_cluster_tests::linearizable::{Call, Op};
 use kvasir_cluster_tests::random::Random;
-use proto::block::TenantSalt;
-use proto::ids::{Epoch, NodeId, TenantId};
+use proto::deployment::{ModelFacts, ModelSource};
+use proto::ids::{Epoch, ModelId, NodeId};
+use proto::served_model::ModelTask;
 use proto::worker::WorkerInfo;
 use std::collections::BTreeMap;
 
-/// Number of tenants. Registers are one number per tenant, and the version of the policy.
-const TENANTS: u64 = 2;
+/// Number of deployments that are set and removed. Registers are one number for each of them, the canary of a further
+/// one, and the version of the policy.
+const DEPLOYMENTS: u64 = 2;
+/// The deployment with canaries.
+const CANARIES: u64 = 9;
 /// Microseconds until a call is retried.
 const TRY_AGAIN: u64 = 400_000;
 /// Microseconds until a call is given up.
@@ -23,7 +28,8 @@ const GIVE_UP: u64 = 6_000_000;
 /// A register of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Cell {
-    Tenant(u64),
+    Deployment(u64),
+    Canary,
     Policy,
 }
 
@@ -146,19 +152,43 @@ impl Client {
             self.doing = Doing::Opening;
             return;
         }
-        let register = if random.chance(300) { Cell::Policy } else { Cell::Tenant(random.below(TENANTS)) };
+        let register = match random.below(4) {
+            0 => Cell::Policy,
+            1 => Cell::Canary,
+            _ => Cell::Deployment(random.below(DEPLOYMENTS)),
+        };
         self.written += 1;
-        let new = self.number << 32 | self.written;
+        let new = (self.number << 16 | self.written) as u32;
         self.doing = match (random.below(10), register) {
             (0, _) => Doing::Changing { operation: None, change: worker(random) },
             (1..6, register) => Doing::Reading { register, tokens: Vec::new() },
-            (_, Cell::Tenant(number)) => {
-                Doing::Changing { operation: Some((register, Op::Write(new))), change: write(number, new) }
+            (6, Cell::Deployment(number)) => {
+                let dropped = DeploymentDropped { model: model(number), from: None };
+                let change = Change::DeploymentDropped(dropped);
+                Doing::Changing { operation: Some((register, Op::Write(0))), change }
+            }
+            (7, Cell::Deployment(number)) => {
+                let deployed = table.deployments().models().get(&model(number));
+                let from =
+                    if random.chance(800) { deployed.map_or(0, |deployed| deployed.revision) } else { 0 };
+                // Every revision has another value.
+                let value = if from == 0 { 0 } else { value(table, register) };
+                let operation = Some((register, Op::Swap { from: value, to: u64::from(new) }));
+                Doing::Changing { operation, change: set(deploy(model(number), new, Some(from))) }
+            }
+            (_, Cell::Deployment(number)) => {
+                let operation = Some((register, Op::Write(u64::from(new))));
+                Doing::Changing { operation, change: set(deploy(model(number), new, None)) }
+            }
+            (_, Cell::Canary) => {
+                let (operation, change) = change_canary(table, new, random);
+                Doing::Changing { operation, change }
             }
             (_, Cell::Policy) => {
                 let from = if random.chance(800) { table.policy() } else { 0 };
-                let change = Change::PolicyAdvanced(PolicyAdvanced { from, to: new });
-                Doing::Changing { operation: Some((register, Op::Swap { from, to: new })), change }
+                let to = u64::from(new);
+                let change = Change::PolicyAdvanced(PolicyAdvanced { from, to });
+                Doing::Changing { operation: Some((register, Op::Swap { from, to })), change }
             }
         };
         if matches!(self.doing, Doing::Changing { .. }) {
@@ -192,28 +222,80 @@ fn completed_op(op: Op, outcome: &Outcome) -> Option<Op> {
         (Op::Swap { from, .. }, Outcome::Refused(Refusal::PolicyMoved(found))) => {
             Some(Op::NotSwapped { from, found: *found })
         }
+        // There was nothing to remove.
+        (Op::Write(0), Outcome::Refused(Refusal::Unknown(Kind::Deployment))) => Some(Op::Read(0)),
         _ => None,
     }
 }
 
+/// The value of a register; 0 while there is no deployment, or no canary.
 fn value(table: &Table, register: Cell) -> u64 {
-    match register {
-        Cell::Policy => table.policy(),
-        Cell::Tenant(number) => tenant(number)
-            .and_then(|id| table.access().tenants().get(&id))
-            .map_or(0, |t| t.quota.tokens_per_minute),
-    }
+    let value = match register {
+        Cell::Policy => return table.policy(),
+        Cell::Deployment(number) => {
+            table.deployments().models().get(&model(number)).map(|deployed| deployed.settings.context)
+        }
+        Cell::Canary => canary(table).map(|canary| canary.min_requests),
+    };
+    u64::from(value.unwrap_or(0))
 }
 
-fn tenant(number: u64) -> Option<TenantId> {
-    TenantId::new(format!("t{number}")).ok()
+fn model(number: u64) -> ModelId {
+    ModelId::new(format!("m{number}")).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn write(number: u64, value: u64) -> Change {
-    let quota = Quota { requests_per_minute: 1, tokens_per_minute: value, concurrency: 1 };
-    match tenant(number) {
-        Some(tenant) => Change::TenantSet(TenantRecord { tenant, salt: TenantSalt([0; 32]), quota }),
-        None => Change::PolicyAdvanced(PolicyAdvanced { from: 0, to: 0 }),
+fn canary(table: &Table) -> Option<CanaryShare> {
+    table.deployments().models().get(&model(CANARIES))?.rollout.as_ref()?.canary
+}
+
+/// A change of a deployment. Its register's value is its `context`.
+fn deploy(model: ModelId, value: u32, from: Option<u64>) -> DeploymentSet {
+    let settings = DeploymentSettings { context: value, ..DeploymentSettings::default() };
+    let source = Some(ModelSource::File("/m.gguf".into()));
+    DeploymentSet { model, settings, source, reread: false, canary: None, from }
+}
+
+fn set(set: DeploymentSet) -> Change {
+    Change::DeploymentSet(Box::new(set))
+}
+
+/// A change of the model with canaries, whose register's value is the canary's `min_requests`. While there is none, the
+/// change is the next step towards one, and no operation.
+fn change_canary(table: &Table, new: u32, random: &mut Random) -> (Option<(Cell, Op)>, Change) {
+    let model = model(CANARIES);
+    let share =
+        CanaryShare { permille: 10, min_requests: new, max_errors_permille: 1, max_ttft_percent: 200 };
+    let deployed = table.deployments().models().get(&model);
+    let unread = deployed.and_then(|d| d.versions.iter().find(|version| version.facts.is_none()));
+    match (deployed.map(|deployed| &deployed.rollout), unread) {
+        (None, _) => (None, set(deploy(model, 1, Some(0)))),
+        (Some(_), Some(version)) => {
+            let mut digest = [0; 32];
+            digest[..8].copy_from_slice(&version.number.to_le_bytes());
+            let facts = ModelFacts {
+                digest,
+                tokenizer_digest: [0; 32],
+                task: ModelTask::Generate,
+                context: 1,
+                needed_bytes: 1,
+            };
+            let version = version.number;
+            (None, Change::VersionIdentified(VersionIdentified { model, version, facts }))
+        }
+        // Starts a rollout without a canary.
+        (Some(None), None) => {
+            let from = deployed.map(|deployed| deployed.revision);
+            (None, set(DeploymentSet { reread: true, ..deploy(model, 1, from) }))
+        }
+        (Some(Some(rollout)), None) if random.chance(300) => {
+            let (version, promoted) = (rollout.version, random.chance(500));
+            let ended = RolloutEnded { model, version, promoted, reason: String::new() };
+            (Some((Cell::Canary, Op::Write(0))), Change::RolloutEnded(ended))
+        }
+        (Some(Some(_)), None) => {
+            let shared = DeploymentSet { source: None, canary: Some(share), ..deploy(model, 1, None) };
+            (Some((Cell::Canary, Op::Write(u64::from(new)))), set(shared))
+        }
     }
 }
 

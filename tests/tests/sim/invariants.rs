@@ -123,12 +123,14 @@ impl Invariants {
         })
     }
 
-    /// A new leader must have all agreed entries.
+    /// A new leader must have all entries that were agreed on in earlier terms. Late votes may elect it after a leader of
+    /// a later term.
     fn leads(&self, core: &Core) -> Result<(), Violation> {
         let mut log = core.entries().peekable();
         let compacted = log.peek().map_or(core.status().applied, |first| first.index - 1);
         let log: HashMap<u64, LogEntry> = log.map(|entry| (entry.index, entry)).collect();
-        for entry in self.agreed.iter().filter(|entry| entry.index > compacted) {
+        let term = core.status().term;
+        for entry in self.agreed.iter().filter(|entry| entry.index > compacted && entry.term < term) {
             holds(log.get(&entry.index) == Some(entry), || {
                 format!("{} leads without entry {}, which was agreed on", core.identity().node, entry.index)
             })?;

@@ -141,6 +141,7 @@ impl<'a> Batch<'a> {
             let applied = table.apply(entry.index, bytes, membership);
             if let Some(membership) = applied.membership {
                 core.raw.apply_conf_change(&conf_change(membership))?;
+                core.step_down_if_removed();
                 core.update_names();
             }
             if let Some(request) = applied.request {

@@ -32,6 +32,15 @@ impl Core {
         Ok(())
     }
 
+    /// A coordinator may become leader after its removal was proposed. The library panics if a leader that is no member
+    /// takes an acknowledgement.
+    pub(super) fn step_down_if_removed(&mut self) {
+        let raft = &mut self.raw.raft;
+        if raft.state == StateRole::Leader && raft.prs().get(raft.id).is_none() {
+            raft.become_follower(raft.term, 0);
+        }
+    }
+
     pub(super) fn propose_membership(&mut self, change: &Change, bytes: Vec<u8>) -> Result<(), ProposeError> {
         let raft = &self.raw.raft;
         if raft.state != StateRole::Leader {

@@ -1,5 +1,8 @@
 //! Log entries. `golden.txt` holds the bytes of every entry; variants are only appended.
 
+use super::deployments::{
+    DeploymentDropped, DeploymentSet, ModelRefused, RolloutEnded, VersionFailed, VersionIdentified,
+};
 use super::nodes::{AuthorityRecord, NodeAdmitted, NodeApproved, NodeRemoved, TokenRecord};
 use crate::member::{Incarnation, MemberId};
 use proto::block::TenantSalt;
@@ -63,9 +66,9 @@ pub enum Change {
     CoordinatorRemoved(NodeId),
     /// A coordinator reports the level of its build after a restart.
     LevelReported(LevelReported),
-    /// Plans how a model is served.
+    /// Places a version of a deployed model on workers. A later plan replaces an earlier one.
     ModelPlanned(ModelPlan),
-    /// Removes a model's plan.
+    /// Removes a version from all workers.
     ModelDropped(ModelId),
     /// Sets a tenant, its salt and its limits.
     TenantSet(TenantRecord),
@@ -108,6 +111,17 @@ pub enum Change {
     NodeRemoved(NodeRemoved),
     /// Sets the authority that signs the certificates of nodes.
     AuthoritySet(AuthorityRecord),
+    /// Deploys a model or changes its deployment.
+    DeploymentSet(Box<DeploymentSet>),
+    /// Removes a deployment, with the places of its versions.
+    DeploymentDropped(DeploymentDropped),
+    VersionIdentified(VersionIdentified),
+    VersionFailed(VersionFailed),
+    RolloutEnded(RolloutEnded),
+    /// Requests ask for a version that no worker has.
+    ModelWanted(ModelId),
+    /// The leader cannot have the version loaded.
+    ModelRefused(ModelRefused),
 }
 
 impl Change {
@@ -122,8 +136,22 @@ impl Change {
             | Self::NodeApproved(_)
             | Self::NodeRemoved(_)
             | Self::AuthoritySet(_) => Level(2),
+            change if change.is_of_deployments() => Level(2),
             _ => Level(1),
         }
+    }
+
+    pub(super) fn is_of_deployments(&self) -> bool {
+        matches!(
+            self,
+            Self::DeploymentSet(_)
+                | Self::DeploymentDropped(_)
+                | Self::VersionIdentified(_)
+                | Self::VersionFailed(_)
+                | Self::RolloutEnded(_)
+                | Self::ModelWanted(_)
+                | Self::ModelRefused(_)
+        )
     }
 
     /// Whether this is a membership change. The leader makes these one at a time.
@@ -174,9 +202,10 @@ pub struct LevelReported {
     pub level: Level,
 }
 
-/// How a model is served.
+/// Where a version of a deployed model is ready, or to be made so.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelPlan {
+    /// The version's name.
     pub model: ModelId,
     pub model_digest: [u8; 32],
     pub tokenizer_digest: [u8; 32],

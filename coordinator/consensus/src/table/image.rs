@@ -1,10 +1,11 @@
 //! Serialization of the table.
 
 use super::access::Access;
+use super::deployments::Deployments;
 use super::nodes::Nodes;
 use super::{
-    KeyRecord, KeyScope, ModelBlocked, ModelPlan, OperatorPlan, ReplicaPlan, Roster, Sessions, Standing,
-    Table, TenantRecord,
+    KeyRecord, KeyScope, Level, ModelBlocked, ModelPlan, OperatorPlan, ReplicaPlan, Roster, Sessions,
+    Standing, Table, TenantRecord,
 };
 use proto::block::TenantSalt;
 use proto::codec::{Cap, CodecError, decode, decode_prefix, encode, encode_into};
@@ -52,9 +53,12 @@ impl Table {
             operators: Cow::Borrowed(&self.operators),
         };
         let mut bytes = encode(&image, Cap::Control)?;
-        // Builds before level 2 have no nodes and read no further.
-        if *self.nodes != Nodes::default() {
+        // Builds before level 2 read no further.
+        if self.used_level() >= Level(2) {
             encode_into(&*self.nodes, Cap::Control, &mut bytes)?;
+        }
+        if *self.deployments != Deployments::default() {
+            encode_into(&*self.deployments, Cap::Control, &mut bytes)?;
         }
         Ok(bytes)
     }
@@ -62,7 +66,9 @@ impl Table {
     /// Decodes the bytes of [`to_bytes`](Self::to_bytes).
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
         let (image, rest): (Image<'_>, _) = decode_prefix(bytes, Cap::Control)?;
-        let nodes = if rest.is_empty() { Nodes::default() } else { decode(rest, Cap::Control)? };
+        let (nodes, rest): (Nodes, _) =
+            if rest.is_empty() { Default::default() } else { decode_prefix(rest, Cap::Control)? };
+        let deployments = if rest.is_empty() { Deployments::default() } else { decode(rest, Cap::Control)? };
         let access = Access {
             tenants: image.tenants.into_owned(),
             keys: image.keys.into_owned(),
@@ -82,6 +88,7 @@ impl Table {
             blocked: image.blocked.into_owned(),
             operators: image.operators.into_owned(),
             nodes: nodes.into(),
+            deployments: deployments.into(),
         })
     }
 }

@@ -93,6 +93,9 @@ pub enum Refusal {
     NotApproved,
     #[error("the certificate is revoked")]
     Revoked,
+    /// The deployment has another revision than the change expects; 0: there is no such deployment.
+    #[error("the deployment has revision {0}: another change came first")]
+    DeploymentMoved(u64),
 }
 
 /// Kinds of items in the table.
@@ -111,6 +114,8 @@ pub enum Kind {
     /// A node that waits for approval, with the key that was named.
     WaitingNode,
     Certificate,
+    Deployment,
+    Version,
 }
 
 impl std::fmt::Display for Kind {
@@ -127,6 +132,8 @@ impl std::fmt::Display for Kind {
             Self::Node => "node",
             Self::WaitingNode => "node that waits with this key",
             Self::Certificate => "certificate",
+            Self::Deployment => "deployment",
+            Self::Version => "version of a deployed model",
         })
     }
 }

@@ -57,7 +57,7 @@ impl Table {
         self.operators.get(&replica.model).is_some_and(|plan| plan.replicas.contains(&replica.stages))
     }
 
-    /// Adds a file to the block list and removes its replicas.
+    /// Adds a file to the block list and removes its replicas and places.
     pub(super) fn block(&mut self, blocked: ModelBlocked) -> Result<(), Refusal> {
         if blocked.reason.len() > MAX_REASON {
             return Err(Refusal::TooLarge);
@@ -65,6 +65,7 @@ impl Table {
         let digest = blocked.model_digest;
         put(&mut self.blocked, digest, blocked, MAX_CONDEMNED, Kind::Model)?;
         self.replicas.retain(|_, plan| plan.model_digest != digest);
+        self.models.retain(|_, plan| plan.model_digest != digest);
         Ok(())
     }
 }

@@ -6,6 +6,7 @@ use proto::served_model::{ModelTask, ServedModel};
 use proto::worker::WorkerInfo;
 use router::table::roster::WorkerStanding;
 
+mod deployments;
 mod nodes;
 
 const GOLDEN: &str = include_str!("golden.txt");
@@ -188,6 +189,7 @@ fn every_change() -> Vec<Change> {
     ]
     .into_iter()
     .chain(nodes::every_change())
+    .chain(deployments::every_change())
     .collect()
 }
 
@@ -233,6 +235,7 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(Change::OperatorPlanned(operator_plan("m", &[&["w0", "w1"], &["w2"]])));
     written.push(("table".into(), client.table.to_bytes().unwrap()));
     written.push(("table/nodes".into(), nodes::joined().table.to_bytes().unwrap()));
+    written.push(("table/deployments".into(), deployments::rolled_out().table.to_bytes().unwrap()));
     let mut missing = String::new();
     for (name, bytes) in &written {
         match golden.get(name.as_str()) {

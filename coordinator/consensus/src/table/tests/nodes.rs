@@ -65,7 +65,7 @@ pub(super) fn every_change() -> Vec<Change> {
     ]
 }
 
-fn client() -> Client {
+pub(super) fn client() -> Client {
     let mut client = Client::new();
     for name in ["c0", "c1", "c2"] {
         client.done(Change::LevelReported(LevelReported { node: node(name), level: Level::OWN }));
