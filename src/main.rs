@@ -61,6 +61,7 @@ mod try_grammar;
 mod try_onnx;
 mod unblock;
 mod up;
+mod usage;
 mod worker;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -118,6 +119,7 @@ enum Command {
     Coordinators(coordinators::Coordinators),
     Keys(keys::Keys),
     Tenants(tenants::Tenants),
+    Usage(usage::Usage),
     Snapshot(snapshot::Snapshot),
     Prefix(prefix::Prefix),
     Ca(ca::Ca),
@@ -176,6 +178,7 @@ impl Command {
             Self::Coordinators(command) => command.run(),
             Self::Keys(command) => command.run(),
             Self::Tenants(command) => command.run(),
+            Self::Usage(command) => command.run(),
             Self::Snapshot(command) => command.run(),
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),

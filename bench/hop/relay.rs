@@ -191,6 +191,8 @@ impl CoordinatorApi for Api {
     async fn shipping(self, _: context::Context, _: ShippingReport) {}
     async fn certificate(self, _: context::Context, _: CertificateReport) {}
 
+    async fn usage(self, _: tarpc::context::Context, _: proto::usage::UsageReport) {}
+
     async fn adapters(
         self,
         _: tarpc::context::Context,

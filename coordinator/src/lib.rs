@@ -5,6 +5,7 @@
 //! - [`config`]: the configuration and its checks
 //! - [`server`]: starts all parts, connects them, and stops them in order; `server/http.rs` has the TCP ports
 //! - [`workers`]: registrations, load reports and KV events of workers
+//! - `usage`: keeps the usage of tenants on disk
 //!
 //! The parts are crates. From the bottom: `router` decides which worker serves a request, `consensus` keeps
 //! what all coordinators agree on, `dispatch` sends requests to workers, `api` serves clients, `group` takes
@@ -21,6 +22,7 @@
 mod access;
 pub mod config;
 pub mod server;
+mod usage;
 pub mod workers;
 
 pub use config::Config;

@@ -4,7 +4,9 @@ mod http;
 
 use crate::access::{ApiAccess, ApiAudit};
 use crate::config::{Config, ConfigError};
+use crate::usage::UsageFile;
 use crate::workers::{self, Terms};
+use ::usage::store::StoreError;
 use api::cors::Cors;
 use api::operations::Sessions;
 use api::planning_threads::PlanningThreads;
@@ -67,6 +69,9 @@ pub enum StartError {
     /// The audit log cannot be opened.
     #[error(transparent)]
     Audit(#[from] AuditError),
+    /// The usage of earlier runs cannot be read.
+    #[error(transparent)]
+    Usage(#[from] StoreError),
     /// A TCP port cannot be opened.
     #[error("cannot listen on {address}: {source}")]
     Bind { address: SocketAddr, source: std::io::Error },
@@ -92,6 +97,7 @@ pub struct Coordinator {
     ops_http: Listener,
     tasks: Vec<JoinHandle<()>>,
     drain: Duration,
+    usage: UsageFile,
     _claim: Option<DirectoryClaim>,
 }
 
@@ -124,7 +130,9 @@ impl Coordinator {
         let metrics = Arc::new(Metrics::new(in_group));
         let counted = in_group.cloned();
         let weights = TenantWeights::new(&config.tenant_weights).map_err(ConfigError::from)?;
-        let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics), weights);
+        let usage = UsageFile::open(config.data_dir.as_deref(), name.node.clone())?;
+        let recorder = Arc::clone(usage.recorder());
+        let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics), weights, recorder);
 
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(u64::try_from(started.as_millis()).unwrap_or(u64::MAX));
@@ -234,6 +242,7 @@ impl Coordinator {
             )),
             tokio::spawn(tick(Arc::clone(&dispatch), ticks)),
             tokio::spawn(runtime.of_runtime()),
+            tokio::spawn(usage.clone().keep()),
         ];
         tasks.push(tokio::spawn(Arc::clone(&joining).keep()));
         tasks.push(tokio::spawn(serve_joining(Arc::clone(&endpoint), joining)));
@@ -251,6 +260,7 @@ impl Coordinator {
             ops_http,
             tasks,
             drain,
+            usage,
             _claim: claim,
         })
     }
@@ -285,6 +295,7 @@ impl Coordinator {
         let finished = self.http.stop(self.drain).await;
         self.ops_http.stop(Duration::ZERO).await;
         self.endpoint.close().await;
+        self.usage.save().await;
         tracing::info!(finished, "coordinator stopped");
         finished
     }

@@ -11,6 +11,7 @@ use proto::deployment::HostReport;
 use proto::ids::{ModelId, NodeId, Role};
 use proto::log::Repeats;
 use proto::shard::ShippingReport;
+use proto::usage::UsageReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
 use router::table::TableError;
 use std::collections::HashMap;
@@ -216,6 +217,10 @@ impl CoordinatorApi for Session {
     async fn certificate(self, _: Context, report: CertificateReport) {
         let CertificateReport { ends } = report;
         self.dispatch.certificates().report(self.id, self.node(), ends);
+    }
+
+    async fn usage(self, _: Context, report: UsageReport) {
+        self.dispatch.usage().reported(self.node(), report);
     }
 
     async fn shipping(self, _: Context, report: ShippingReport) {

@@ -23,4 +23,5 @@ pub mod served_model;
 pub mod shard;
 pub mod stage;
 pub mod trace;
+pub mod usage;
 pub mod worker;

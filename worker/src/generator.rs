@@ -8,12 +8,14 @@ use engine::engine::EngineLoad;
 use engine::engine::thread::EngineHandle;
 use engine::kv_events::EventLog;
 use engine::pull::Source;
+use engine::usage::RequestUsage;
 use external::EngineKind;
 use futures::future::BoxFuture;
 use kernels::registry::{Operation, Provider, Refusal, Registry, SelectError};
 use parking_lot::Mutex;
 use proto::message::{GenerateError, GenerateFrame, GenerateRequest, PullReport};
 use proto::served_model::BUILT_IN;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
@@ -29,7 +31,7 @@ pub const BACKEND_VARIABLE: &str = "KVASIR_LLM_BACKEND";
 pub(crate) trait Generator: Send + Sync {
     /// Starts a generation with the adapter of this digest, if there is one. It takes its place in the order of calls
     /// at once. Its frames go to `frames`, which is closed behind the last one. Dropping the future, or the receiver of
-    /// the frames, cancels it.
+    /// the frames, cancels it. `usage` counts what it uses.
     ///
     /// # Errors
     ///
@@ -41,6 +43,7 @@ pub(crate) trait Generator: Send + Sync {
         adapter: Option<[u8; 32]>,
         pull: Option<Box<dyn Source>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
+        usage: Arc<RequestUsage>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>>;
 
     fn load(&self) -> EngineLoad;

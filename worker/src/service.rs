@@ -55,6 +55,7 @@ mod pool;
 mod runner;
 mod sequences;
 mod twin;
+mod usage;
 
 use adapters::NodeAdapter;
 use floor::Shortage;
@@ -63,6 +64,10 @@ use peers::Peers;
 use pool::Pool;
 use runner::Runner;
 use twin::Twin;
+use usage::UsageLog;
+
+/// Timeout of the last report of usage.
+const USAGE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Configuration of a worker node.
 #[derive(Debug, Clone)]
@@ -152,6 +157,7 @@ struct Node {
     peers: Arc<Peers>,
     holdings: Arc<Inventory>,
     operations: Arc<Operations>,
+    usage: Arc<UsageLog>,
     /// Metrics that do not belong to the engine.
     registry: Arc<Registry>,
     own: NodeMetrics,
@@ -249,6 +255,7 @@ struct NodeContext {
     shipping: ShippingMetrics,
     holdings: Arc<Inventory>,
     operations: Arc<Operations>,
+    usage: Arc<UsageLog>,
     registry: Arc<Registry>,
     own: NodeMetrics,
     identity: Identity,
@@ -290,6 +297,7 @@ impl NodeContext {
             peers: Arc::clone(&self.peers),
             holdings: Arc::clone(&self.holdings),
             operations: Arc::clone(&self.operations),
+            usage: Arc::clone(&self.usage),
             registry: Arc::clone(&self.registry),
             own: self.own.clone(),
             identity: self.identity.clone(),
@@ -371,6 +379,7 @@ impl WorkerService {
         }
         let own_metrics = NodeMetrics::default();
         own_metrics.register(&mut registry);
+        let usage = UsageLog::new(epoch, &mut registry);
         let gpu_health = GpuHealthMetrics::default();
         registry.register_collector(Box::new(gpu_health.clone()));
         let gpu_watch = GpuWatch::start(gpu_health, config.engine.own_gpu());
@@ -448,6 +457,7 @@ impl WorkerService {
             shipping,
             holdings,
             operations: Arc::new(operations),
+            usage,
             registry: Arc::new(registry),
             own: own_metrics,
             identity: identity.clone(),
@@ -548,6 +558,7 @@ impl WorkerService {
         while node.calls.load(Ordering::SeqCst) > 0 {
             tick.tick().await;
         }
+        node.usage.reported(USAGE_LIMIT).await;
     }
 
     pub async fn stop(self) {

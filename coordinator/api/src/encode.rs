@@ -5,7 +5,7 @@ use super::admitted::AdmittedRequest;
 use super::answer::{ROUTE_HEADER, WORKER_HEADER};
 use super::error::ApiError;
 use axum::http::{HeaderMap, HeaderValue};
-use dispatch::{EncodeJob, Encoded, Encoding};
+use dispatch::{EncodeJob, Encoded, Encoding, Payer};
 use futures::future::try_join_all;
 use proto::ids::ModelId;
 use proto::message::{EncodeText, MAX_ENCODE_TEXTS};
@@ -69,7 +69,8 @@ pub async fn gather(
                 deadline: admitted.arrived + state.request_timeout,
                 trace,
             };
-            EncodeJob { request: Arc::new(request), part, texts }
+            let payer = Payer::new(admitted.caller.tenant(), admitted.caller.key_id(), model);
+            EncodeJob { request: Arc::new(request), part, texts, payer }
         })
         .collect();
     let tokens = jobs.iter().map(|job| u64::from(job.request.prompt_tokens)).sum();

@@ -63,7 +63,7 @@ use dispatch::metrics::Metrics;
 use dispatch::models::Models;
 use dispatch::quota::Permit;
 use dispatch::random::random_u64;
-use dispatch::{Dispatch, GenerationJob};
+use dispatch::{Dispatch, GenerationJob, Payer};
 use documents::Popularity;
 use encode::{EncodePlan, Gathered, gather};
 use error::ApiError;
@@ -625,6 +625,7 @@ impl AppState {
         let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
         for (prompt, max_tokens) in &plan.prompts {
             let chain: Arc<[_]> = self.chains.chain_of(root, prompt).into();
+            let payer = Payer::new(caller.tenant(), caller.key_id(), &plan.served.id);
             for nth in 0..plan.params.n {
                 let mut sampling = plan.params.sampling.clone();
                 sampling.seed = sampling.seed.wrapping_add(nth.into());
@@ -657,6 +658,7 @@ impl AppState {
                     sampling,
                     stop,
                     grammar: plan.grammar.clone(),
+                    payer: payer.clone(),
                 });
             }
         }

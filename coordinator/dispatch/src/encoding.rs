@@ -2,10 +2,13 @@
 //! complete, so a failed call starts over on another worker.
 
 use super::ticket::TicketGuard;
+use super::usage::{AttemptMeter, Payer};
 use super::{Failure, choice};
+use proto::block::BlockId;
 use proto::ids::NodeId;
 use proto::message::{EncodeRequest, EncodeText};
 use proto::trace::{Span, TraceContext};
+use proto::usage::AttemptId;
 use router::balancer::{Assignment, RouteRequest};
 use router::routing::Reason;
 use std::sync::Arc;
@@ -19,6 +22,7 @@ pub struct EncodeJob {
     pub part: u32,
     /// Between 1 and [`proto::message::MAX_ENCODE_TEXTS`] texts.
     pub texts: Vec<EncodeText>,
+    pub payer: Payer,
 }
 
 /// The result of an [`EncodeJob`].
@@ -57,8 +61,10 @@ impl Encoding {
             let mut span = choice::record(&self.job.request, &placed);
             let request = self.request(&placed.assignment, span.as_ref().map(Span::context));
             let connection = placed.link.connection();
+            let mut meter = self.meter(&placed.assignment, &request);
             let worker_error = match connection.encode(&request).await {
                 Ok(Ok(texts)) => {
+                    meter.encoded();
                     let queued = placed.queued(&self.job.request);
                     let Assignment { node, reason, .. } = placed.assignment;
                     return Ok(Encoded { texts, node, reason, queued });
@@ -68,6 +74,7 @@ impl Encoding {
                     Some(error)
                 }
                 Ok(Err(error)) => {
+                    meter.failed();
                     span.iter_mut().for_each(|span| span.fail("declined"));
                     return Err(Failure::Worker(error));
                 }
@@ -77,8 +84,21 @@ impl Encoding {
                     None
                 }
             };
+            meter.failed();
+            drop(meter);
             self.ticket.retry_elsewhere(&placed, worker_error, None);
         }
+    }
+
+    fn meter(&self, assignment: &Assignment, request: &EncodeRequest) -> AttemptMeter {
+        let id = AttemptId {
+            request: request.request_id.clone(),
+            part: request.part,
+            attempt: request.attempt,
+            root: BlockId([0; 16]),
+        };
+        let (usage, tokens) = (self.ticket.dispatch().usage(), self.job.request.prompt_tokens as usize);
+        AttemptMeter::begin(usage, &assignment.node, id, &self.job.payer, tokens)
     }
 
     fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> EncodeRequest {
@@ -92,6 +112,15 @@ impl Encoding {
             texts: self.job.texts.clone(),
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             trace,
+        }
+    }
+}
+
+impl Drop for Encoding {
+    fn drop(&mut self) {
+        // Parts of one request count once.
+        if self.job.part == 0 {
+            self.job.payer.request_ended(self.ticket.dispatch().usage());
         }
     }
 }

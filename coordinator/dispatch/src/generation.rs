@@ -8,6 +8,7 @@
 
 use super::choice;
 use super::ticket::{PlacedAttempt, TicketGuard};
+use super::usage::{AttemptMeter, Payer, PrefillMeter};
 use proto::block::BlockId;
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{
@@ -16,6 +17,7 @@ use proto::message::{
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
+use proto::usage::AttemptId;
 use router::balancer::{Assignment, Refusal, RouteRequest};
 use router::routing::Reason;
 use std::sync::Arc;
@@ -37,6 +39,7 @@ pub struct GenerationJob {
     pub stop: Stop,
     /// Grammar of the answer; `None` allows any answer.
     pub grammar: Option<GrammarSpec>,
+    pub payer: Payer,
 }
 
 /// The worker that serves a generation, once the prompt is computed.
@@ -97,6 +100,7 @@ pub struct Generation {
 struct RunningAttempt {
     placed: PlacedAttempt,
     stream: GenerateStream,
+    meter: AttemptMeter,
     started: bool,
     /// Prompt tokens that were expected in the cache, while only the engine's end frame will tell how many were.
     estimated: Option<u32>,
@@ -122,6 +126,13 @@ impl Generation {
         let event = tokio::time::timeout_at(deadline, self.advance()).await.unwrap_or(Err(Failure::Deadline));
         if matches!(event, Ok(Event::Finished(_)) | Err(_)) {
             self.over = true;
+            let at_its_deadline =
+                matches!(event, Err(Failure::Worker(GenerateError::DeadlineExceeded { .. })));
+            if let (Some(attempt), Err(Failure::Worker(_)), false) =
+                (&mut self.attempt, &event, at_its_deadline)
+            {
+                attempt.meter.failed();
+            }
             self.attempt = None;
             if event.is_ok() {
                 self.ticket.generated(self.emitted.len());
@@ -140,6 +151,7 @@ impl Generation {
             let worker_error = match attempt.stream.next().await {
                 Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
                     attempt.started = true;
+                    attempt.meter.started(started.cached_tokens, started.computed_tokens, started.estimated);
                     if let Some(span) = &mut attempt.span {
                         span.set("kvasir.cached_tokens", started.cached_tokens);
                     }
@@ -174,6 +186,7 @@ impl Generation {
                     }));
                 }
                 Some(Ok(GenerateFrame::Tokens(tokens))) if attempt.started => {
+                    attempt.meter.delivered(tokens.len());
                     self.emitted.extend(tokens.iter().map(|t| t.id));
                     return Ok(Event::Tokens(tokens));
                 }
@@ -183,6 +196,7 @@ impl Generation {
                     if let (Some(predicted), Some(cached)) = (attempt.estimated, finished.cached_tokens) {
                         self.ticket.dispatch().metrics.cached(predicted, cached, false);
                     }
+                    attempt.meter.finished(finished.cached_tokens);
                     return Ok(Event::Finished(finished));
                 }
                 Some(Ok(GenerateFrame::Failed(error))) if error.retryable() => Some(error),
@@ -199,6 +213,7 @@ impl Generation {
             if let Some(span) = &mut attempt.span {
                 span.fail(if worker_error.is_some() { "declined" } else { "lost" });
             }
+            attempt.meter.failed();
             self.retry_elsewhere(&attempt.placed, worker_error);
         }
     }
@@ -209,21 +224,33 @@ impl Generation {
             let mut placed = self.ticket.worker(!self.emitted.is_empty()).await?;
             let mut span = choice::record(&self.job.request, &placed);
             let context = span.as_ref().map(Span::context);
-            let mut computed = true;
+            let mut prefill = None;
             if let Some((node, epoch)) = &placed.assignment.prefill {
                 // The requests behind this one need not wait for the prefill worker.
                 placed.send_order = None;
-                computed = self.prefill_at(node, *epoch, self.request(&placed.assignment, context)).await;
+                prefill = self.prefill_at(node, *epoch, self.request(&placed.assignment, context)).await;
             }
             let mut request = self.request(&placed.assignment, context);
-            if !computed {
+            if placed.assignment.prefill.is_some() && prefill.is_none() {
                 request.pull = None;
             }
             let opened = placed.link.connection().open_generate(&request).await;
             placed.send_order = None;
             match opened {
                 Ok(stream) => {
-                    return Ok(RunningAttempt { placed, stream, started: false, estimated: None, span });
+                    let (node, payer) = (&placed.assignment.node, &self.job.payer);
+                    let usage = self.ticket.dispatch().usage();
+                    let prompt = self.job.prompt.len();
+                    let meter = AttemptMeter::begin(usage, node, attempt_id(&request), payer, prompt);
+                    let meter = meter.with_prefill(prefill);
+                    return Ok(RunningAttempt {
+                        placed,
+                        stream,
+                        meter,
+                        started: false,
+                        estimated: None,
+                        span,
+                    });
                 }
                 Err(error) => {
                     tracing::info!(request = %self.job.request.request_id, %error, "cannot reach the chosen worker");
@@ -234,9 +261,14 @@ impl Generation {
         }
     }
 
-    /// Has a prefill worker compute the prompt and the emitted tokens. Returns `false` if it fails.
-    async fn prefill_at(&self, node: &NodeId, epoch: Epoch, request: GenerateRequest) -> bool {
-        let Some(link) = self.ticket.dispatch().link(node, epoch) else { return false };
+    /// Has a prefill worker compute the prompt and the emitted tokens. Returns `None` if it fails.
+    async fn prefill_at(
+        &self,
+        node: &NodeId,
+        epoch: Epoch,
+        request: GenerateRequest,
+    ) -> Option<PrefillMeter> {
+        let link = self.ticket.dispatch().link(node, epoch)?;
         let request = GenerateRequest {
             prompt: [&*request.prompt, &*request.emitted].concat().into(),
             emitted: TokenIds::default(),
@@ -249,20 +281,23 @@ impl Generation {
         };
         let computed = async {
             let mut stream = link.connection().open_generate(&request).await.map_err(|e| e.to_string())?;
+            let usage = self.ticket.dispatch().usage();
+            let mut meter = PrefillMeter::begin(usage, node, attempt_id(&request), &self.job.payer);
             while let Some(frame) = stream.next().await {
                 match frame.map_err(|error| error.to_string())? {
-                    GenerateFrame::Finished(_) => return Ok(()),
+                    GenerateFrame::Finished(_) => return Ok(meter),
                     GenerateFrame::Failed(error) => return Err(error.to_string()),
-                    GenerateFrame::Started(_) | GenerateFrame::Tokens(_) => {}
+                    GenerateFrame::Started(started) => meter.computed(started.computed_tokens),
+                    GenerateFrame::Tokens(_) => {}
                 }
             }
             Err("the stream ended without an end frame".to_owned())
         };
-        let computed: Result<(), String> = computed.await;
+        let computed: Result<PrefillMeter, String> = computed.await;
         if let Err(error) = &computed {
             tracing::info!(request = %self.job.request.request_id, %node, error, "a prefill worker did not compute a prompt ahead");
         }
-        computed.is_ok()
+        computed.ok()
     }
 
     fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequest {
@@ -291,6 +326,24 @@ impl Generation {
     fn retry_elsewhere(&mut self, placed: &PlacedAttempt, error: Option<GenerateError>) {
         let class = (!self.emitted.is_empty()).then(|| placed.assignment.numeric_class.clone());
         self.ticket.retry_elsewhere(placed, error, class);
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        // Choices of one request count once.
+        if self.job.choice == 0 {
+            self.job.payer.request_ended(self.ticket.dispatch().usage());
+        }
+    }
+}
+
+fn attempt_id(request: &GenerateRequest) -> AttemptId {
+    AttemptId {
+        request: request.request_id.clone(),
+        part: request.choice,
+        attempt: request.attempt,
+        root: request.root,
     }
 }
 

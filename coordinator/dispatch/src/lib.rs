@@ -25,6 +25,7 @@ pub mod random;
 mod sequences;
 mod shipments;
 mod ticket;
+mod usage;
 
 pub use adapters::AdapterOutcome;
 pub use certificates::Certificates;
@@ -37,7 +38,9 @@ pub use operation::{OpenedSession, OperationJob, Seating, Unopened};
 pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
+pub use usage::Payer;
 
+use ::usage::recorder::Recorder;
 use link::{Link, Pooled};
 use metrics::Metrics;
 use parking_lot::{Mutex, MutexGuard};
@@ -84,6 +87,7 @@ pub struct Dispatch {
     certificates: Certificates,
     lost_devices: LostDevices,
     weights: TenantWeights,
+    usage: Arc<Recorder>,
     /// Notified after a worker's events have been applied.
     events_applied: Notify,
 }
@@ -128,7 +132,12 @@ impl DispatchState {
 }
 
 impl Dispatch {
-    pub fn new(policy: Policy, metrics: Arc<Metrics>, weights: TenantWeights) -> Arc<Self> {
+    pub fn new(
+        policy: Policy,
+        metrics: Arc<Metrics>,
+        weights: TenantWeights,
+        usage: Arc<Recorder>,
+    ) -> Arc<Self> {
         let balancer = Balancer::weighted(policy, weights.clone());
         let state = DispatchState {
             balancer,
@@ -144,6 +153,7 @@ impl Dispatch {
             certificates: Certificates::default(),
             lost_devices: LostDevices::default(),
             weights,
+            usage,
             events_applied: Notify::new(),
         })
     }

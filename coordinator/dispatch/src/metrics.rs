@@ -6,6 +6,7 @@ mod families;
 pub mod history;
 mod operations;
 mod ports;
+pub mod usage;
 
 use crate::models::Models;
 use by_model::ByModel;

@@ -386,6 +386,8 @@ impl Shared {
             GroupMessage::Removed(incarnation) => self.on_removed(peer, incarnation),
             GroupMessage::Settings(settings) => self.compared.lock().insert(peer, settings),
             GroupMessage::Spending(spending) => self.access.spent_elsewhere(peer, &spending),
+            GroupMessage::UsageVersions(versions) => self.dispatch.usage().peer_knows(peer, versions),
+            GroupMessage::UsageRows(rows) => self.dispatch.usage().merge(rows),
             GroupMessage::MemberRequest(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
@@ -492,8 +494,14 @@ impl Shared {
             let spending = self.access.spending();
             let peers = mesh.peers();
             let settings = self.compare(&peers);
+            let versions = self.dispatch.usage().versions();
             for peer in peers {
                 mesh.send(&peer, GroupMessage::Settings(settings.clone()));
+                mesh.send(&peer, GroupMessage::UsageVersions(versions.clone()));
+                let rows = self.dispatch.usage().rows_for(&peer);
+                if !rows.is_empty() {
+                    mesh.send(&peer, GroupMessage::UsageRows(rows));
+                }
                 spending
                     .iter()
                     .for_each(|spending| mesh.send(&peer, GroupMessage::Spending(spending.clone())));

@@ -6,6 +6,7 @@
 //! - `cluster`: the status of the cluster
 //! - `coordinators`, `keys`, `nodes`, `plans`: changes that the group agrees on
 //! - `sequence_access`, then `snapshots` and `prefixes`: sequences and prefixes at their workers
+//! - `usage`: what tenants, keys and models used
 //! - `relabel`: the workers' metrics in this coordinator's
 //! - `dashboard`: the page, its data, and why a worker is busy
 //!
@@ -25,6 +26,7 @@ mod prefixes;
 mod relabel;
 mod sequence_access;
 mod snapshots;
+mod usage;
 
 pub use dashboard::Feed;
 
@@ -64,6 +66,8 @@ use transport::heartbeat::Heartbeat;
 const SCRAPE_LIMIT: Duration = Duration::from_secs(1);
 /// How long the status waits for the workers' own metrics; later ones are omitted.
 const STATUS_LIMIT: Duration = Duration::from_millis(300);
+/// Content type of metrics.
+const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Most characters of a path in the audit log.
 const MAX_PATH: usize = 256;
 /// The rest of such a path is a key's id, or by mistake the key itself.
@@ -149,6 +153,7 @@ pub fn router(ops: Arc<Ops>, playground: Router<Arc<Ops>>) -> Router {
         .merge(keys::router())
         .merge(nodes::router())
         .merge(plans::router())
+        .merge(usage::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
     let playground = playground.layer(from_fn_with_state(Arc::clone(&ops), api_callers_only));
     Router::new()
@@ -266,8 +271,7 @@ async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
     let mut text = ops.metrics.text(&ops.dispatch.metrics_load(), &ops.models, &ops.chains, ops.keys.count());
     relabel::append(&mut text, &workers);
     text.push_str("# EOF\n");
-    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], text).into_response()
+    ([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response()
 }
 
 async fn cluster(State(ops): State<Arc<Ops>>) -> Response {

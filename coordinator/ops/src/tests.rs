@@ -1,4 +1,5 @@
 use super::*;
+use ::usage::recorder::Recorder;
 use api::auth::{KeyEntry, hex};
 use axum::body::Body;
 use http_body_util::BodyExt;
@@ -36,7 +37,12 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
     let node = NodeId::new("c1").unwrap();
     let ops = Arc::new(Ops {
         id: node.clone(),
-        dispatch: Dispatch::new(Policy::default(), Arc::clone(&metrics), Default::default()),
+        dispatch: Dispatch::new(
+            Policy::default(),
+            Arc::clone(&metrics),
+            Default::default(),
+            Arc::new(Recorder::new(node.clone(), 1)),
+        ),
         agreement: None,
         replicas: None,
         models: Arc::new(Models::open(&[], false).unwrap()),

@@ -9,6 +9,7 @@ use proto::event::KvReplay;
 use proto::ids::ModelId;
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::shard::ShippingReport;
+use proto::usage::UsageReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered, WorkerStatus};
 use std::time::{Duration, Instant};
 
@@ -30,6 +31,9 @@ pub trait CoordinatorApi {
     /// Reports that the worker loads models by order, after the registration and whenever the values change. An older
     /// coordinator refuses the call.
     async fn host(report: HostReport) -> Result<(), Refusal>;
+    /// Reports what ended requests have used, repeated until the coordinator replies. An older coordinator refuses the
+    /// call.
+    async fn usage(report: UsageReport);
 }
 
 /// Calls of a coordinator to each worker.

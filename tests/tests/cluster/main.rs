@@ -30,6 +30,7 @@ mod traces;
 mod transfer;
 mod units;
 mod up;
+mod usage;
 
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::fixtures::Manifest;

@@ -66,6 +66,7 @@ fn the_code_and_the_document_name_the_same_metrics() {
         "worker/engine/src/telemetry",
         "worker/speech/src/metrics",
         "worker/src/external_engine/metrics",
+        "worker/src/service/usage",
     ]
     .iter()
     .map(|module| source_of(&binary::workspace().join(module)))

@@ -13,11 +13,12 @@ pub use crate::progress::EngineLoad;
 use crate::pull::Source;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{LogitRows, Scheduler, SeqId, SequenceRequest, StepPlan};
+use crate::scheduler::{LogitRows, PlannedSequence, Scheduler, SeqId, SequenceRequest, StepPlan};
 use crate::snapshot::Origin;
 use crate::speculation::Speculation;
 use crate::telemetry::EngineMetrics;
 use crate::tiers::Tiers;
+use crate::usage::{RequestUsage, RowKind, StepShare, divide_step};
 use adapters::Adapters;
 pub use adapters::{AdapterLimits, EngineAdapter};
 pub use draft_model::DraftModel;
@@ -97,6 +98,11 @@ pub trait Sink: Send {
     /// Frames for the client. Returns `false` if the receiver is gone: the request is then cancelled.
     fn frame(&mut self, frame: GenerateFrame) -> bool;
 
+    /// Counts what the request uses.
+    fn usage(&self) -> Option<Arc<RequestUsage>> {
+        None
+    }
+
     /// The parent span of the request, if the request is traced.
     fn span(&self) -> Option<TraceContext> {
         None
@@ -156,6 +162,7 @@ struct InFlightStep {
     plan: StepPlan,
     targets: Targets,
     since: Instant,
+    shares: Vec<StepShare>,
     /// Spans of the ranks' work for traced requests.
     spans: Vec<Span>,
     drafts: RemoteDrafts,
@@ -341,6 +348,7 @@ impl Engine {
         }
         let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
         let prompt_len = prompt.len();
+        let usage = sink.usage();
         let traced = sink.span().and_then(|parent| Traced::begin(parent, now, prompt_len, &self.recorded));
         let mut tokens = prompt;
         tokens.extend_from_slice(&emitted);
@@ -376,6 +384,7 @@ impl Engine {
             last_token: None,
             transfer: None,
             traced,
+            usage,
         };
         self.requests.insert(id, live);
         self.schedule_or_wait(now, request, pull, together);
@@ -543,8 +552,9 @@ impl Engine {
         if let Some(plan) = self.plan()? {
             let (rows, targets) = (plan.tokens.len(), self.targets(&plan));
             let spans = self.trace_plan(&plan);
+            let shares = self.shares(&plan);
             let drafts = RemoteDrafts::default();
-            self.submit_step(InFlightStep { plan, targets, since: now, spans, drafts })?;
+            self.submit_step(InFlightStep { plan, targets, since: now, shares, spans, drafts })?;
             return Ok(StepOutcome::Ran { rows });
         }
         if self.take_result(true)? {
@@ -583,6 +593,21 @@ impl Engine {
         }
     }
 
+    /// The rows of each sequence of a step, with what counts their time.
+    fn shares(&self, plan: &StepPlan) -> Vec<StepShare> {
+        let share = |sequence: &PlannedSequence| {
+            let request = self.requests.get(&sequence.id);
+            let started = request.is_some_and(|request| request.last_token.is_some());
+            let drawn_from = sequence.rows.len() == 1 + sequence.draft_tokens as usize;
+            StepShare {
+                rows: sequence.rows.start as usize..sequence.rows.end as usize,
+                kind: if started && drawn_from { RowKind::Output } else { RowKind::Input },
+                usage: request.and_then(|request| request.usage.clone()),
+            }
+        };
+        plan.sequences.iter().map(share).collect()
+    }
+
     /// Completes the oldest step in flight. Returns `false` if no step is in flight, or if its result has not
     /// arrived and `wait` is false.
     fn take_result(&mut self, wait: bool) -> Result<bool, Error> {
@@ -607,7 +632,7 @@ impl Engine {
 
     /// Completes a computed step with its drawn tokens.
     fn complete(&mut self, step: &InFlightStep, drawn: Drawn) -> Result<(), Error> {
-        let InFlightStep { plan, since, drafts, .. } = step;
+        let InFlightStep { plan, since, shares, drafts, .. } = step;
         let Drawn { draws: mut sampled, spoiled } = drawn;
         if !spoiled.is_empty() {
             sampled.retain(|draw| !spoiled.contains(&draw.id));
@@ -627,6 +652,9 @@ impl Engine {
         self.completed = Some(ended);
         let took = ended.saturating_duration_since(began);
         self.rates.step_ended(took, rows, prefill_rows);
+        // All devices of a replica work for its steps.
+        let device_time = took * u32::try_from(self.executor.ranks()).unwrap_or(u32::MAX);
+        self.metrics.usage.step(device_time, divide_step(device_time, rows, shares));
         if let Some(speculation) = self.speculation.as_mut().filter(|_| prefill_rows == 0) {
             // The time for drafting is counted separately.
             speculation.step_took(rows, took.saturating_sub(drafts.took));

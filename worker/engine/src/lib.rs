@@ -25,6 +25,7 @@ pub mod snapshot;
 pub mod speculation;
 pub mod telemetry;
 pub mod tiers;
+pub mod usage;
 pub mod watchdog;
 pub mod weights;
 

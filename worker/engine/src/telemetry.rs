@@ -18,6 +18,7 @@ mod node;
 mod shards;
 mod traces;
 mod transfers;
+mod usage;
 mod weight_distribution;
 
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
@@ -29,6 +30,7 @@ pub use node::{CertificateLabel, NodeMetrics};
 pub use shards::{ShardMetrics, StageLabel};
 pub use shards::{StageCount, StageCounts};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
+pub use usage::{UsageMetrics, Work, WorkLabel};
 pub use weight_distribution::{ShippingMetrics, SourceLabel};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -196,6 +198,7 @@ pub struct EngineMetrics {
     /// Grammars that constrain answers.
     pub grammars: GrammarMetrics,
     pub device: DeviceMetrics,
+    pub usage: UsageMetrics,
 }
 
 /// A histogram of seconds, 1 ms to 2 minutes.
@@ -272,6 +275,7 @@ impl EngineMetrics {
         self.shards.register(registry);
         self.grammars.register(registry);
         self.device.register(registry);
+        self.usage.register(registry);
         registry.register_collector(Box::new(traces::SpanCounts));
         registry.register(
             "kvasir_prefix_lookups",

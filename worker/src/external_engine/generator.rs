@@ -11,6 +11,7 @@ use engine::kv_events::EventLog;
 use engine::pull::Source;
 use engine::sampling::stop::{Ending, OutputText};
 use engine::telemetry::{EngineMetrics, FinishedLabel, Reason};
+use engine::usage::RequestUsage;
 use external::{
     Engine, EngineError, EngineEvent, EngineIndex, EngineKind, EngineRequest, EngineUsage, IndexConfig,
     SlotChoice, SlotModel, SubscriberLimits, Wait, spawn_kv_follower,
@@ -212,7 +213,9 @@ impl Generator for ExternalGenerator {
         _adapter: Option<[u8; 32]>,
         _pull: Option<Box<dyn Source>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
+        usage: Arc<RequestUsage>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>> {
+        usage.is_unknown();
         let started = Job::new(Arc::clone(&self.shared), request).map(|job| {
             let task = tokio::spawn(job.run(frames));
             RunningGeneration::new(move || task.abort())

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::generator::Generator;
+use engine::usage::RequestUsage;
 use external::fake::{EventForm, FakeEngine, FakePublisher, Fault, PublisherForm, output_token};
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, Epoch, RequestId};
@@ -82,7 +83,7 @@ struct Outcome {
 async fn run(generator: &ExternalGenerator, request: GenerateRequest) -> Outcome {
     let (frames, mut inbox) = mpsc::unbounded_channel();
     let mut outcome = Outcome::default();
-    let running = match generator.submit(request, None, None, frames).await {
+    let running = match generator.submit(request, None, None, frames, RequestUsage::new(|_| {})).await {
         Ok(running) => running,
         Err(error) => return Outcome { failed: Some(error), ..outcome },
     };
@@ -258,7 +259,11 @@ async fn a_dropped_request_is_cancelled_at_the_engine() {
     let rig = rig(EngineKind::LlamaServer).await;
     rig.fake.set_fault(Fault::HangAfter(1));
     let (frames, mut inbox) = mpsc::unbounded_channel();
-    let running = rig.generator.submit(request(&prompt(7, 40), 5), None, None, frames).await.unwrap();
+    let running = rig
+        .generator
+        .submit(request(&prompt(7, 40), 5), None, None, frames, RequestUsage::new(|_| {}))
+        .await
+        .unwrap();
     inbox.recv().await.unwrap();
     drop(running);
     let cancelled = async {

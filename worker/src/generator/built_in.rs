@@ -7,12 +7,14 @@ use engine::engine::{EngineLoad, EngineRequest, Sink};
 use engine::kv_events::EventLog;
 use engine::pull::Source;
 use engine::scheduler::SeqId;
+use engine::usage::RequestUsage;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use proto::message::{GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, PullReport};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
@@ -20,11 +22,16 @@ use tokio::sync::{mpsc, watch};
 struct Frames {
     frames: mpsc::UnboundedSender<GenerateFrame>,
     span: Option<TraceContext>,
+    usage: Arc<RequestUsage>,
 }
 
 impl Sink for Frames {
     fn frame(&mut self, frame: GenerateFrame) -> bool {
         self.frames.send(frame).is_ok()
+    }
+
+    fn usage(&self) -> Option<Arc<RequestUsage>> {
+        Some(Arc::clone(&self.usage))
     }
 
     fn span(&self) -> Option<TraceContext> {
@@ -39,6 +46,7 @@ impl Generator for EngineHandle {
         adapter: Option<[u8; 32]>,
         pull: Option<Box<dyn Source>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
+        usage: Arc<RequestUsage>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>> {
         let grammar = request.grammar;
         // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
@@ -55,7 +63,7 @@ impl Generator for EngineHandle {
             pull,
             together: request.together,
             guide: None,
-            sink: Box::new(Frames { frames: frames.clone(), span: request.trace }),
+            sink: Box::new(Frames { frames: frames.clone(), span: request.trace, usage }),
         };
         let engine = self.clone();
         match grammar {

@@ -4,17 +4,32 @@ use super::Node;
 use super::runner::Runner;
 use engine::encoder::Text;
 use engine::encoder::thread::EncodeResult;
+use engine::usage::RequestUsage;
+use proto::block::BlockId;
 use proto::message::{EncodeRequest, EncodeText, GenerateError};
 use proto::trace::follow;
+use proto::usage::AttemptId;
 use proto::worker::WorkerState;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
-use transport::EncodeCall;
+use transport::{Connection, EncodeCall};
 
 /// Submits the call to the encoder at once. The returned future serves it to its end.
-pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> + Send + use<> {
+pub(super) fn serve(
+    node: &Node,
+    connection: &Connection,
+    call: EncodeCall,
+) -> impl Future<Output = ()> + Send + use<> {
     let EncodeCall { request, reply } = call;
-    let submitted = submit(node, request);
+    let id = AttemptId {
+        request: request.request_id.clone(),
+        part: request.part,
+        attempt: request.attempt,
+        root: BlockId([0; 16]),
+    };
+    let usage = node.usage.attempt(connection, id, request.model.clone());
+    let submitted = submit(node, request, usage);
     async move {
         let answer = match submitted {
             Ok(answer) => tokio::select! {
@@ -35,7 +50,11 @@ pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> +
     }
 }
 
-fn submit(node: &Node, request: EncodeRequest) -> Result<oneshot::Receiver<EncodeResult>, GenerateError> {
+fn submit(
+    node: &Node,
+    request: EncodeRequest,
+    usage: Arc<RequestUsage>,
+) -> Result<oneshot::Receiver<EncodeResult>, GenerateError> {
     if node.state() == WorkerState::Draining {
         return Err(GenerateError::Draining);
     }
@@ -49,5 +68,5 @@ fn submit(node: &Node, request: EncodeRequest) -> Result<oneshot::Receiver<Encod
     };
     let deadline = (deadline_ms > 0).then(|| Instant::now().checked_add(Duration::from_millis(deadline_ms)));
     let trace = trace.and_then(|parent| follow(parent, "encode", Instant::now()));
-    encoder.encode(texts.into_iter().map(text).collect(), deadline.flatten(), trace)
+    encoder.encode(texts.into_iter().map(text).collect(), deadline.flatten(), trace, Some(usage))
 }

@@ -6,17 +6,29 @@ use super::runner::Runner;
 use crate::generator::RunningGeneration;
 use engine::pull::Source;
 use proto::message::{GenerateError, GenerateFrame, MAX_TOKENS_PER_FRAME};
+use proto::usage::AttemptId;
 use proto::worker::WorkerState;
 use std::sync::Arc;
 use tokio::sync::mpsc;
-use transport::{GenerateCall, GenerateReply};
+use transport::{Connection, GenerateCall, GenerateReply};
 
 /// Maximum number of engine frames that are joined if the coordinator reads slower than the engine generates.
 const FRAMES_AT_ONCE: usize = 256;
 
 /// Submits the call to the engine at once, in the order of calls. The returned future serves it to its end.
-pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
+pub(super) fn serve(
+    node: &Node,
+    connection: &Connection,
+    call: GenerateCall,
+) -> impl Future<Output = ()> + Send + use<> {
     let GenerateCall { request, reply } = call;
+    let id = AttemptId {
+        request: request.request_id.clone(),
+        part: request.choice,
+        attempt: request.attempt,
+        root: request.root,
+    };
+    let usage = node.usage.attempt(connection, id, request.model.clone());
     let refusal = match node.state() {
         WorkerState::Draining => Some(GenerateError::Draining),
         _ if !node.serves(&request.model) => Some(GenerateError::ModelNotFound(request.model.clone())),
@@ -32,7 +44,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
             let (frames, inbox) = mpsc::unbounded_channel();
             let adapter = node.adapter(&request.model);
-            Ok((engine.submit(request, adapter, pull, frames), constrained, inbox))
+            Ok((engine.submit(request, adapter, pull, frames, usage), constrained, inbox))
         }
         (_, refusal) => Err(refusal.unwrap_or(GenerateError::ModelNotFound(request.model))),
     };

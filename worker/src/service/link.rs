@@ -81,6 +81,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         reason = report_shipping(node, &connection) => reason,
         reason = report_certificate(node, &connection) => reason,
         reason = report_adapters(node, &connection, epoch) => reason,
+        reason = node.usage.report(&connection) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "the session with a coordinator has ended");
@@ -251,10 +252,10 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     loop {
         match connection.accept().await {
             Ok(Incoming::Generate(call)) => {
-                tokio::spawn(run_call(node.call_begins(), generate::serve(node, *call)));
+                tokio::spawn(run_call(node.call_begins(), generate::serve(node, connection, *call)));
             }
             Ok(Incoming::Encode(call)) => {
-                tokio::spawn(run_call(node.call_begins(), encode::serve(node, call)));
+                tokio::spawn(run_call(node.call_begins(), encode::serve(node, connection, call)));
             }
             Ok(Incoming::Operation(call)) => {
                 tokio::spawn(run_call(node.call_begins(), operation::serve(node, *call)));

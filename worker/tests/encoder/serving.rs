@@ -50,7 +50,7 @@ fn concurrent_requests_get_the_same_results_as_alone() {
         .collect();
     let handle = start("bert", &EngineOptions { chunk: Some(256), ..options() });
     let answers: Vec<_> =
-        requests.iter().map(|lengths| handle.encode(texts(lengths), None, None).unwrap()).collect();
+        requests.iter().map(|lengths| handle.encode(texts(lengths), None, None, None).unwrap()).collect();
     for (answer, expected) in answers.into_iter().zip(expected) {
         assert_eq!(answer.blocking_recv().unwrap().unwrap(), expected);
     }
@@ -68,7 +68,7 @@ fn concurrent_requests_get_the_same_results_as_alone() {
 fn invalid_texts_are_refused_and_others_are_served() {
     let handle = start("bert", &options());
     let longest = 256;
-    let refused = |texts: Vec<Text>| handle.encode(texts, None, None).map(drop).unwrap_err();
+    let refused = |texts: Vec<Text>| handle.encode(texts, None, None, None).map(drop).unwrap_err();
     let too_long = GenerateError::ContextLength { need: longest as u64 + 1, limit: longest as u64 };
     assert_eq!(refused(texts(&[3, longest + 1])), too_long);
     for wrong in
@@ -76,7 +76,7 @@ fn invalid_texts_are_refused_and_others_are_served() {
     {
         assert!(matches!(refused(wrong), GenerateError::InvalidField { .. }));
     }
-    let answer = handle.encode(texts(&[longest]), None, None).unwrap();
+    let answer = handle.encode(texts(&[longest]), None, None, None).unwrap();
     assert_eq!(answer.blocking_recv().unwrap().unwrap()[0].len(), 64);
 }
 
@@ -84,9 +84,9 @@ fn invalid_texts_are_refused_and_others_are_served() {
 fn late_requests_fail_and_canceled_ones_are_dropped() {
     let handle = start("bert", &options());
     // Queued first, so that the others are still waiting when they are canceled.
-    let first = handle.encode(texts(&[200; 64]), None, None).unwrap();
-    let expired = handle.encode(texts(&[5]), Some(Instant::now()), None).unwrap();
-    drop(handle.encode(texts(&[200; 64]), None, None).unwrap());
+    let first = handle.encode(texts(&[200; 64]), None, None, None).unwrap();
+    let expired = handle.encode(texts(&[5]), Some(Instant::now()), None, None).unwrap();
+    drop(handle.encode(texts(&[200; 64]), None, None, None).unwrap());
     assert!(matches!(expired.blocking_recv().unwrap(), Err(GenerateError::DeadlineExceeded { .. })));
     assert_eq!(first.blocking_recv().unwrap().unwrap().len(), 64);
     wait_until("the books are empty", || !handle.busy());
@@ -101,7 +101,7 @@ fn a_full_queue_refuses_but_an_empty_one_takes_anything() {
     let handle = start("bert", &options());
     let mut waiting = Vec::new();
     let refused = loop {
-        match handle.encode(texts(&[250; 256]), None, None) {
+        match handle.encode(texts(&[250; 256]), None, None, None) {
             Ok(answer) => waiting.push(answer),
             Err(error) => break error,
         }
@@ -111,7 +111,7 @@ fn a_full_queue_refuses_but_an_empty_one_takes_anything() {
     assert!(waiting.len() >= 15, "{} requests of 64,000 tokens", waiting.len());
     waiting.clear();
     wait_until("all are forgotten", || !handle.busy());
-    handle.encode(texts(&[5]), None, None).unwrap().blocking_recv().unwrap().unwrap();
+    handle.encode(texts(&[5]), None, None, None).unwrap().blocking_recv().unwrap().unwrap();
 }
 
 #[test]

@@ -106,6 +106,8 @@ impl CoordinatorApi for Api {
         Ok(())
     }
 
+    async fn usage(self, _: Context, _: proto::usage::UsageReport) {}
+
     async fn adapters(self, _: Context, _: proto::adapter::AdapterReport) -> Result<(), Refusal> {
         Ok(())
     }

@@ -57,6 +57,8 @@ impl CoordinatorApi for Coordinator {
         Ok(())
     }
 
+    async fn usage(self, _: Context, _: proto::usage::UsageReport) {}
+
     async fn adapters(self, _: Context, report: AdapterReport) -> Result<(), Refusal> {
         let _ = self.adapters.send(report.adapters);
         Ok(())

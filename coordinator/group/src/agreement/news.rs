@@ -12,6 +12,7 @@ use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use usage::book::{OwnerRows, Versions};
 
 /// A coordinator without a message for this long is shown as unreachable and does not count as live.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
@@ -33,6 +34,10 @@ pub(super) enum GroupMessage {
     Spending(Spending),
     /// Digests of the settings that must be equal on all coordinators.
     Settings(SettingDigests),
+    /// The rows of usage that the sender knows.
+    UsageVersions(Versions),
+    /// Rows of usage that the receiver lacks.
+    UsageRows(Vec<OwnerRows>),
 }
 
 /// A coordinator's status. Variants are only appended.

@@ -25,6 +25,7 @@ use proto::shard::*;
 use proto::stage::blocks::*;
 use proto::stage::*;
 use proto::trace::{SpanId, TraceContext, TraceId};
+use proto::usage::*;
 use proto::worker::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -280,6 +281,26 @@ fn adapter_report() -> AdapterReport {
     let AdapterOrder { name, parent, path } = adapter_order();
     let adapter = OfferedAdapter { name, parent, digest: [5; 32], rank: 300, path, ordered: true };
     AdapterReport { epoch: Epoch(3), adapters: vec![adapter] }
+}
+
+fn usage_report() -> UsageReport {
+    let id = AttemptId {
+        request: RequestId::new("r1").unwrap(),
+        part: 1,
+        attempt: Attempt(2),
+        root: BlockId([7; 16]),
+    };
+    let record = UsageRecord {
+        id,
+        model: ModelId::new("m").unwrap(),
+        input_tokens: 300,
+        cached_tokens: 5,
+        output_tokens: 70_000,
+        input_ns: 1 << 33,
+        output_ns: 9,
+        energy_uj: Some(1_000),
+    };
+    UsageReport { epoch: Epoch(3), first: 300, records: vec![record] }
 }
 
 pub(crate) fn certificate_report() -> CertificateReport {
@@ -774,6 +795,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples_of_struct("CertificateReport", Control, [certificate_report()]),
         samples_of_struct("AdapterReport", Control, [adapter_report()]),
         samples_of_struct("HostReport", Control, [host_report()]),
+        samples_of_struct("UsageReport", Control, [usage_report()]),
         samples(
             "AdapterRefusal",
             Control,
@@ -792,6 +814,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiRequest::Certificate { report: certificate_report() },
                 CoordinatorApiRequest::Adapters { report: adapter_report() },
                 CoordinatorApiRequest::Host { report: host_report() },
+                CoordinatorApiRequest::Usage { report: usage_report() },
             ],
         ),
         samples(
@@ -804,6 +827,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiResponse::Certificate(()),
                 CoordinatorApiResponse::Adapters(Ok(())),
                 CoordinatorApiResponse::Host(Ok(())),
+                CoordinatorApiResponse::Usage(()),
             ],
         ),
         samples(

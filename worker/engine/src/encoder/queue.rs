@@ -87,6 +87,17 @@ impl<R> Queue<R> {
         self.waiting.iter().flat_map(Waiting::left).take(fit).collect()
     }
 
+    /// The requests of the last [`step`](Self::step) of `texts` texts, in order, each with its rows.
+    pub(super) fn step_rows(&self, texts: usize) -> impl Iterator<Item = (usize, &R)> {
+        let mut left = texts;
+        self.waiting.iter().map_while(move |request| {
+            let taken = left.min(request.texts.len() - request.done.len());
+            left -= taken;
+            let rows = request.left().take(taken).map(|text| text.tokens.len()).sum();
+            (taken > 0).then_some((rows, &request.reply))
+        })
+    }
+
     /// Stores the results of the last [`step`](Self::step), in order. Removes and returns the completed
     /// requests.
     pub(super) fn complete(&mut self, encoded: Vec<Vec<f32>>) -> Vec<Dequeued<R>> {

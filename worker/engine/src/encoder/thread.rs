@@ -6,6 +6,7 @@ use crate::Error;
 use crate::kv_events::EventLog;
 use crate::progress::{EngineLoad, Progress, end_process, spawn};
 use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
+use crate::usage::{RequestUsage, RowKind, StepShare, divide_step};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use proto::ids::Epoch;
@@ -28,6 +29,7 @@ enum Command {
         texts: Vec<Text>,
         deadline: Option<Instant>,
         trace: Option<Box<Span>>,
+        usage: Option<Arc<RequestUsage>>,
         reply: oneshot::Sender<EncodeResult>,
     },
     Stop,
@@ -85,12 +87,14 @@ impl EncoderHandle {
         Ok(Self { commands, shared, steps })
     }
 
-    /// Submits texts. Dropping the receiver cancels them. The span `trace`, if any, ends with the request.
+    /// Submits texts. Dropping the receiver cancels them. The span `trace`, if any, ends with the request; `usage`
+    /// counts what it uses.
     pub fn encode(
         &self,
         texts: Vec<Text>,
         deadline: Option<Instant>,
         mut trace: Option<Span>,
+        usage: Option<Arc<RequestUsage>>,
     ) -> Result<oneshot::Receiver<EncodeResult>, GenerateError> {
         if texts.is_empty() {
             let (field, reason) = ("input".to_owned(), "it is empty".to_owned());
@@ -108,7 +112,7 @@ impl EncoderHandle {
             return Err(GenerateError::QueueFull);
         }
         let (reply, answer) = oneshot::channel();
-        let command = Command::Encode { texts, deadline, trace: trace.map(Box::new), reply };
+        let command = Command::Encode { texts, deadline, trace: trace.map(Box::new), usage, reply };
         self.commands.send(command).map_err(|_| GenerateError::Internal)?;
         Ok(answer)
     }
@@ -162,6 +166,7 @@ struct Reply {
     answer: oneshot::Sender<EncodeResult>,
     tokens: u64,
     trace: Option<Box<Span>>,
+    usage: Option<Arc<RequestUsage>>,
 }
 
 struct Serving {
@@ -207,10 +212,10 @@ impl Serving {
     }
 
     fn handle_command(&mut self, command: Command) -> bool {
-        let Command::Encode { texts, deadline, trace, reply } = command else { return false };
+        let Command::Encode { texts, deadline, trace, usage, reply } = command else { return false };
         let tokens = tokens(&texts);
         self.shared.metrics.prompt_tokens.inc_by(tokens);
-        self.queue.push(Instant::now(), texts, deadline, Reply { answer: reply, tokens, trace });
+        self.queue.push(Instant::now(), texts, deadline, Reply { answer: reply, tokens, trace, usage });
         true
     }
 
@@ -244,6 +249,8 @@ impl Serving {
         let rows = texts.iter().map(|text| text.tokens.len()).sum();
         let mut step = self.encoder.run(&texts)?;
         let encoded = (0..texts.len()).map(|index| step.pooled(index)).collect::<Result<Vec<_>, _>>()?;
+        let took = now.elapsed();
+        self.shared.metrics.usage.step(took, divide_step(took, rows, &self.shares(encoded.len())));
         for done in self.queue.complete(encoded) {
             if let Some(started) = done.started {
                 let queued = started.saturating_duration_since(done.received);
@@ -262,6 +269,15 @@ impl Serving {
             }
         }
         Ok(rows)
+    }
+
+    /// The rows of each request of a step of `texts` texts, with what counts their time.
+    fn shares(&self, texts: usize) -> Vec<StepShare> {
+        let requests = self.queue.step_rows(texts).scan(0, |end, (rows, reply)| {
+            let start = std::mem::replace(end, *end + rows);
+            Some(StepShare { rows: start..*end, kind: RowKind::Input, usage: reply.usage.clone() })
+        });
+        requests.collect()
     }
 
     fn answer(

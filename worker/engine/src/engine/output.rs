@@ -21,6 +21,9 @@ impl Engine {
         if let Some(traced) = &mut request.traced {
             traced.started(cached, request.prompt_len - cached, stop);
         }
+        if let Some(usage) = &request.usage {
+            usage.cached(cached as u64);
+        }
         request.sink.frame(GenerateFrame::Started(Started {
             cached_tokens: cached as u32,
             estimated: false,
@@ -40,6 +43,9 @@ impl Engine {
         if before.is_some() {
             // They arrived together, so each gets an equal part of the time.
             between /= tokens.len().max(1) as f64;
+        }
+        if let Some(usage) = &request.usage {
+            usage.drawn(tokens.len() as u64);
         }
         let (mut out, mut ending) = (Vec::with_capacity(tokens.len()), None);
         for (token, logprobs) in tokens {

@@ -13,9 +13,11 @@ use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{Rejected, SeqId, SequenceInfo, SequenceRequest};
 use crate::telemetry::{FinishedLabel, Reason, Refused};
+use crate::usage::RequestUsage;
 use kernels::backend::AdapterId;
 use proto::block::BlockId;
 use proto::message::{FinishReason, Finished, GenerateError, GenerateFrame};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub(super) struct Request {
@@ -37,6 +39,7 @@ pub(super) struct Request {
     pub(super) last_token: Option<Instant>,
     pub(super) transfer: Option<TransferResult>,
     pub(super) traced: Option<Traced>,
+    pub(super) usage: Option<Arc<RequestUsage>>,
 }
 
 /// Place of a request in the engine. A waiting state holds the [`SequenceRequest`] until it is scheduled.

@@ -1,0 +1,70 @@
+//! Keeps the usage of tenants on disk: what has changed is written every second, and when the coordinator stops.
+
+use ::usage::recorder::Recorder;
+use ::usage::store::{Store, StoreError};
+use dispatch::random::random_u64;
+use proto::ids::NodeId;
+use proto::log::Repeats;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::MissedTickBehavior;
+
+/// A coordinator that is killed loses at most the usage of this time, and of one write.
+const SAVE_EVERY: Duration = Duration::from_secs(1);
+/// Rate limit for logs of failed writes.
+static UNSAVED: Repeats = Repeats::new();
+
+/// The recorder, with its file if the coordinator has a data directory.
+#[derive(Debug, Clone)]
+pub(crate) struct UsageFile {
+    recorder: Arc<Recorder>,
+    store: Option<Arc<Store>>,
+}
+
+impl UsageFile {
+    /// Reads the usage of earlier runs. Without a data directory, usage is kept in memory only.
+    pub(crate) fn open(data_dir: Option<&Path>, node: NodeId) -> Result<Self, StoreError> {
+        let recorder = Arc::new(Recorder::new(node, random_u64()));
+        let store = match data_dir {
+            Some(directory) => {
+                let (store, saved) = Store::open(directory)?;
+                recorder.restore(saved);
+                Some(Arc::new(store))
+            }
+            None => None,
+        };
+        Ok(Self { recorder, store })
+    }
+
+    pub(crate) fn recorder(&self) -> &Arc<Recorder> {
+        &self.recorder
+    }
+
+    /// Writes changes until it is dropped.
+    pub(crate) async fn keep(self) {
+        let mut ticks = tokio::time::interval(SAVE_EVERY);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            self.save().await;
+        }
+    }
+
+    /// Writes what has changed since the last call.
+    pub(crate) async fn save(&self) {
+        let unsaved = self.recorder.take_unsaved();
+        let Some(store) = self.store.clone().filter(|_| !unsaved.is_empty()) else { return };
+        let recorder = Arc::clone(&self.recorder);
+        // A panic of the task is logged there.
+        let _ended = tokio::task::spawn_blocking(move || {
+            if let Err(error) = store.save(&unsaved) {
+                if let Some(left_out) = UNSAVED.due(error.to_string()) {
+                    tracing::error!(%error, left_out, "the usage of tenants cannot be written; it is tried again every second");
+                }
+                recorder.not_saved(unsaved);
+            }
+        })
+        .await;
+    }
+}

@@ -1,0 +1,171 @@
+//! What tenants used, counted by all coordinators together, through kills of workers and coordinators.
+
+use crate::tiny_model;
+use kvasir_cluster_tests::cluster::{Cluster, CoordinatorNode};
+use kvasir_cluster_tests::{binary, http, signal, wait};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+const TOKENS: u64 = 16;
+const PROMPT: u64 = 40;
+
+fn key(ops: SocketAddr, tenant: &str) -> String {
+    let request = json!({"tenant": tenant});
+    let made = || http::post(ops, "/admin/v1/keys", &request).ok().filter(|answer| answer.status == 201);
+    let made = wait::until("a key is made", binary::NODE_TIMEOUT, made).unwrap().json().unwrap();
+    made["key"].as_str().unwrap().to_owned()
+}
+
+/// A request that generates all of its tokens.
+fn body(model: &str, seed: u64) -> Value {
+    let prompt: Vec<u64> = (0..PROMPT).map(|i| 5 + (seed * 31 + i * 7) % 400).collect();
+    json!({"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": true})
+}
+
+fn complete(server: SocketAddr, key: &str, body: &Value) -> Value {
+    let bearer = format!("Bearer {key}");
+    let send = || http::post_with(server, "/v1/completions", &[("authorization", &bearer)], body)?.ok();
+    // A coordinator learns of a new key within a second.
+    let answer = wait::until("an answer", binary::NODE_TIMEOUT, || send().ok()).unwrap();
+    assert_eq!(answer["usage"]["completion_tokens"], TOKENS);
+    answer
+}
+
+fn usage(ops: SocketAddr, by: &str) -> anyhow::Result<Value> {
+    http::get(ops, &format!("/admin/v1/usage?since=3600&by={by}"))?.ok()
+}
+
+/// (requests, prompt, generated) of each tenant.
+fn by_tenant(usage: &Value) -> BTreeMap<String, [u64; 3]> {
+    let count = |row: &Value, field: &str| row[field].as_u64().unwrap();
+    let row = |row: &Value| {
+        let counts = ["requests", "prompt_tokens", "generated_tokens"].map(|field| count(row, field));
+        (row["tenant"].as_str().unwrap().to_owned(), counts)
+    };
+    usage["rows"].as_array().unwrap().iter().map(row).collect()
+}
+
+fn coordinators(cluster: &Cluster) -> Vec<CoordinatorNode> {
+    cluster.up_file().unwrap().coordinators
+}
+
+/// Waits until all coordinators have these figures.
+fn all_have(cluster: &Cluster, expected: &BTreeMap<String, [u64; 3]>) {
+    let has = |node: &CoordinatorNode| {
+        usage(node.ops, "tenant").is_ok_and(|usage| {
+            let mut counted = by_tenant(&usage);
+            // Work for a coordinator that was killed.
+            counted.remove("(unattributed)");
+            counted == *expected
+        })
+    };
+    let all = || coordinators(cluster).iter().all(has).then_some(());
+    wait::until("all coordinators have the same usage", binary::NODE_TIMEOUT, all).unwrap_or_else(|error| {
+        let counted: Vec<_> = coordinators(cluster).iter().map(|node| usage(node.ops, "tenant")).collect();
+        panic!("{error:#}: {expected:?} is not in {counted:#?}")
+    });
+}
+
+#[test]
+fn usage_is_the_sum_of_what_was_served_and_outlives_its_nodes() {
+    let cluster = Cluster::builder("usage", &tiny_model())
+        .flag("--coordinators", "3")
+        .flag("--workers", "2")
+        .start()
+        .unwrap();
+    let (nodes, model) = (coordinators(&cluster), cluster.model());
+    let tenants = ["team-a", "team-b"].map(|tenant| (tenant, key(nodes[0].ops, tenant)));
+    let mut expected: BTreeMap<String, [u64; 3]> = BTreeMap::new();
+    let mut count = |tenant: &str, answer: &Value| {
+        let counts = expected.entry(tenant.to_owned()).or_default();
+        let used = |field: &str| answer["usage"][field].as_u64().unwrap();
+        for (count, more) in counts.iter_mut().zip([1, used("prompt_tokens"), used("completion_tokens")]) {
+            *count += more;
+        }
+        expected.clone()
+    };
+    let mut counted = BTreeMap::new();
+    for (seed, node) in (0u64..).zip(nodes.iter().chain(&nodes)) {
+        for (tenant, key) in &tenants {
+            counted = count(tenant, &complete(node.http, key, &body(model, seed)));
+        }
+    }
+    all_have(&cluster, &counted);
+
+    // The sum over tenants is the sum over workers: in time, and in computed tokens.
+    let total = || usage(nodes[0].ops, "tenant").ok().map(|usage| usage["total"].clone());
+    let timed = || total().filter(|total| total["attempts"] == total["timed_attempts"]);
+    let total = wait::until("all attempts are timed", binary::NODE_TIMEOUT, timed).unwrap();
+    let number = |field: &str| total[field].as_f64().unwrap();
+    let device = number("device_s") + number("recomputed_device_s");
+    let workers = || {
+        let sum = cluster.worker_metric("kvasir_device_seconds_total").ok()?;
+        ((sum - device).abs() < 1e-6).then_some(())
+    };
+    wait::until("the workers' device time is the tenants'", binary::NODE_TIMEOUT, workers).unwrap();
+    assert!(device > 0.0);
+    let computed = cluster.worker_metric("kvasir_prefill_tokens_computed_total").unwrap()
+        + cluster.worker_metric("vllm:generation_tokens_total").unwrap();
+    let tenants_tokens = number("prompt_tokens") - number("cached_tokens")
+        + number("generated_tokens")
+        + number("recomputed_tokens");
+    assert_eq!(tenants_tokens, computed);
+
+    // By key and model, as a table and as CSV.
+    let ops = nodes[1].ops.to_string();
+    let csv = binary::stdout(&["usage", "--by", "tenant,key,model", "--csv", "--ops", &ops]).unwrap();
+    let lines: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
+    assert_eq!(lines.len(), 3, "{csv}");
+    assert_eq!(lines[0][..4], ["tenant", "key", "model", "requests"]);
+    assert_eq!((lines[1][0], lines[1][2], lines[1][3]), ("team-a", model, "6"));
+    assert_eq!(lines[1][1].len(), 16, "{csv}");
+    let table = binary::stdout(&["usage", "--ops", &ops]).unwrap();
+    assert!(table.starts_with("TENANT") && table.contains("total"), "{table}");
+    let metrics = http::get(nodes[1].ops, "/admin/v1/usage/metrics").unwrap().text().unwrap();
+    assert!(metrics.contains("kvasir_usage_generated_tokens_total{tenant=\"team-a\",key=\""), "{metrics}");
+    let open = http::get(nodes[1].ops, "/metrics").unwrap().text().unwrap();
+    assert!(!open.contains("team-a"), "tenants are not public");
+
+    // A worker is killed in the middle of a stream: its tokens count once.
+    let mut long = body(model, 77);
+    long["max_tokens"] = json!(400);
+    long["stream"] = json!(true);
+    long["stream_options"] = json!({"include_usage": true});
+    let bearer = format!("Bearer {}", tenants[0].1);
+    let answer =
+        http::post_with(nodes[2].http, "/v1/completions", &[("authorization", &bearer)], &long).unwrap();
+    let mut events = answer.events().unwrap();
+    let first = events.next_event().unwrap().unwrap();
+    let serving = cluster.up_file().unwrap().workers;
+    let victim = serving
+        .iter()
+        .max_by_key(|worker| http::metric(worker.ops, "vllm:num_requests_running").unwrap_or(0.0) as u64);
+    signal::kill_now(victim.unwrap().pid);
+    let rest = events.all().unwrap();
+    let ended =
+        std::iter::once(&first).chain(&rest).filter(|event| event["usage"].is_object()).last().unwrap();
+    assert_eq!(ended["usage"]["completion_tokens"], 400);
+    counted = count("team-a", ended);
+    all_have(&cluster, &counted);
+
+    // A coordinator is killed, and a second one with its disk's record of usage.
+    signal::kill_now(nodes[2].pid);
+    let again = |id: &str, pid: u32| {
+        let restarted = || {
+            let node = cluster.up_file().ok()?.coordinators.into_iter().find(|node| node.id == id)?;
+            (node.pid != pid && usage(node.ops, "tenant").is_ok()).then_some(node)
+        };
+        wait::until("a coordinator comes back", binary::NODE_TIMEOUT, restarted).unwrap()
+    };
+    let restarted = again(&nodes[2].id, nodes[2].pid);
+    all_have(&cluster, &counted);
+    let file = cluster.data_dir().join("nodes").join(&nodes[1].id).join("data/usage.redb");
+    assert!(file.is_file(), "{}", file.display());
+    std::fs::remove_file(&file).unwrap();
+    signal::kill_now(nodes[1].pid);
+    again(&nodes[1].id, nodes[1].pid);
+    all_have(&cluster, &counted);
+    counted = count("team-b", &complete(restarted.http, &tenants[1].1, &body(model, 99)));
+    all_have(&cluster, &counted);
+}

@@ -1,0 +1,165 @@
+//! Device time of each request: the time of a step is divided among its sequences by rows, and the parts sum to it.
+
+use parking_lot::Mutex;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a request has used of this worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RequestUsed {
+    /// Computed input tokens, again computed ones included.
+    pub input_tokens: u64,
+    /// Input tokens from a cache.
+    pub cached_tokens: u64,
+    /// Drawn tokens.
+    pub output_tokens: u64,
+    /// Device time of the input's rows, nanoseconds.
+    pub input_ns: u64,
+    /// Device time of the output's rows, nanoseconds.
+    pub output_ns: u64,
+}
+
+impl RequestUsed {
+    pub fn device_ns(&self) -> u64 {
+        self.input_ns.saturating_add(self.output_ns)
+    }
+}
+
+/// Kind of the rows of a sequence in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowKind {
+    Input,
+    Output,
+}
+
+type Ended = Box<dyn FnOnce(RequestUsed) + Send>;
+
+/// Counts what a request uses. When the last clone of its `Arc` is dropped, which may be after a step that was in
+/// flight at the request's end, the counts are reported.
+pub struct RequestUsage {
+    counts: Mutex<RequestUsed>,
+    ended: Mutex<Option<Ended>>,
+}
+
+impl RequestUsage {
+    /// `ended` gets the counts. It is called on the engine's thread, so it must not block.
+    pub fn new(ended: impl FnOnce(RequestUsed) + Send + 'static) -> Arc<Self> {
+        Arc::new(Self { counts: Mutex::default(), ended: Mutex::new(Some(Box::new(ended))) })
+    }
+
+    /// Reports nothing: the engine cannot tell what the request uses.
+    pub fn is_unknown(&self) {
+        *self.ended.lock() = None;
+    }
+
+    /// Adds the rows of a step.
+    pub fn computed(&self, kind: RowKind, rows: u64, ns: u64) {
+        let mut counts = self.counts.lock();
+        match kind {
+            RowKind::Input => {
+                counts.input_tokens += rows;
+                counts.input_ns += ns;
+            }
+            RowKind::Output => counts.output_ns += ns,
+        }
+    }
+
+    pub(crate) fn cached(&self, tokens: u64) {
+        self.counts.lock().cached_tokens = tokens;
+    }
+
+    pub(crate) fn drawn(&self, tokens: u64) {
+        self.counts.lock().output_tokens += tokens;
+    }
+}
+
+impl std::fmt::Debug for RequestUsage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.counts.lock().fmt(f)
+    }
+}
+
+impl Drop for RequestUsage {
+    fn drop(&mut self) {
+        if let Some(ended) = self.ended.get_mut().take() {
+            ended(*self.counts.get_mut());
+        }
+    }
+}
+
+/// The rows of a sequence in a step.
+#[derive(Debug)]
+pub(crate) struct StepShare {
+    /// Of the step's rows.
+    pub(crate) rows: Range<usize>,
+    pub(crate) kind: RowKind,
+    /// `None`: the sequence belongs to no request.
+    pub(crate) usage: Option<Arc<RequestUsage>>,
+}
+
+/// Divides the time of a step with `rows` rows. Returns the part that belongs to requests.
+pub(crate) fn divide_step(took: Duration, rows: usize, shares: &[StepShare]) -> Duration {
+    let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+    // Time up to a row, so that the differences sum to the whole.
+    let until = |row: usize| match rows {
+        0 => 0,
+        rows => (u128::from(took) * row.min(rows) as u128 / rows as u128) as u64,
+    };
+    let mut requests = 0;
+    for StepShare { rows, kind, usage } in shares {
+        let Some(usage) = usage else { continue };
+        let ns = until(rows.end).saturating_sub(until(rows.start));
+        usage.computed(*kind, rows.len() as u64, ns);
+        requests += ns;
+    }
+    Duration::from_nanos(requests)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn the_parts_of_a_step_sum_to_its_time() {
+        let (report, reports) = channel();
+        let usage = |name: &'static str| {
+            let report = report.clone();
+            RequestUsage::new(move |used| report.send((name, used)).unwrap())
+        };
+        let share = |rows: Range<usize>, kind, usage: Option<&Arc<RequestUsage>>| StepShare {
+            rows,
+            kind,
+            usage: usage.cloned(),
+        };
+        let (a, b) = (usage("a"), usage("b"));
+        let shares = [
+            share(0..5, RowKind::Input, Some(&a)),
+            share(5..6, RowKind::Output, Some(&b)),
+            share(6..7, RowKind::Output, None),
+        ];
+        let requests = divide_step(Duration::from_nanos(100), 7, &shares);
+        assert_eq!(requests, Duration::from_nanos(85));
+        a.cached(3);
+        b.drawn(2);
+        drop((a, b));
+        assert!(reports.try_recv().is_err(), "a step in flight still holds them");
+        drop(shares);
+        let mut reported: Vec<_> = reports.try_iter().collect();
+        reported.sort_by_key(|(name, _)| *name);
+        let first = RequestUsed { input_tokens: 5, cached_tokens: 3, input_ns: 71, ..Default::default() };
+        let second = RequestUsed { output_tokens: 2, output_ns: 14, ..Default::default() };
+        assert_eq!(reported, [("a", first), ("b", second)]);
+        assert_eq!(divide_step(Duration::from_secs(1), 0, &[]), Duration::ZERO);
+    }
+
+    #[test]
+    fn an_unknown_use_is_not_reported() {
+        let (report, reports) = channel();
+        let usage = RequestUsage::new(move |used| report.send(used).unwrap());
+        usage.is_unknown();
+        drop(usage);
+        assert!(reports.try_recv().is_err());
+    }
+}
