@@ -25,6 +25,7 @@ mod front;
 mod gpu_bench;
 mod gpu_check;
 mod home;
+mod hosting;
 mod http_client;
 mod identity;
 mod join;

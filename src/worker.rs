@@ -6,6 +6,7 @@ use crate::doctor::watch_worker;
 use crate::external::{self, EngineOption, EngineSettings};
 use crate::front::LocalCoordinator;
 use crate::home;
+use crate::hosting::{self, HubResolver};
 use crate::identity;
 use crate::lora::{self, LoraArg};
 use crate::models::{require_weights, resolve_bundle};
@@ -28,9 +29,10 @@ use serde::{Deserialize, Serialize};
 use speech::SessionLimits;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 use worker::load::{self, EngineOptions};
-use worker::service::{OwnModel, PoolOffer, WorkerConfig, WorkerService};
+use worker::service::{HostingConfig, OwnModel, PoolOffer, WorkerConfig, WorkerService};
 
 /// More concurrent sequences would only lengthen every step.
 const MAX_SEQS: usize = 4096;
@@ -69,8 +71,8 @@ pub(crate) struct WorkerSettings {
     #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) http: Option<SocketAddr>,
     /// Catalog name, https:// or hf:// address, path of a .gguf file or a Hugging Face folder, or ID=PATH to set its name
-    /// in the API. Optional with --pool: then this worker fetches its part of each model that is placed on it from workers
-    /// that have the model.
+    /// in the API. Optional: without it the worker serves the models that are deployed to it. With --pool it then fetches
+    /// its part of each model that is placed on it from workers that have the model.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
     /// Engine that computes the model: kvasir, vllm, sglang or llama-server; one of another project with its address
@@ -128,9 +130,13 @@ pub(crate) struct WorkerSettings {
     /// Serve only as a part of replicas that the coordinators plan, not by itself.
     #[arg(long, value_name = "BOOL", env = "KVASIR_POOL", num_args = 0..=1, default_missing_value = "true")]
     pub(crate) pool: Option<bool>,
-    /// With --pool: memory for weights and caches, such as 24GiB [default: the free memory].
+    /// Memory for weights and caches, such as 24GiB: with --pool of its parts of models, else of all models that are
+    /// deployed to this worker, its own included [default: the free memory].
     #[arg(long, value_name = "SIZE", env = "KVASIR_MEMORY")]
     pub(crate) memory: Option<ByteSize>,
+    /// Labels that deployments select workers by, separated by commas.
+    #[arg(long, value_name = "KEY=VALUE,..", env = "KVASIR_LABELS", value_delimiter = ',')]
+    pub(crate) labels: Option<Vec<String>>,
     /// With --pool: bytes per second that decoding reads, which plans use to divide the layers [default: measured].
     #[arg(long, value_name = "SIZE", env = "KVASIR_BANDWIDTH")]
     pub(crate) bandwidth: Option<ByteSize>,
@@ -266,6 +272,7 @@ impl WorkerSettings {
         if let (Some(gpu), Some(Device::Cpu)) = (self.gpu, self.device) {
             return Err(ConfigError::field("gpu", gpu, "not with device = cpu"));
         }
+        hosting::check_labels(self.labels.as_deref().unwrap_or_default())?;
         within("shipping_lanes", self.shipping_lanes, 1, shipped::MAX_LANES)?;
         if let Some(tokens) = self.block_tokens.filter(|tokens| !BLOCK_TOKENS.contains(tokens)) {
             return Err(ConfigError::field("block_tokens", tokens, "16, 32 or 64"));
@@ -304,11 +311,23 @@ impl WorkerSettings {
                 let store = Some(shipped::store(self.shard_bytes)?);
                 (None, ShippingConfig { store, from: from.to_vec(), ..ShippingConfig::default() })
             }
-            None if self.operation.is_some() => (None, ShippingConfig::default()),
-            None => {
-                return Err(ConfigError::missing("model", "name a model or operations to serve").into());
-            }
+            None => (None, ShippingConfig::default()),
         };
+        let hosts = engine.is_none() && self.pool != Some(true);
+        if let (Some(labels), false) = (&self.labels, hosts) {
+            let rule = "only for workers that models are deployed to: not with `pool` or an engine of another project";
+            return Err(ConfigError::field("labels", labels.join(","), rule).into());
+        }
+        // Without what is computed for its own model.
+        let hosted = EngineOptions {
+            kv_bytes: None,
+            pin_bytes: None,
+            max_model_len: None,
+            lora: Vec::new(),
+            tiers: TiersConfig::default(),
+            ..self.options()?
+        };
+        let caches_weights = self.weight_cache != Some(false);
         if let (None, Some(own)) = (&engine, &model) {
             require_weights(&own.path)?;
         }
@@ -320,11 +339,32 @@ impl WorkerSettings {
             Some(true) => Some(shipped::store(settings.shard_bytes)?),
             Some(false) | None => None,
         };
+        let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
+        let mut shipping = ShippingConfig { lanes: settings.shipping_lanes.unwrap_or(1), ..shipping };
+        let hosting = match hosts {
+            false => None,
+            true => {
+                let opened = shipped::store(settings.shard_bytes).inspect_err(
+                    |error| tracing::warn!(%error, "cannot open the shard store; models cannot be fetched from other workers"),
+                );
+                let store = opened.ok();
+                shipping.store = shipping.store.or_else(|| store.clone());
+                Some(HostingConfig {
+                    budget: settings.memory.map_or(0, |memory| memory.0),
+                    process: load::process_bytes(&hosted)?,
+                    labels: settings.labels.clone().unwrap_or_default(),
+                    engine: EngineOptions { packed: store.clone().filter(|_| caches_weights), ..hosted },
+                    shipping: ShippingConfig { store, from: Vec::new(), lanes: shipping.lanes },
+                    resolver: Arc::new(HubResolver),
+                    drain_timeout: drain,
+                })
+            }
+        };
         let config = WorkerConfig {
             model,
             bundles,
             sessions: SessionLimits::default(),
-            shipping: ShippingConfig { lanes: settings.shipping_lanes.unwrap_or(1), ..shipping },
+            shipping,
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?,
             ops: settings.ops.unwrap_or(local(0)),
@@ -338,9 +378,9 @@ impl WorkerSettings {
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
             pool: settings.offer()?,
+            hosting,
             floor: load::watched(&settings.options()?)?,
         };
-        let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
         Ok(Plan { settings, explained, config, drain })
     }
 
@@ -386,20 +426,21 @@ impl WorkerSettings {
             _ => self.kv_bytes,
         };
         let pooled = or!(pool, false, "a worker that serves by itself depends on no other");
-        let (memory, bandwidth) = match pooled {
-            Some(true) => {
+        let memory = match self.engine_url {
+            // An engine of another project has its own.
+            Some(_) => self.memory,
+            None => {
                 let free = host.memory_available.saturating_sub(worker::defaults::floor(host).value);
                 let share = ByteSize(free / host.workers.max(1) as u64);
-                let memory = or!(
-                    memory,
-                    share,
-                    "free memory without the floor, divided among the workers of this machine"
-                );
-                let measured = || decode_bandwidth(&with_threads).map(|rate| ByteSize(rate as u64));
-                let bandwidth = or!(bandwidth, measured()?, "measured at startup");
-                (memory, bandwidth)
+                or!(memory, share, "free memory without the floor, divided among the workers of this machine")
             }
-            _ => (self.memory, self.bandwidth),
+        };
+        let bandwidth = match pooled {
+            Some(true) => {
+                let measured = || decode_bandwidth(&with_threads).map(|rate| ByteSize(rate as u64));
+                or!(bandwidth, measured()?, "measured at startup")
+            }
+            _ => self.bandwidth,
         };
         let lanes = shipped::lanes(self.workers_here.unwrap_or(1));
         let quarter = ByteSize(kv_bytes.map_or(0, |bytes| bytes.0) / 4);
@@ -438,6 +479,7 @@ impl WorkerSettings {
             cpus: self.cpus.clone(),
             pool: pooled,
             memory,
+            labels: self.labels.clone(),
             bandwidth,
             threads,
             quic: or!(quic, local(7001).into(), "reachable from this machine only"),

@@ -48,7 +48,7 @@ pub struct CpuBackend {
     info: BackendInfo,
     config: CpuConfig,
     kernels: MatmulKernels,
-    pool: Pool,
+    pool: Arc<Pool>,
     buffers: Vec<Buffer>,
     matrices: Vec<PackedMatrix>,
     vectors: Vec<Vec<f32>>,
@@ -65,8 +65,9 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend on the threads of `pool`.
-    pub fn new(config: CpuConfig, pool: Pool) -> Result<Self, Error> {
+    /// A backend on the threads of `pool`, which several backends may share. They then compute one after the other.
+    pub fn new(config: CpuConfig, pool: impl Into<Arc<Pool>>) -> Result<Self, Error> {
+        let pool = pool.into();
         for isa in [config.matmul, config.attention, config.rows] {
             if !isa.is_available() {
                 return Err(Error::IsaUnavailable { isa });

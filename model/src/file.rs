@@ -152,17 +152,27 @@ impl ModelFile {
     /// next access reads them from disk again.
     pub fn forget_tensor(&self, name: &str) {
         match &self.data {
-            Data::Files(files) => {
-                let Ok(info) = self.find(name) else { return };
-                info.source.for_each_region(&mut |region| {
-                    let range = usize::try_from(region.offset).ok().zip(usize::try_from(region.bytes).ok());
-                    if let (Some(file), Some((start, len))) = (files.get(region.file), range) {
-                        file.forget(start, len);
-                    }
-                });
-            }
+            Data::Files(files) => self.for_each_range(name, files, MappedFile::forget),
             Data::Store(stored) => stored.forget(name),
         }
+    }
+
+    /// Releases the memory pages of a tensor. Those of files stay in the page cache.
+    pub fn release_tensor(&self, name: &str) {
+        match &self.data {
+            Data::Files(files) => self.for_each_range(name, files, MappedFile::release),
+            Data::Store(stored) => stored.forget(name),
+        }
+    }
+
+    fn for_each_range(&self, name: &str, files: &[MappedFile], call: fn(&MappedFile, usize, usize)) {
+        let Ok(info) = self.find(name) else { return };
+        info.source.for_each_region(&mut |region| {
+            let range = usize::try_from(region.offset).ok().zip(usize::try_from(region.bytes).ok());
+            if let (Some(file), Some((start, len))) = (files.get(region.file), range) {
+                call(file, start, len);
+            }
+        });
     }
 
     /// The bytes of a tensor of the shard store, as an owned value; its chunks never change. `None` for a

@@ -26,4 +26,5 @@ mod test_files;
 pub use error::Error;
 pub use file::{ModelFile, TensorBytes};
 pub use ggml_type::GgmlType;
+pub use mmap::PinnedFile;
 pub use spec::ModelSpec;

@@ -103,6 +103,14 @@ impl MappedFile {
         }
     }
 
+    /// Releases the mapping's pages of a range. They stay in the page cache. Errors are ignored.
+    pub(crate) fn release(&self, start: usize, len: usize) {
+        if start.checked_add(len).is_some_and(|end| end <= self.map.len()) {
+            // SAFETY: as in `forget`.
+            let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
+        }
+    }
+
     /// Copies `buffer.len()` bytes from `offset` without touching the mapping.
     pub(crate) fn read_at(&self, buffer: &mut [u8], offset: u64) -> Result<(), Error> {
         self.file.read_exact_at(buffer, offset).map_err(|source| match source.kind() {
@@ -116,6 +124,39 @@ impl MappedFile {
 
     fn io(&self, action: &'static str, source: io::Error) -> Error {
         Error::Io { action, path: self.path.clone(), source }
+    }
+}
+
+/// A file whose bytes are kept in memory until this is dropped.
+#[derive(Debug)]
+pub struct PinnedFile {
+    file: MappedFile,
+    locked: bool,
+}
+
+impl PinnedFile {
+    /// Reads the whole file into memory. Its pages are locked if the limit of locked memory allows it; else they are
+    /// mapped, and the kernel may drop them when memory runs out.
+    ///
+    /// # Errors
+    /// If the file cannot be mapped.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let file = MappedFile::open(path)?;
+        let locked = file.map.lock().is_ok();
+        if !locked {
+            // A kernel that does not know the advice reads the pages when they are used.
+            let _ = file.map.advise(memmap2::Advice::PopulateRead);
+        }
+        Ok(Self { file, locked })
+    }
+
+    /// Whether the kernel cannot drop its pages.
+    pub fn is_locked(&self) -> bool {
+        self.locked
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.file.map.len() as u64
     }
 }
 
@@ -133,6 +174,15 @@ mod tests {
     }
 
     #[test]
+    fn a_pinned_file_is_in_memory() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&[7; 1 << 20]).unwrap();
+        let pinned = PinnedFile::open(file.path()).unwrap();
+        assert_eq!((pinned.bytes(), resident(file.path())), (1 << 20, 1024));
+        assert!(PinnedFile::open(Path::new("/no/such/file")).is_err());
+    }
+
+    #[test]
     fn dropped_pages_leave_memory_and_read_as_before() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let bytes: Vec<u8> = (0..4u32 << 20).map(|i| (i % 251) as u8).collect();
@@ -145,6 +195,13 @@ mod tests {
         // Less where pages are so large that their other parts went with them.
         let rest = resident(file.path());
         assert!(rest <= 2048, "{rest} KiB");
+        mapped.release(3 << 20, 1 << 20);
+        assert!(resident(file.path()) < rest);
+        assert!(mapped.bytes() == bytes);
+        mapped.release(3 << 20, (1 << 20) + 1);
+        assert_eq!(resident(file.path()), 4096);
+        mapped.forget(1 << 20, 2 << 20);
+        let rest = resident(file.path());
         mapped.forget(3 << 20, (1 << 20) + 1);
         assert_eq!(resident(file.path()), rest);
         assert!(mapped.bytes() == bytes);

@@ -94,7 +94,15 @@ fn limits_are_reported_with_field_and_value() {
         (WorkerSettings { cpus: "0".parse().ok(), threads: Some(2), ..Default::default() }, "`cpus`: 0"),
         (WorkerSettings { shipping_lanes: Some(0), ..Default::default() }, "`shipping_lanes`: 0"),
         (WorkerSettings { shipping_lanes: Some(17), ..Default::default() }, "`shipping_lanes`: 17"),
-        (WorkerSettings::default(), "`model`"),
+        (WorkerSettings { labels: Some(vec!["zone".to_owned()]), ..Default::default() }, "`labels`: zone"),
+        (
+            WorkerSettings {
+                labels: Some(vec!["zone=a".to_owned()]),
+                pool: Some(true),
+                ..Default::default()
+            },
+            "`labels`: zone=a",
+        ),
     ];
     for (settings, expected) in cases {
         let error = settings.plan().unwrap_err();

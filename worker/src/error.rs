@@ -1,6 +1,7 @@
 //! Errors of a worker.
 
 use crate::external_engine::ExternalEngineError;
+use crate::service::FindError;
 use model::shard::StoreError;
 use pipeline::ShardCountError;
 use pipeline::weight_distribution::{LoadError, ShippingError};
@@ -38,6 +39,12 @@ pub enum Error {
     /// A coordinator has accepted an epoch that is not the current one.
     #[error("a coordinator accepted epoch {}, which is not the current one", .0.0)]
     AnotherEpoch(proto::ids::Epoch),
+    /// A model's file is not what it was when it was found.
+    #[error("the model's file has changed since it was read")]
+    FileChanged,
+    /// A model is neither on this worker nor at another one.
+    #[error(transparent)]
+    Find(#[from] FindError),
     /// The model computed a value that is not finite.
     #[error("the model's {what} not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite { what: &'static str },
@@ -49,6 +56,7 @@ impl Error {
         match self {
             Self::Engine(error) => error.is_of_content(),
             Self::Text(_) | Self::WrongTask { .. } => true,
+            Self::Find(error) => error.is_permanent(),
             _ => false,
         }
     }

@@ -10,6 +10,7 @@ use engine::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
 use engine::kv_cache::{BlockLayout, CacheSpec, GroupKind, GroupSpec};
 use engine::kv_events::EventLog;
 use engine::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
+use engine::share::DeviceShare;
 use engine::snapshot::Origin;
 use engine::speculation::{Speculation, SpeculativeMethod};
 use engine::tiers::{Tiers, TiersConfig};
@@ -40,6 +41,7 @@ mod adapters;
 mod device;
 mod drafter;
 mod encoder;
+mod hosted;
 mod reading;
 mod staged;
 mod stages;
@@ -52,6 +54,9 @@ pub use device::{DeviceChoice, gpu_copy_bandwidth, visible_gpus};
 use drafter::LoadedDrafter;
 pub(crate) use drafter::{digest_of as drafter_digest, offered as offered_drafter};
 pub use encoder::encoder;
+use hosted::HostedSource;
+pub(crate) use hosted::pinned_files;
+pub use hosted::{HostedLoad, SharedDevice, facts, process_bytes};
 use reading::Reading;
 use staged::Staged;
 pub(crate) use stages::{admit_kv, prepare_replica, stage};
@@ -116,6 +121,8 @@ pub struct EngineOptions {
     pub lora_limits: AdapterLimits,
     /// Directory for compiled GPU kernels. `None`: kernels are compiled at every start.
     pub cubins: Option<PathBuf>,
+    /// The device, if the model shares it with others. `None`: it has the device for itself.
+    pub hosted: Option<HostedLoad>,
 }
 
 impl Default for EngineOptions {
@@ -148,6 +155,7 @@ impl Default for EngineOptions {
             lora: Vec::new(),
             lora_limits: AdapterLimits::default(),
             cubins: None,
+            hosted: None,
         }
     }
 }
@@ -179,6 +187,8 @@ pub struct Prepared {
     lora_limits: AdapterLimits,
     /// The model's file.
     path: PathBuf,
+    /// Declared last, because its memory is free only when all other fields are.
+    share: Option<DeviceShare>,
 }
 
 /// A model with its engine.
@@ -227,8 +237,11 @@ pub fn backend(
         DeviceChoice::PtxSim => Ok(device::simulated(options)?),
         DeviceChoice::Auto | DeviceChoice::Cpu => {
             let config = CpuConfig::select(options.activations, environment)?;
-            let pool = PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads(options)) };
-            Ok(Box::new(CpuBackend::new(config, Pool::new(pool)?)?))
+            let pool = match options.hosted.as_ref().and_then(HostedLoad::pool) {
+                Some(shared) => shared,
+                None => Arc::new(Pool::new(pool_config(options))?),
+            };
+            Ok(Box::new(CpuBackend::new(config, pool)?))
         }
     }
 }
@@ -312,7 +325,10 @@ fn prepare_on(
     let spec = spec_of(&gguf, options)?;
     generates(&spec)?;
     let tokenizer = Arc::new(Tokenizer::from_metadata(gguf.metadata())?);
-    let Plan { defaults, .. } = plan_for(&gguf, &spec, options)?;
+    let plan = plan_for(&gguf, &spec, options)?;
+    let admit = |hosted: &HostedLoad| hosted.admit(hosted::bytes_of(&gguf, &spec, &plan, options));
+    let mut admitted = options.hosted.as_ref().map(admit).transpose()?;
+    let Plan { defaults, .. } = plan;
     let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
     let max_sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
     let len_limit = spec.context_length.min(MAX_CONTEXT);
@@ -358,25 +374,6 @@ fn prepare_on(
         }
     };
     let adapters = adapters::load_all(options, &gguf, &mut decoder)?;
-    let memory = memory.behind(decoder.backend().memory(), options)?;
-    floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
-    let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(CacheGroup::spec).collect();
-    if let Some(joining) = &mut joining {
-        let own: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
-        for (group, bytes) in groups.iter_mut().zip(joining.block_bytes(&own)?) {
-            group.block_bytes = bytes;
-        }
-        joining.load_adapters(&adapters::for_stages(&adapters))?;
-    }
-    let cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
-    cache.validate().map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
-    let downstream = match joining {
-        None => {
-            decoder.allocate_kv(arena_bytes as usize)?;
-            None
-        }
-        Some(joining) => Some((joining.begin(&mut decoder, &cache)?, wire)),
-    };
     let scheduler = SchedulerConfig {
         max_batch_tokens: rows as u32,
         max_seqs: max_sequences,
@@ -387,13 +384,41 @@ fn prepare_on(
         ..SchedulerConfig::default()
     };
     // Only used to find the longest sequence that fits. The real scheduler is created with the cluster key.
-    let probe = Scheduler::new(scheduler.clone(), cache.clone(), ClusterKey([0; 32]))
-        .map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
-    let max_model_len = len_limit.min(probe.max_sequence_tokens() as usize);
+    let longest = |cache: CacheSpec| {
+        Scheduler::new(scheduler.clone(), cache, ClusterKey([0; 32]))
+            .map(|probe| probe.max_sequence_tokens() as usize)
+            .map_err(|error| engine::Error::KvMemory { reason: error.to_string() })
+    };
+    let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(CacheGroup::spec).collect();
+    if let Some(joining) = &mut joining {
+        let own: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
+        for (group, bytes) in groups.iter_mut().zip(joining.block_bytes(&own)?) {
+            group.block_bytes = bytes;
+        }
+        joining.load_adapters(&adapters::for_stages(&adapters))?;
+    }
+    let mut cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
+    if let Some(admitted) = admitted.as_mut().filter(|admitted| !admitted.is_own()) {
+        let fits = |arena_bytes| longest(CacheSpec { arena_bytes, ..cache.clone() }).unwrap_or(0);
+        cache.arena_bytes = admitted.arena(len_limit, fits);
+    }
+    let arena_bytes = cache.arena_bytes;
+    let memory = memory.behind(decoder.backend().memory(), options)?;
+    floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
+    cache.validate().map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
+    let downstream = match joining {
+        None => {
+            decoder.allocate_kv(arena_bytes as usize)?;
+            None
+        }
+        Some(joining) => Some((joining.begin(&mut decoder, &cache)?, wire)),
+    };
+    let max_model_len = len_limit.min(longest(cache.clone())?);
     if max_model_len < 2 {
         let reason = format!("{arena_bytes} bytes hold no sequence of two tokens");
         return Err(engine::Error::KvMemory { reason }.into());
     }
+    let share = admitted.map(|admitted| admitted.settle(decoder.backend().memory()));
     Ok(Prepared {
         decoder,
         downstream,
@@ -410,6 +435,7 @@ fn prepare_on(
         adapters,
         lora_limits: options.lora_limits,
         path: path.to_owned(),
+        share,
     })
 }
 
@@ -490,6 +516,10 @@ impl Prepared {
         };
         let engine = match self.pull_timeout {
             Some(limit) => engine.with_transfer_time(limit),
+            None => engine,
+        };
+        let engine = match self.share {
+            Some(share) => engine.with_share(share),
             None => engine,
         };
         Ok(match tiers {
@@ -580,12 +610,19 @@ fn load_decoder(
         }
     };
     let floor = watched(options)?;
+    let mut progress = |done, total| {
+        options.hosted.iter().for_each(|hosted| hosted.progress(done, total));
+        progress(done, total);
+    };
+    let load =
+        |source: &dyn TensorSource| Decoder::load(spec, config, (source, packs), backend, &mut progress);
+    let load = |source: &dyn TensorSource| match &options.hosted {
+        Some(hosted) => load(&HostedSource::new(source, gguf, hosted)),
+        None => load(source),
+    };
     let load = |source: &dyn TensorSource| match &floor {
-        None => Decoder::load(spec, config, (source, packs), backend, progress),
-        Some(HostFloor { floor, memory }) => {
-            let staged = Staged::new(source, *floor, memory.as_ref());
-            Decoder::load(spec, config, (&staged, packs), backend, progress)
-        }
+        Some(HostFloor { floor, memory }) => load(&Staged::new(source, *floor, memory.as_ref())),
+        None => load(source),
     };
     Ok(match &options.arrivals {
         Some(arrivals) => load(&Arriving { file: gguf, arrivals })?,
@@ -654,6 +691,10 @@ fn digest(gguf: &ModelFile, options: &EngineOptions) -> Result<[u8; 32], Error> 
     Ok(gguf.digest()?)
 }
 
+fn pool_config(options: &EngineOptions) -> PoolConfig {
+    PoolConfig { cpus: options.cpus.clone(), ..PoolConfig::new(threads(options)) }
+}
+
 fn threads(options: &EngineOptions) -> NonZeroUsize {
     let usable = engine::cgroup::cpus();
     options.threads.and_then(NonZeroUsize::new).unwrap_or(usable)
@@ -679,7 +720,12 @@ pub fn host(options: &EngineOptions) -> Result<Host, Error> {
 }
 
 fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Result<Plan, Error> {
-    let host = host(options)?;
+    let mut host = host(options)?;
+    if let Some(budget) = options.hosted.as_ref().and_then(HostedLoad::limit) {
+        // The whole budget, so that the defaults do not depend on the other models.
+        let available = budget.saturating_add(crate::defaults::floor(host).value);
+        (host.memory_available, host.workers) = (available, 1);
+    }
     let mtp_head = match &options.speculative_method {
         SpeculativeMethod::MtpHead if spec.logits().is_some() => Some(drafter::mtp_head(gguf, &spec.arch)?),
         // Encoders have no drafter.

@@ -132,6 +132,9 @@ pub enum CatalogError {
         expected: &'static str,
         expected_bytes: u64,
     },
+    /// The caller does not want the rest of a download.
+    #[error("the download was cancelled")]
+    Cancelled,
     /// The catalog entry has not been pulled.
     #[error("{name} is not in the cache; pull it with `kvasir models pull {name}`")]
     NotPulled { name: &'static str },
@@ -150,6 +153,10 @@ pub trait Progress {
     fn begin(&mut self, step: Step<'_>, total: Option<u64>);
     /// `bytes` of the step's total are done.
     fn at(&mut self, bytes: u64);
+    /// Whether the download goes on. What is here is kept.
+    fn is_wanted(&self) -> bool {
+        true
+    }
 }
 
 impl Progress for () {

@@ -67,6 +67,7 @@ fn the_code_and_the_document_name_the_same_metrics() {
         "worker/speech/src/metrics",
         "worker/src/external_engine/metrics",
         "worker/src/service/usage",
+        "worker/src/service/host/metrics",
     ]
     .iter()
     .map(|module| source_of(&binary::workspace().join(module)))

@@ -6,6 +6,7 @@
 
 use crate::Error;
 use crate::decoder::{CacheKind, Decoder};
+use crate::share::DeviceShare;
 use kernels::backend::{BlockTable, MemoryUse, StepInput, StepSequence};
 use model::spec::{ModelSpec, OutputSpec, Pooling};
 use proto::ids::ModelId;
@@ -59,6 +60,8 @@ pub struct Encoder {
     /// Description of the model, with a placeholder name.
     served: ServedModel,
     backend: &'static str,
+    /// Dropped last: its memory is free only when all fields above are.
+    share: Option<DeviceShare>,
 }
 
 enum Forward {
@@ -178,6 +181,7 @@ impl Encoder {
             served,
             backend: KERNELS,
             forward: Forward::Kernels(Box::new(KernelTexts { decoder, layout, two_types })),
+            share: None,
         }
     }
 
@@ -198,7 +202,13 @@ impl Encoder {
             ModelTask::Embed { .. } | ModelTask::Generate => row_width,
         };
         let forward = Forward::Onnx(OnnxTexts::load(file, operation, (pooling, width), threads)?.into());
-        Ok(Self { forward, tokenizer, limits, pooling, row_width, served, backend: speech::onnx::NAME })
+        let backend = speech::onnx::NAME;
+        Ok(Self { forward, tokenizer, limits, pooling, row_width, served, backend, share: None })
+    }
+
+    /// Computes its steps in the turns of `share`, which it keeps as long as it holds memory.
+    pub fn with_share(self, share: DeviceShare) -> Self {
+        Self { share: Some(share), ..self }
     }
 
     pub fn backend(&self) -> &'static str {
@@ -229,7 +239,7 @@ impl Encoder {
     }
 
     /// Device memory in use; zero for other runtimes, where it is unknown.
-    pub(crate) fn memory(&self) -> MemoryUse {
+    pub fn memory(&self) -> MemoryUse {
         match &self.forward {
             Forward::Kernels(kernels) => kernels.decoder.backend().memory(),
             Forward::Onnx(_) => MemoryUse::default(),

@@ -14,6 +14,7 @@ use crate::pull::Source;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{LogitRows, PlannedSequence, Scheduler, SeqId, SequenceRequest, StepPlan};
+use crate::share::DeviceShare;
 use crate::snapshot::Origin;
 use crate::speculation::Speculation;
 use crate::telemetry::EngineMetrics;
@@ -199,6 +200,8 @@ pub struct Engine {
     draft_model: Option<DraftModel>,
     /// Cloned by every traced request: the reference count shows whether there is one.
     recorded: Arc<()>,
+    /// Dropped last: its memory is free only when all fields above are.
+    share: Option<DeviceShare>,
 }
 
 impl Engine {
@@ -260,7 +263,13 @@ impl Engine {
             draft_tokens: HashMap::new(),
             draft_model: None,
             recorded: Arc::new(()),
+            share: None,
         })
+    }
+
+    /// Computes its steps in the turns of `share`, which it keeps as long as it holds memory.
+    pub fn with_share(self, share: DeviceShare) -> Self {
+        Self { share: Some(share), ..self }
     }
 
     /// Also keeps resume points in these tiers and serves prompts from them.
@@ -528,6 +537,43 @@ impl Engine {
             || self.executor.is_lost()
     }
 
+    /// Waits for the turn of an engine that shares its device, if it has something to compute. Calls `waits` before.
+    fn begin_turn(&mut self, waits: impl FnOnce()) {
+        let computes = self.can_compute();
+        match &mut self.share {
+            Some(share) if computes => {
+                waits();
+                share.begin();
+            }
+            Some(share) => share.withdraw(),
+            None => {}
+        }
+    }
+
+    /// Ends the turn after a step; `None` if it failed.
+    fn end_turn(&mut self, outcome: Option<&StepOutcome>) {
+        let rows = match outcome {
+            Some(StepOutcome::Ran { rows }) => *rows,
+            Some(StepOutcome::Idle) | None => 0,
+        };
+        let again = rows > 0 && self.can_compute();
+        if let Some(share) = &mut self.share {
+            share.end(rows, again);
+        }
+    }
+
+    /// Whether prefixes of ended sequences are still to be copied to the tiers.
+    pub fn copies_prefixes(&self) -> bool {
+        self.tiering.as_ref().is_some_and(Tiering::copies)
+    }
+
+    /// Weight of its model in the turns of its device; 0 counts as 1. No effect on an engine with a device of its own.
+    pub fn set_priority(&self, priority: u32) {
+        if let Some(share) = &self.share {
+            share.set_priority(priority);
+        }
+    }
+
     /// Plans, runs and completes one step. In a pipeline, steps are submitted while there is work, and
     /// completed when their results arrive.
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
@@ -547,6 +593,10 @@ impl Engine {
         }
         // Results make room, and other sequences may be waiting for them.
         if self.take_result(false)? {
+            return Ok(StepOutcome::Ran { rows: 0 });
+        }
+        if self.can_compute() && self.share.as_ref().is_some_and(|share| !share.has_turn()) {
+            // Sequences arrived meanwhile. They are computed in a turn.
             return Ok(StepOutcome::Ran { rows: 0 });
         }
         if let Some(plan) = self.plan()? {

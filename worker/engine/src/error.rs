@@ -61,6 +61,9 @@ pub enum Error {
         /// The request, and what the stage has.
         reason: String,
     },
+    /// The load was no longer wanted.
+    #[error("the load was cancelled")]
+    LoadCancelled,
     /// The engine's thread has ended.
     #[error("the engine has stopped")]
     EngineStopped,

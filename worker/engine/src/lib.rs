@@ -6,6 +6,7 @@
 //! An [`executor`] runs the engine's steps; the engine does not see on how many workers the layers are.
 //! Must not contain: connections, the choice of devices and defaults, HTTP APIs, routing, model file formats.
 
+pub mod budget;
 pub mod cgroup;
 pub mod decoder;
 pub mod encoder;
@@ -21,10 +22,12 @@ pub mod progress;
 pub mod pull;
 pub mod sampling;
 pub mod scheduler;
+pub mod share;
 pub mod snapshot;
 pub mod speculation;
 pub mod telemetry;
 pub mod tiers;
+pub mod turns;
 pub mod usage;
 pub mod watchdog;
 pub mod weights;

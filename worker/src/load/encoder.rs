@@ -1,5 +1,6 @@
 //! From a model file to an encoder.
 
+use super::hosted::{Admitted, HostedLoad, bytes_of};
 use super::text_backends::{TextModel, load_encoder};
 use super::{
     EngineOptions, Memory, Plan, Progress, backend, describe, digest, environment, load_decoder, plan_for,
@@ -51,6 +52,8 @@ struct Read {
     tokenizer: Arc<Tokenizer>,
     defaults: Defaults,
     limits: Limits,
+    /// Reserved memory of a shared device.
+    admitted: Option<Admitted>,
 }
 
 impl Read {
@@ -67,13 +70,16 @@ impl Read {
         let tokenizer = Tokenizer::from_metadata(file.metadata())?;
         let template = text::pairs::template(file.metadata(), &tokenizer)?;
         let tokenizer = Arc::new(tokenizer.comparing(template));
-        let Plan { defaults, .. } = plan_for(&file, &spec, options)?;
+        let plan = plan_for(&file, &spec, options)?;
+        let admit = |hosted: &HostedLoad| hosted.admit(bytes_of(&file, &spec, &plan, options));
+        let admitted = options.hosted.as_ref().map(admit).transpose()?;
+        let Plan { defaults, .. } = plan;
         let positions = spec.embedding.positions.as_ref().map_or(usize::MAX, |table| table.rows);
         let text_tokens = spec.context_length.min(positions).min(MAX_CONTEXT);
         let step_tokens = options.chunk.unwrap_or(defaults.chunk.value as usize).max(text_tokens);
         let step_texts = options.max_sequences.unwrap_or(defaults.max_seqs.value).max(1);
         let limits = Limits { vocab: spec.vocab, text_tokens, step_tokens, step_texts };
-        Ok(Self { file, spec, tokenizer, defaults, limits })
+        Ok(Self { file, spec, tokenizer, defaults, limits, admitted })
     }
 }
 
@@ -85,7 +91,7 @@ pub(super) fn onnx_encoder(
     operation: Operation,
     options: &EngineOptions,
 ) -> Result<Encoder, Error> {
-    let Read { file: gguf, spec, tokenizer, defaults, limits } = Read::new(path, options)?;
+    let Read { file: gguf, spec, tokenizer, defaults, limits, admitted } = Read::new(path, options)?;
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let bytes = std::fs::metadata(file).map_or(0, |file| file.len());
     let refused = |refused: MemoryRefused| engine::Error::KvMemory { reason: refused.to_string() };
@@ -106,7 +112,12 @@ pub(super) fn onnx_encoder(
     };
     let threads = options.threads.unwrap_or_else(|| engine::cgroup::cpus().get());
     let threads = (threads, options.cpus.as_deref());
-    Ok(Encoder::of_onnx(file, operation, &spec, tokenizer, limits, served, threads)?)
+    let encoder = Encoder::of_onnx(file, operation, &spec, tokenizer, limits, served, threads)?;
+    Ok(match admitted {
+        // The runtime's own memory is not known.
+        Some(admitted) => encoder.with_share(admitted.keep()),
+        None => encoder,
+    })
 }
 
 fn file_digest(path: &Path) -> Result<[u8; 32], Error> {
@@ -122,7 +133,7 @@ pub(super) fn kernel_encoder(
     options: &EngineOptions,
     progress: &mut Progress<'_>,
 ) -> Result<Encoder, Error> {
-    let Read { file: gguf, spec, tokenizer, defaults, limits } = Read::new(path, options)?;
+    let Read { file: gguf, spec, tokenizer, defaults, limits, admitted } = Read::new(path, options)?;
     let Limits { text_tokens, step_tokens, step_texts, .. } = limits;
     let floor = MemoryFloor { bytes: defaults.floor_bytes.value };
     let refused = |refused: MemoryRefused| engine::Error::KvMemory { reason: refused.to_string() };
@@ -145,5 +156,10 @@ pub(super) fn kernel_encoder(
     decoder.allocate_kv(layout.bytes())?;
     let (digests, lengths) = ((model_digest, tokenizer.digest()), (text_tokens, options.block_tokens));
     let served = describe(nameless()?, &decoder, digests, lengths, options.kv_type);
-    Ok(Encoder::new(decoder, tokenizer, layout, text_tokens, served))
+    let share = admitted.map(|admitted| admitted.settle(decoder.backend().memory()));
+    let encoder = Encoder::new(decoder, tokenizer, layout, text_tokens, served);
+    Ok(match share {
+        Some(share) => encoder.with_share(share),
+        None => encoder,
+    })
 }

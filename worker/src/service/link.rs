@@ -81,7 +81,8 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         reason = report_shipping(node, &connection) => reason,
         reason = report_certificate(node, &connection) => reason,
         reason = report_adapters(node, &connection, epoch) => reason,
-        reason = node.usage.report(&connection) => reason,
+        reason = report_usage(node, &connection) => reason,
+        reason = report_host(node, &connection, epoch) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "the session with a coordinator has ended");
@@ -167,6 +168,30 @@ async fn report_adapters(node: &Node, connection: &Connection, epoch: Epoch) -> 
             return "the node has ended".to_owned();
         }
     }
+}
+
+/// Reports usage, of all models on the connection of the worker itself.
+async fn report_usage(node: &Node, connection: &Connection) -> String {
+    match node.node.is_instance() {
+        false => node.usage.report(connection).await,
+        true => std::future::pending().await,
+    }
+}
+
+/// Tells the coordinator that this worker loads models by order.
+async fn report_host(node: &Node, connection: &Connection, epoch: Epoch) -> String {
+    if let Some(host) = &node.host {
+        let api = match connection.coordinator_api().await {
+            Ok(api) => api,
+            Err(error) => return error.to_string(),
+        };
+        match api.host(deadline(CALL_LIMIT), host.announcement(epoch)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(refusal)) => return refusal.to_string(),
+            Err(error) => tracing::warn!(%error, "a coordinator deploys no models to this worker"),
+        }
+    }
+    std::future::pending().await
 }
 
 async fn register(
@@ -326,8 +351,8 @@ impl WorkerApi for Api {
         adapters::unload(&self.node, &self.engine, name).await
     }
 
-    async fn models(self, _: Context, _: ModelsOrder) -> ModelsReport {
-        ModelsReport::default()
+    async fn models(self, _: Context, order: ModelsOrder) -> ModelsReport {
+        self.node.host.as_ref().map(|host| host.order(order)).unwrap_or_default()
     }
 
     async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {

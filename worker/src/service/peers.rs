@@ -82,19 +82,21 @@ impl Peers {
     async fn connect(&self, source: &PullSource) -> Result<Connection, String> {
         let address: SocketAddr =
             source.quic.parse().map_err(|_| format!("{:?} is not an address", source.quic))?;
+        // An instance is reached at its worker.
+        let worker = source.node.to_worker();
         let link_lock = {
             let mut links = self.links.lock();
-            if links.len() >= MAX_PEERS && !links.contains_key(&source.node) {
+            if links.len() >= MAX_PEERS && !links.contains_key(&worker) {
                 links.clear();
             }
-            Arc::clone(links.entry(source.node.clone()).or_default())
+            Arc::clone(links.entry(worker.clone()).or_default())
         };
         let mut link = link_lock.lock().await;
         let usable = link.as_ref().filter(|link| link.address == address && !link.connection.is_closed());
         if let Some(link) = usable {
             return Ok(link.connection.clone());
         }
-        let expected = Expected::node(Role::Worker, source.node.to_worker());
+        let expected = Expected::node(Role::Worker, worker);
         let connection =
             self.endpoint.connect(address, &expected).await.map_err(|error| error.to_string())?;
         *link = Some(Link { address, connection: connection.clone() });
@@ -173,7 +175,8 @@ async fn serve_connection(node: watch::Receiver<Arc<Node>>, connection: Connecti
         };
         match incoming {
             Ok(Incoming::Pull(call)) => {
-                tokio::spawn(serve_pull(now, call));
+                let holder = now.instances.with_origin(&call.request.origin).unwrap_or(now);
+                tokio::spawn(serve_pull(holder, call));
             }
             Ok(Incoming::Shard(call)) => {
                 tokio::spawn(Arc::clone(&now.holdings).answer(call));

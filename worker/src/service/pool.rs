@@ -121,7 +121,7 @@ impl Pool {
             free.end();
             let (reason_tx, mut broken) = mpsc::unbounded_channel();
             epoch = later_epoch(&epoch);
-            let run = context.begin(epoch, Some(reason_tx));
+            let mut run = context.begin(epoch, Some(reason_tx));
             run.loaded(Loaded::Generator(Box::new(prepared)), Some(&lead.model));
             node_tx.send_replace(Arc::clone(&run.node));
             self.set_state(&lead, LeadState::Serving, None);

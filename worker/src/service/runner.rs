@@ -60,7 +60,7 @@ impl Runner {
                 Ok(Self::Generates(Arc::new(ExternalGenerator::start(*opened, key, epoch, on_lost))))
             }
             Loaded::Encoder(encoder) => {
-                Ok(Self::Encodes(EncoderHandle::start(*encoder, epoch, stall_floor)?))
+                Ok(Self::Encodes(EncoderHandle::start(*encoder, epoch, stall_floor, Some(broken))?))
             }
             Loaded::Nothing => {
                 let events = Mutex::new(EventLog::new(epoch, 0));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn start(arch: &str, options: &EngineOptions) -> EncoderHandle {
-    EncoderHandle::start(open(arch, options), Epoch(1), TIMEOUT).unwrap()
+    EncoderHandle::start(open(arch, options), Epoch(1), TIMEOUT, None).unwrap()
 }
 
 fn texts(lengths: &[usize]) -> Vec<Text> {

@@ -176,6 +176,7 @@ impl Cluster {
             snapshots: StoreConfig::default(),
             stall_floor: Duration::MAX,
             pool: None,
+            hosting: None,
             floor: None,
         };
         let (report, shipping): (Arc<Mutex<_>>, Arc<Mutex<_>>) = Default::default();

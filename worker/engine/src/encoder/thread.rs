@@ -3,6 +3,7 @@
 use super::queue::{Dequeued, Queue};
 use super::{Encoder, Limits, Text};
 use crate::Error;
+use crate::engine::thread::Broken;
 use crate::kv_events::EventLog;
 use crate::progress::{EngineLoad, Progress, end_process, spawn};
 use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
@@ -57,8 +58,14 @@ pub struct EncoderHandle {
 
 impl EncoderHandle {
     /// Moves the encoder to its own thread. A watchdog ends the process if the encoder makes no progress for
-    /// `stall_floor` (or 20 slow steps) while work is queued.
-    pub fn start(encoder: Encoder, epoch: Epoch, stall_floor: Duration) -> Result<Self, Error> {
+    /// `stall_floor` (or 20 slow steps) while work is queued. A failed step calls `broken` and ends only the
+    /// encoder; without `broken` it ends the process.
+    pub fn start(
+        encoder: Encoder,
+        epoch: Epoch,
+        stall_floor: Duration,
+        broken: Option<Broken>,
+    ) -> Result<Self, Error> {
         let (commands, inbox) = channel();
         let metrics = EngineMetrics::default();
         let memory = encoder.memory();
@@ -82,6 +89,7 @@ impl EncoderHandle {
             shared: Arc::clone(&shared),
             load: EngineLoad::default(),
             ticks,
+            broken,
         };
         spawn("kvasir-encoder", move || serving.run(&inbox))?;
         Ok(Self { commands, shared, steps })
@@ -175,6 +183,7 @@ struct Serving {
     shared: Arc<Shared>,
     load: EngineLoad,
     ticks: watch::Sender<u64>,
+    broken: Option<Broken>,
 }
 
 impl Serving {
@@ -194,10 +203,15 @@ impl Serving {
                     return;
                 }
             }
+            self.remove_ended(Instant::now());
+            self.begin_turn();
             let start = Instant::now();
-            self.remove_ended(start);
             self.shared.progress.queued(start, !self.queue.is_empty());
-            match self.step(start) {
+            let stepped = self.step(start);
+            if let Some(share) = &mut self.encoder.share {
+                share.end(stepped.as_ref().map_or(0, |rows| *rows), !self.queue.is_empty());
+            }
+            match stepped {
                 Ok(0) => {}
                 Ok(rows) => {
                     let now = Instant::now();
@@ -205,9 +219,26 @@ impl Serving {
                     self.count_step(rows, took);
                     self.shared.progress.step_ended(now, took, !self.queue.is_empty());
                 }
-                Err(error) => end_process(&error, error.exit_code()),
+                Err(error) => {
+                    let Some(broken) = self.broken.take() else { end_process(&error, error.exit_code()) };
+                    self.shared.progress.queued(Instant::now(), false);
+                    broken(&error);
+                    return;
+                }
             }
             self.publish();
+        }
+    }
+
+    /// Waits for the turn of an encoder that shares its device, if there are texts.
+    fn begin_turn(&mut self) {
+        match &mut self.encoder.share {
+            Some(share) if !self.queue.is_empty() => {
+                self.shared.progress.queued(Instant::now(), false);
+                share.begin();
+            }
+            Some(share) => share.withdraw(),
+            None => {}
         }
     }
 

@@ -214,9 +214,12 @@ fn serve(
                 return;
             }
         }
+        engine.begin_turn(|| shared.progress.queued(Instant::now(), false));
         let start = Instant::now();
         shared.progress.queued(start, engine.can_compute());
-        match engine.step(start) {
+        let stepped = engine.step(start);
+        engine.end_turn(stepped.as_ref().ok());
+        match stepped {
             Ok(StepOutcome::Ran { .. }) => {
                 let now = Instant::now();
                 shared.progress.step_ended(now, now - start, engine.has_work());

@@ -83,6 +83,13 @@ impl Tiering {
     }
 }
 
+impl Tiering {
+    /// Whether ended sequences are still to be copied.
+    pub(super) fn copies(&self) -> bool {
+        !self.ended.is_empty()
+    }
+}
+
 impl Engine {
     /// Copies resume points of ended sequences to the tiers. Returns whether more can be copied at once.
     /// Called by every step and between requests.

@@ -40,6 +40,11 @@ pub struct ShippingMetrics {
 }
 
 impl ShippingMetrics {
+    /// Metrics of one of several models: counters are shared, the needed and the present bytes are its own.
+    pub fn of_model(&self) -> Self {
+        Self { needed: Gauge::default(), present: Gauge::default(), ..self.clone() }
+    }
+
     pub fn fetched(&self, bytes: u64) {
         self.fetched.inc_by(bytes);
     }

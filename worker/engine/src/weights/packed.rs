@@ -6,6 +6,7 @@ use kernels::backend::{Backend, MatrixId, MatrixSource, Packer, SharedBytes};
 use model::shard::{PackedFile, PackedWriter, ShardStore, StoreError, StoreReservation};
 use std::fmt;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// The repacked matrices of a layer range.
@@ -44,6 +45,12 @@ impl fmt::Debug for DeferredMatrix {
 }
 
 impl Packs {
+    /// Path of the repacked weights of these layers in a device's layout.
+    pub fn path(store: &ShardStore, layout: &str, model: &[u8; 32], layers: &Range<usize>) -> PathBuf {
+        let digest: String = model[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+        store.packed_path(&format!("{digest}-{layout}-{}-{}", layers.start, layers.end))
+    }
+
     /// Opens the repacked weights of these layers in the device's layout. `bytes` is their approximate size.
     /// Waits while another process writes them. An error is logged and only costs memory and time.
     pub fn open(
@@ -54,8 +61,7 @@ impl Packs {
         bytes: u64,
     ) -> Self {
         let (Some(store), Some(layout)) = (store, backend.pack_layout()) else { return Self::Off };
-        let digest: String = model[..16].iter().map(|byte| format!("{byte:02x}")).collect();
-        let path = store.packed_path(&format!("{digest}-{layout}-{}-{}", layers.start, layers.end));
+        let path = Self::path(store, layout, model, layers);
         let opened = || -> Result<Self, StoreError> {
             if let Some(file) = PackedFile::open(&path)? {
                 return Ok(Self::Mapped(file));

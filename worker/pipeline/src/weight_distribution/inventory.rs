@@ -28,8 +28,8 @@ const SEND_LIMIT: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub struct Inventory {
-    /// The files of the model and its drafter. Empty: only the store is served.
-    files: Vec<OwnFile>,
+    /// The files of models and drafters. Empty: only the store is served.
+    files: Mutex<Vec<Arc<OwnFile>>>,
     digests: Option<DigestCache>,
     store: Option<ShardStore>,
     sends: Semaphore,
@@ -46,6 +46,12 @@ struct OwnFile {
     path: PathBuf,
     /// Opened at the first request.
     opened: Mutex<Option<Arc<HeldFile>>>,
+}
+
+impl OwnFile {
+    fn new(name: Option<ModelId>, path: &Path) -> Self {
+        Self { name, path: path.to_owned(), opened: Mutex::default() }
+    }
 }
 
 /// A model's file, by chunks.
@@ -114,14 +120,27 @@ impl Inventory {
         let max_sends =
             shipping.lanes.saturating_mul(SENDS_PER_LANE).clamp(MAX_SENDS, Semaphore::MAX_PERMITS);
         let (store, sends) = (shipping.store.clone(), Semaphore::new(max_sends));
-        let own = |(name, path): (Option<ModelId>, &Path)| OwnFile {
-            name,
-            path: path.to_owned(),
-            opened: Mutex::default(),
-        };
         let drafter = drafter.map(|path| (None, path));
-        let files = path.map(|path| (model, path)).into_iter().chain(drafter).map(own).collect();
+        let files = path.map(|path| (model, path)).into_iter().chain(drafter);
+        let files = Mutex::new(files.map(|(name, path)| Arc::new(OwnFile::new(name, path))).collect());
         Self { files, digests, store, sends, max_sends, buffers: Buffers::default(), metrics }
+    }
+
+    /// Also serves the model in the file `path` under the name `model`.
+    pub fn add(&self, model: ModelId, path: &Path) {
+        self.files.lock().push(Arc::new(OwnFile::new(Some(model), path)));
+    }
+
+    /// Stops serving a file that was [added](Self::add).
+    pub fn remove(&self, model: &ModelId, path: &Path) {
+        let mut files = self.files.lock();
+        if let Some(at) = files.iter().rposition(|own| own.name.as_ref() == Some(model) && own.path == path) {
+            files.remove(at);
+        }
+    }
+
+    fn files(&self) -> Vec<Arc<OwnFile>> {
+        self.files.lock().clone()
     }
 
     /// Serves one request to its end.
@@ -195,11 +214,11 @@ impl Inventory {
     fn manifest(&self, model: &ModelRef) -> Option<Vec<u8>> {
         let own = match model {
             ModelRef::Named(name) => {
-                let named = self.files.iter().find(|own| own.name.as_ref() == Some(name));
-                named.and_then(|own| self.open(own))
+                let named = self.files().into_iter().find(|own| own.name.as_ref() == Some(name));
+                named.and_then(|own| self.open(&own))
             }
             ModelRef::Digest(digest) => {
-                let mut files = self.files.iter().filter_map(|own| self.open(own));
+                let mut files = self.files().into_iter().filter_map(|own| self.open(&own));
                 files.find(|file| file.manifest.digest() == *digest)
             }
         };
@@ -218,7 +237,7 @@ impl Inventory {
 
     fn chunk(&self, id: ChunkId) -> Option<Buffer<Vec<u8>>> {
         let mut buffer = self.buffers.take();
-        if self.files.iter().any(|own| self.open(own).is_some_and(|file| file.read(id, &mut buffer))) {
+        if self.files().iter().any(|own| self.open(own).is_some_and(|file| file.read(id, &mut buffer))) {
             return Some(buffer);
         }
         match self.store.as_ref()?.read(id, &mut buffer) {

@@ -206,6 +206,10 @@ impl Sink for PartialFile {
                 break Err(Stop::Format);
             }
             progress.at(self.hash.bytes);
+            if !progress.is_wanted() {
+                self.keep(transfer.state())?;
+                return Err(CatalogError::Cancelled.into());
+            }
             if self.hash.bytes - synced >= SYNC_EVERY {
                 synced = self.hash.bytes;
                 self.keep(transfer.state())?;

@@ -1,0 +1,391 @@
+//! A model on a device that it shares with others: its part of the memory, its turns, the progress of its load, and what
+//! it needs.
+
+use super::{DeviceChoice, EngineOptions, LOGIT_ROWS, Memory, Plan, digest, plan_for, spec_of};
+use crate::Error;
+use crate::defaults::{ModelNeeds, STATES_PER_SEQUENCE};
+use engine::budget::{MemoryBudget, Reservation, ReservedBytes};
+use engine::encoder::task;
+use engine::scheduler::MAX_CONTEXT;
+use engine::share::DeviceShare;
+use engine::turns::Turns;
+use engine::weights::{Packs, TensorSource};
+use kernels::backend::{MemoryUse, SharedBytes};
+use kernels::matmul::PACK_LAYOUT;
+use kernels::pool::Pool;
+use model::spec::ModelSpec;
+use model::{ModelFile, TensorBytes};
+use parking_lot::Mutex;
+use proto::deployment::ModelFacts;
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use text::tokenizer::Tokenizer;
+
+/// Estimate of the bytes that tokenizer, templates and names take for each token of the vocabulary, from resident memory
+/// before and after loads.
+const VOCABULARY_BYTES: u64 = 256;
+/// Estimate of what an engine needs beside weights, caches and buffers: stacks, queues, the ring of KV events.
+const ENGINE_BYTES: u64 = 12 << 20;
+/// Estimate of what a process needs beside its models once it serves: code, connections, queues.
+const PROCESS_BYTES: u64 = 24 << 20;
+/// Divisor of the arena: the bytes of block lists and of the prefix tree.
+const TREE_DIVISOR: u64 = 32;
+/// The smallest arena takes at most this part of the budget, whatever the model's longest sequence.
+const ARENA_DIVISOR: u64 = 4;
+/// Parts of an arena that is too small for the longest sequence by which it grows.
+const ARENA_STEPS: u64 = 16;
+
+/// The device of a worker that holds several models: one pool of threads, one memory, one step at a time.
+#[derive(Debug, Clone)]
+pub struct SharedDevice {
+    pub budget: MemoryBudget,
+    pub turns: Turns,
+    /// `None` if another device computes.
+    pool: Option<Arc<Pool>>,
+    /// Memory of the process without models.
+    #[expect(dead_code, reason = "it is held")]
+    process: Arc<Reservation>,
+}
+
+impl SharedDevice {
+    /// The device and the threads that `options` select, and `budget` bytes for all models and for what the process
+    /// takes without them, `process` bytes.
+    ///
+    /// # Errors
+    /// For a device that is not usable, or if the operating system cannot start a thread.
+    pub fn new(options: &EngineOptions, budget: u64, process: u64) -> Result<Self, Error> {
+        let pool = match options.device.resolve(options.gpu)?.0 {
+            DeviceChoice::Auto | DeviceChoice::Cpu => Some(Arc::new(Pool::new(super::pool_config(options))?)),
+            _ => None,
+        };
+        let budget = MemoryBudget::new(budget);
+        Ok(Self { process: Arc::new(budget.record(process)), budget, turns: Turns::default(), pool })
+    }
+}
+
+/// Bytes of the device's memory that this process takes without models: what it has now, and an estimate of what it will
+/// need once it serves.
+pub fn process_bytes(options: &EngineOptions) -> Result<u64, Error> {
+    Ok(match Memory::of(options)? {
+        Memory::Host | Memory::Unified => engine::memory::resident_bytes() + PROCESS_BYTES,
+        Memory::Own { .. } => 0,
+    })
+}
+
+/// One load of a model on a shared device. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct HostedLoad(Arc<LoadState>);
+
+#[derive(Debug)]
+struct LoadState {
+    device: SharedDevice,
+    priority: u32,
+    /// Whether memory is only counted, not limited, and the arena has the size of the options: the worker's own model.
+    own: bool,
+    /// Thousandths of the layers that are loaded.
+    permille: AtomicU32,
+    cancelled: AtomicBool,
+    /// Bytes that the load, and then the model, has reserved.
+    reserved: Mutex<ReservedBytes>,
+}
+
+impl PartialEq for HostedLoad {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for HostedLoad {}
+
+impl HostedLoad {
+    /// A model that is loaded by order.
+    pub fn new(device: &SharedDevice, priority: u32) -> Self {
+        Self::with(device, priority, false)
+    }
+
+    /// The worker's own model. It counts in the budget whether or not it fits.
+    pub fn own(device: &SharedDevice) -> Self {
+        Self::with(device, 1, true)
+    }
+
+    fn with(device: &SharedDevice, priority: u32, own: bool) -> Self {
+        Self(Arc::new(LoadState {
+            device: device.clone(),
+            priority,
+            own,
+            permille: AtomicU32::new(0),
+            cancelled: AtomicBool::new(false),
+            reserved: Mutex::default(),
+        }))
+    }
+
+    pub(super) fn pool(&self) -> Option<Arc<Pool>> {
+        self.0.device.pool.clone()
+    }
+
+    /// Bytes for all models of the device.
+    pub(super) fn limit(&self) -> Option<u64> {
+        (!self.0.own).then(|| self.0.device.budget.limit())
+    }
+
+    /// Thousandths of the load that are done.
+    pub fn permille(&self) -> u32 {
+        self.0.permille.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that the load has reserved, and then the model; 0 once all its memory is free.
+    pub fn bytes(&self) -> u64 {
+        self.0.reserved.lock().get()
+    }
+
+    pub(super) fn progress(&self, done: usize, total: usize) {
+        let permille = done as u64 * 1000 / (total as u64).max(1);
+        self.0.permille.store(permille as u32, Ordering::Relaxed);
+    }
+
+    /// Ends the load before its next tensor, with [`engine::Error::LoadCancelled`].
+    pub fn cancel(&self) {
+        self.0.cancelled.store(true, Ordering::Relaxed);
+    }
+
+    fn check(&self) -> Result<(), engine::Error> {
+        match self.0.cancelled.load(Ordering::Relaxed) {
+            true => Err(engine::Error::LoadCancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// Reserves what the load takes at its peak.
+    ///
+    /// # Errors
+    /// [`engine::Error::KvMemory`] if the budget does not have it.
+    pub(super) fn admit(&self, bytes: HostedBytes) -> Result<Admitted, Error> {
+        self.check()?;
+        let budget = &self.0.device.budget;
+        let memory = match self.0.own {
+            true => budget.record(bytes.peak()),
+            false => budget
+                .reserve(bytes.peak())
+                .map_err(|refused| engine::Error::KvMemory { reason: refused.to_string() })?,
+        };
+        *self.0.reserved.lock() = memory.watch();
+        Ok(Admitted { load: self.clone(), memory, bytes })
+    }
+}
+
+/// Bytes of a model on a shared device. Upper estimates, made before its weights are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct HostedBytes {
+    weights: u64,
+    /// The largest tensor, while it is read and repacked.
+    staging: u64,
+    /// Activations and logits of a step.
+    scratch: u64,
+    /// The smallest arena.
+    pub(super) arena: u64,
+    /// Tokenizer, queues, block lists.
+    tables: u64,
+}
+
+impl HostedBytes {
+    /// `rows`: those of a step. `arena`: bytes of keys and values.
+    pub(super) fn new(
+        file: &ModelFile,
+        spec: &ModelSpec,
+        needs: &ModelNeeds,
+        rows: usize,
+        arena: u64,
+    ) -> Self {
+        let largest = file.tensors().map(model::header::TensorInfo::bytes).max().unwrap_or(0);
+        let logits = spec.logits().map_or(0, |_| LOGIT_ROWS.min(rows) as u64 * spec.vocab as u64 * 4);
+        Self {
+            weights: needs.weight_bytes,
+            staging: largest,
+            scratch: (rows as u64).saturating_mul(needs.activation_bytes_per_row).saturating_add(logits),
+            arena,
+            tables: ENGINE_BYTES + spec.vocab as u64 * VOCABULARY_BYTES + arena / TREE_DIVISOR,
+        }
+    }
+
+    fn peak(self) -> u64 {
+        let Self { weights, staging, scratch, arena, tables } = self;
+        [weights, staging, scratch, arena, tables].into_iter().fold(0, u64::saturating_add)
+    }
+}
+
+/// Bytes of an arena for one sequence of `tokens`, at most a quarter of `limit`, whatever the sequence needs.
+pub(super) fn smallest_arena(
+    needs: &ModelNeeds,
+    (tokens, chunk): (usize, usize),
+    block: usize,
+    limit: u64,
+) -> u64 {
+    let tokens = (tokens as u64).saturating_add(2 * block as u64);
+    let rows = (chunk as u64).saturating_add(2 * block as u64);
+    let states = STATES_PER_SEQUENCE.saturating_mul(needs.state_bytes);
+    let bytes = |tokens: u64| tokens.saturating_mul(needs.kv_bytes_per_token).saturating_add(states);
+    let least = bytes(rows.min(tokens));
+    (bytes(tokens).min(limit / ARENA_DIVISOR)).max(least).next_multiple_of(1 << 16)
+}
+
+/// A load whose memory is reserved.
+pub(super) struct Admitted {
+    load: HostedLoad,
+    memory: Reservation,
+    bytes: HostedBytes,
+}
+
+impl Admitted {
+    /// Whether it is the worker's own model.
+    pub(super) fn is_own(&self) -> bool {
+        self.load.0.own
+    }
+
+    /// The arena for sequences of `tokens`: the smallest one, grown as long as `longest`, the longest sequence that fits
+    /// into an arena of some bytes, is shorter and the budget allows it.
+    pub(super) fn arena(&mut self, tokens: usize, longest: impl Fn(u64) -> usize) -> u64 {
+        let step = (self.bytes.arena / ARENA_STEPS).next_multiple_of(1 << 16);
+        for _ in 0..ARENA_STEPS {
+            let capped =
+                self.load.limit().is_none_or(|limit| self.bytes.arena + step > limit / ARENA_DIVISOR);
+            if capped || longest(self.bytes.arena) >= tokens || self.memory.grow(step).is_err() {
+                break;
+            }
+            self.bytes.arena += step;
+        }
+        self.bytes.arena
+    }
+
+    /// The model's share, with what it has allocated in the end.
+    pub(super) fn settle(mut self, used: MemoryUse) -> DeviceShare {
+        let MemoryUse { weights, activations, kv } = used;
+        let held = weights as u64 + activations as u64 + kv as u64 + self.bytes.tables;
+        if held > self.memory.bytes() && !self.load.0.own {
+            tracing::warn!(
+                held,
+                reserved = self.memory.bytes(),
+                "a model has allocated more than was estimated"
+            );
+        }
+        self.memory.settle(held);
+        let LoadState { device, priority, .. } = self.load.0.as_ref();
+        DeviceShare::new(device.turns.join(*priority), self.memory)
+    }
+
+    /// The share of a model on a runtime that does not report its memory: keeps what was reserved.
+    pub(super) fn keep(self) -> DeviceShare {
+        let LoadState { device, priority, .. } = self.load.0.as_ref();
+        DeviceShare::new(device.turns.join(*priority), self.memory)
+    }
+}
+
+/// Reads the tensors of a load: ends it when it is cancelled, and drops the pages of a file's tensor before the next one
+/// is read, so that one tensor at a time is in memory twice.
+pub(super) struct HostedSource<'a> {
+    source: &'a dyn TensorSource,
+    file: &'a ModelFile,
+    load: &'a HostedLoad,
+    taken: RefCell<Option<String>>,
+}
+
+impl<'a> HostedSource<'a> {
+    pub(super) fn new(source: &'a dyn TensorSource, file: &'a ModelFile, load: &'a HostedLoad) -> Self {
+        Self { source, file, load, taken: RefCell::new(None) }
+    }
+
+    fn release(&self, next: Option<String>) {
+        if let Some(before) = self.taken.replace(next) {
+            self.file.release_tensor(&before);
+        }
+    }
+}
+
+impl TensorSource for HostedSource<'_> {
+    /// # Errors
+    /// [`engine::Error::LoadCancelled`] after [`HostedLoad::cancel`].
+    fn tensor(&self, name: &str) -> Result<TensorBytes<'_>, engine::Error> {
+        self.load.check()?;
+        self.release(Some(name.to_owned()));
+        self.source.tensor(name)
+    }
+
+    fn shared(&self, name: &str) -> Result<Option<SharedBytes>, engine::Error> {
+        self.load.check()?;
+        self.source.shared(name)
+    }
+
+    fn forget(&self, name: &str) {
+        self.source.forget(name);
+    }
+
+    fn measure(&self, name: &str) -> Result<(u32, u64), engine::Error> {
+        self.source.measure(name)
+    }
+}
+
+impl Drop for HostedSource<'_> {
+    fn drop(&mut self) {
+        self.release(None);
+    }
+}
+
+/// Content of the model in a file, and what it needs on this worker with `options`. Reads the whole file if its digest
+/// is not in the options' cache.
+pub fn facts(path: &Path, options: &EngineOptions) -> Result<ModelFacts, Error> {
+    let file = ModelFile::open(path)?;
+    let full = ModelSpec::from_file(&file)?;
+    let spec = spec_of(&file, options)?;
+    let tokenizer = Tokenizer::from_metadata(file.metadata())?;
+    let plan = plan_for(&file, &spec, options)?;
+    let bytes = bytes_of(&file, &spec, &plan, options);
+    let digest = digest(&file, options)?;
+    Ok(ModelFacts {
+        digest,
+        tokenizer_digest: tokenizer.digest(),
+        task: task(&spec),
+        context: full.context_length.min(MAX_CONTEXT) as u32,
+        needed_bytes: bytes.peak(),
+    })
+}
+
+/// Files that hold the weights of a model as the device reads them: the repacked ones if there are any, else the model's.
+pub(crate) fn pinned_files(path: &Path, digest: &[u8; 32], options: &EngineOptions) -> Vec<PathBuf> {
+    let Ok(file) = ModelFile::open(path) else { return Vec::new() };
+    let layers = ModelSpec::from_file(&file).map_or(0, |spec| spec.layers.len());
+    let packed = options.packed.as_ref().map(|store| Packs::path(store, PACK_LAYOUT, digest, &(0..layers)));
+    match packed.filter(|packed| packed.is_file()) {
+        Some(packed) => vec![packed],
+        None => file.files().map(Path::to_owned).collect(),
+    }
+}
+
+/// Bytes that a model needs with the defaults of its plan.
+pub(super) fn bytes_of(
+    file: &ModelFile,
+    spec: &ModelSpec,
+    plan: &Plan,
+    options: &EngineOptions,
+) -> HostedBytes {
+    let Plan { needs, defaults, .. } = plan;
+    let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
+    let sequences = options.max_sequences.unwrap_or(defaults.max_seqs.value);
+    let tokens = spec.context_length.min(MAX_CONTEXT);
+    let limit = options.hosted.as_ref().and_then(HostedLoad::limit).unwrap_or(u64::MAX);
+    let (rows, arena) = match spec.logits() {
+        Some(_) => {
+            let rows = options.max_rows.unwrap_or(if chunk == 0 { tokens } else { chunk + sequences });
+            let arena = smallest_arena(needs, (tokens, chunk), options.block_tokens, limit);
+            (rows.max(chunk).max(sequences), arena)
+        }
+        // An encoder has whole texts in a step, and keys and values of one step.
+        None => {
+            let rows = chunk.max(tokens);
+            let blocks = rows as u64 + (sequences * options.block_tokens) as u64;
+            (rows, blocks.saturating_mul(needs.kv_bytes_per_token))
+        }
+    };
+    let arena = options.kv_bytes.unwrap_or(arena);
+    HostedBytes::new(file, spec, needs, rows, arena)
+}
