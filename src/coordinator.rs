@@ -83,6 +83,9 @@ pub(crate) struct CoordinatorSettings {
     /// Limit of a request's total time [default: 10 minutes].
     #[arg(long, value_name = "TIME", env = "KVASIR_REQUEST_TIMEOUT")]
     pub(crate) request_timeout: Option<Period>,
+    /// How long a request that is not streamed waits for a deployed model to be loaded [default: 2m].
+    #[arg(long, value_name = "TIME", env = "KVASIR_LOAD_WAIT")]
+    pub(crate) load_wait: Option<Period>,
     /// Time for running requests to finish after a stop signal [default: 30s].
     #[arg(long, value_name = "TIME", env = "KVASIR_DRAIN_TIMEOUT")]
     pub(crate) drain_timeout: Option<Period>,
@@ -240,6 +243,7 @@ impl CoordinatorSettings {
                 "users must not be able to write turns of other roles"
             ),
             request_timeout: or!(request_timeout, seconds(default.request_timeout_s), "bounds every wait"),
+            load_wait: or!(load_wait, seconds(default.load_wait_s), "clients give up after minutes"),
             drain_timeout: or!(drain_timeout, seconds(default.drain_s), "the usual limit of supervisors"),
             queue_requests: or!(queue_requests, default.queue_requests, "a bounded queue, then 429"),
             queue_tokens: or!(queue_tokens, default.queue_tokens, "a bounded queue, then 429"),
@@ -295,9 +299,11 @@ impl CoordinatorSettings {
 
     /// The library's configuration. Requires complete settings; downloads models if needed.
     fn service(&self) -> anyhow::Result<Config> {
-        let Some(models) = self.models.as_ref().filter(|models| !models.is_empty()) else {
-            return Err(ConfigError::missing("models", "name at least one model to offer").into());
-        };
+        let models = self.models.as_deref().unwrap_or_default();
+        if models.is_empty() && self.data_dir.is_none() {
+            let need = "name at least one model to offer, or a data_dir so that models can be deployed";
+            return Err(ConfigError::missing("models", need).into());
+        }
         let models = models.iter().map(|model| {
             let models::Resolved { path, id } = models::resolve_named(model)?;
             Ok(ModelEntry { id, path })
@@ -315,6 +321,7 @@ impl CoordinatorSettings {
             hold_ready: self.hold_ready.unwrap_or(default.hold_ready),
             raw_chats: self.raw_chats.unwrap_or(default.raw_chats),
             request_timeout_s: ms(self.request_timeout, default.request_timeout_s * 1000).div_ceil(1000),
+            load_wait_s: ms(self.load_wait, default.load_wait_s * 1000).div_ceil(1000),
             queue_requests: self.queue_requests.unwrap_or(default.queue_requests),
             queue_tokens: self.queue_tokens.unwrap_or(default.queue_tokens),
             worker_inflight: self.worker_inflight.unwrap_or(default.worker_inflight),
@@ -468,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_coordinator_without_models_is_refused() {
+    fn a_coordinator_without_models_needs_a_place_for_deployments() {
         let error = CoordinatorSettings::default().service().unwrap_err();
         assert!(error.is::<ConfigError>() && error.to_string().contains("`models`"), "{error}");
     }

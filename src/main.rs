@@ -5,6 +5,7 @@
 mod access;
 mod admin;
 mod allocator;
+mod apply;
 mod bench;
 mod ca;
 mod cluster_key;
@@ -17,6 +18,7 @@ mod convert;
 mod coordinator;
 mod coordinators;
 mod cpus;
+mod deploy;
 mod doctor;
 mod drain;
 mod embed;
@@ -110,6 +112,7 @@ enum Command {
     GpuBench(gpu_bench::GpuBench),
     Tokenize(tokenize::Tokenize),
     Models(models::Models),
+    Apply(apply::Apply),
     Status(status::Status),
     Top(top::Top),
     Doctor(doctor::Doctor),
@@ -170,6 +173,7 @@ impl Command {
             Self::GpuBench(command) => command.run(),
             Self::Tokenize(command) => command.run(),
             Self::Models(command) => command.run(),
+            Self::Apply(command) => command.run(),
             Self::Status(command) => command.run(),
             Self::Top(command) => command.run(),
             Self::Doctor(command) => command.run(),

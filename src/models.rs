@@ -1,8 +1,10 @@
 //! `kvasir models`: the catalog, the model cache and file inspection. Also resolves MODEL arguments to files.
 
+use crate::access::Access;
 use crate::columns::columns;
 use crate::config::{ConfigError, UsageError};
 use crate::convert::Convert;
+use crate::deploy::{self, Deploy, Promote, Rollback, Set, Undeploy};
 use crate::home;
 use crate::http_client::network;
 use crate::progress::Bar;
@@ -20,7 +22,7 @@ use std::path::{Path, PathBuf};
 /// Prefix of a digest given as MODEL.
 pub(crate) const DIGEST: &str = "blake3:";
 
-/// Lists, pulls, inspects, converts and verifies models.
+/// Lists, pulls, inspects, converts and verifies models; deploys them in a cluster.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir models list\n  kvasir models pull smollm2-135m\n  \
     kvasir models inspect ./my-model.gguf")]
@@ -36,9 +38,14 @@ enum Action {
     Inspect(Inspect),
     Convert(Convert),
     Verify(Verify),
+    Deploy(Deploy),
+    Undeploy(Undeploy),
+    Set(Set),
+    Promote(Promote),
+    Rollback(Rollback),
 }
 
-/// Lists the catalog and the models in the cache.
+/// Lists the catalog and the models in the cache, or the deployed models of a cluster.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models list --json\n\n\
     MEMORY covers the weights and a few sequences of 8,192 tokens. TOKENS/S is the decode speed of one sequence on a DGX \
@@ -51,6 +58,11 @@ struct List {
     /// Also show architecture, machines, addresses and sources.
     #[arg(long, conflicts_with = "json")]
     wide: bool,
+    /// List the deployed models of a cluster: where they are, how far, and why not.
+    #[arg(long, conflicts_with = "wide")]
+    deployed: bool,
+    #[command(flatten)]
+    access: Access,
 }
 
 /// Downloads a model into the cache and prints its path. MODEL is a catalog name or an https:// or hf:// address.
@@ -128,6 +140,12 @@ impl Models {
         let store = Store::from_env()?;
         let mut out = std::io::stdout().lock();
         match self.action {
+            Action::List(list) if list.deployed => deploy::print(&list.access, list.json, &mut out)?,
+            Action::Deploy(deploy) => deploy.run()?,
+            Action::Undeploy(undeploy) => undeploy.run()?,
+            Action::Set(set) => set.run()?,
+            Action::Promote(promote) => promote.run()?,
+            Action::Rollback(rollback) => rollback.run()?,
             Action::List(list) => {
                 let (listed, downloads) = (store.list(), store.downloads());
                 let text = if list.json {

@@ -152,7 +152,7 @@ impl Bench {
         let plan = timed(&mut took, || self.plan(body))?;
         let [(prompt, _)] = plan.prompts.as_slice() else { return Err(anyhow!("not one prompt")) };
 
-        let again: &Arc<OfferedModel> = self.again.only().context("no model")?;
+        let again: &Arc<OfferedModel> = &self.again.only().context("no model")?;
         let template = again.template.as_ref().context("no chat template")?;
         let fields = timed(&mut took, || Fields::parse(body, CHAT))?;
         let messages = timed(&mut took, || messages(&fields))?;

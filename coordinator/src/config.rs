@@ -42,6 +42,8 @@ pub struct Config {
     pub raw_chats: bool,
     /// Time limit of a request, in seconds.
     pub request_timeout_s: u64,
+    /// How long a request that is not streamed waits for a deployed model to be loaded, in seconds.
+    pub load_wait_s: u64,
     /// Most generations that may wait for a worker.
     pub queue_requests: usize,
     /// Most prompt tokens that may wait for a worker.
@@ -107,6 +109,7 @@ impl Default for Config {
             hold_ready: false,
             raw_chats: false,
             request_timeout_s: 600,
+            load_wait_s: 120,
             queue_requests: policy.queue.requests,
             queue_tokens: policy.queue.tokens,
             worker_inflight: policy.max_inflight,

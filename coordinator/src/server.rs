@@ -19,6 +19,7 @@ use dispatch::models::{Models, ModelsError};
 use dispatch::random::random_u64;
 use group::agreement::{Agreement, GroupConfig, GroupError, ModelDigests, OwnSettings};
 use group::audit::{Audit, AuditError, Record};
+use group::deployments::Deployments;
 use group::joining::Joining;
 use group::replicas::Replicas;
 use http::{Limits, Listener};
@@ -161,6 +162,10 @@ impl Coordinator {
             let (dispatch, agreement) = (Arc::clone(&dispatch), Arc::clone(agreement));
             Replicas::new(dispatch, agreement, Arc::clone(&models), Arc::clone(&audit), config.shards)
         });
+        let deployments = agreement.as_ref().map(|agreement| {
+            let (dispatch, agreement) = (Arc::clone(&dispatch), Arc::clone(agreement));
+            Deployments::new(dispatch, agreement, Arc::clone(&models), Arc::clone(&audit))
+        });
         let joining = Joining::new(
             agreement.clone(),
             identity.clone(),
@@ -192,6 +197,7 @@ impl Coordinator {
             cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,
             audit: Arc::new(ApiAudit(Arc::clone(&audit))),
             request_timeout: Duration::from_secs(config.request_timeout_s),
+            load_wait: Duration::from_secs(config.load_wait_s),
             realtime: SessionLimits {
                 sessions: Sessions::new(config.sessions_per_tenant),
                 idle: Duration::from_secs(config.session_idle_s),
@@ -204,6 +210,7 @@ impl Coordinator {
             dispatch: Arc::clone(&dispatch),
             agreement: agreement.clone(),
             replicas: replicas.clone(),
+            deployments: deployments.clone(),
             models,
             keys,
             cluster_key,
@@ -248,6 +255,7 @@ impl Coordinator {
         tasks.push(tokio::spawn(serve_joining(Arc::clone(&endpoint), joining)));
         tasks.push(tokio::spawn(note_revocations(identity.clone(), Arc::clone(&ops.audit))));
         tasks.extend(replicas.map(|replicas| tokio::spawn(replicas.run())));
+        tasks.extend(deployments.map(|deployments| tokio::spawn(deployments.run())));
         tracing::info!(id = %name.node, ?addresses, "coordinator started");
         let drain = Duration::from_secs(config.drain_s);
         Ok(Self {

@@ -1,6 +1,7 @@
 //! Accepts worker connections: registration, load reports and KV events. Other coordinators dial the same
 //! port and are passed to the agreement.
 
+use consensus::table::Level;
 use dispatch::{Dispatch, SessionId};
 use group::agreement::Agreement;
 use group::audit::{Audit, Record};
@@ -238,11 +239,20 @@ impl Session {
         self.terms.audit.note(&Record { who: &who, from, what, on, result });
     }
 
+    /// Whether all coordinators of the group know deployed models, whose workers have instances.
+    fn deploys(&self) -> bool {
+        let table = self.agreement.as_ref().and_then(|agreement| agreement.table());
+        table.is_some_and(|table| table.level() >= Level(2))
+    }
+
     async fn admit(&self, register: Register) -> Result<Registered, Refusal> {
         let worker = &register.worker;
         let node = worker.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
-        for model in &worker.models {
+        if node.is_instance() && !self.deploys() {
+            return Err(Refusal::NotRegistered);
+        }
+        for model in worker.models.iter().filter(|model| !model.id.is_version()) {
             match self.terms.tokenizers.get(&model.id) {
                 Some(digest) if *digest != model.tokenizer_digest => {
                     if let Some(left_out) = NOTED.due((&node, &model.id, "tokenizer")) {

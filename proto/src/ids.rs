@@ -178,6 +178,11 @@ impl ModelId {
         self.0.split_once(Self::VERSION).map_or(&self.0, |(name, _)| name)
     }
 
+    /// The model without a version.
+    pub fn to_name(&self) -> Self {
+        if self.is_version() { Self(self.name().into()) } else { self.clone() }
+    }
+
     pub fn is_version(&self) -> bool {
         self.0.contains(Self::VERSION)
     }

@@ -9,6 +9,7 @@ use super::CLIENT_CLOSED;
 use super::admitted::AdmittedRequest;
 use super::auth::Revocation;
 use super::error::ApiError;
+use super::loading::{COMMENT_EVERY, Loading};
 use super::plan::GenerationPlan;
 use super::shape::{CallPart, Delta, DeltaPart, Usage, Writer};
 use super::spans;
@@ -59,6 +60,8 @@ pub struct ResponseStream {
     span: Option<Span>,
     /// The path under which the end of a stream is counted. `None` before streaming and once counted.
     counts: Option<&'static str>,
+    /// Set until a worker has the model.
+    loading: Option<Loading>,
 }
 
 /// Response extension: the request is counted when its stream ends.
@@ -197,7 +200,14 @@ impl ResponseStream {
             admitted,
             span: None,
             counts: None,
+            loading: None,
         }
+    }
+
+    /// Sets the wait for a model that no worker has ready.
+    pub fn loading(mut self, loading: Option<Loading>) -> Self {
+        self.loading = loading;
+        self
     }
 
     /// Sets the span; `None` if the request is not recorded.
@@ -209,7 +219,14 @@ impl ResponseStream {
     /// Waits for all events and returns one JSON object.
     pub async fn whole(mut self) -> Result<Response, ApiError> {
         let mut whole: Vec<Delta> = self.choices.iter().map(|_| Delta::default()).collect();
-        let mut next = self.next().await?;
+        let mut next = match self.loading.take() {
+            None => self.next().await?,
+            Some(loading) => match tokio::time::timeout_at(loading.until.into(), self.next()).await {
+                Ok(Ok(Some((_, Err(failure))))) => return Err(loading.explain(self.failed(failure))),
+                Ok(next) => next?,
+                Err(_) => return Err(self.record_error(loading.too_long())),
+            },
+        };
         while let Some((choice, event)) = next {
             let event = event.map_err(|failure| self.failed(failure))?;
             let deltas = [self.advance(choice, event), self.stopped(choice)];
@@ -238,11 +255,13 @@ impl ResponseStream {
         }
     }
 
-    /// Streams the events. Waits for the first event, so that an error before it gets its own status. The end
-    /// of the stream is counted under `path`.
+    /// Streams the events. Waits for the first event, so that an error before it gets its own status, unless the model
+    /// has to be loaded first. The end of the stream is counted under `path`.
     pub async fn streamed(mut self, path: &'static str) -> Result<Response, ApiError> {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
-        if let Some((choice, event)) = self.next().await? {
+        if let Some(loading) = &self.loading {
+            first.extend_from_slice(loading.comment().as_bytes());
+        } else if let Some((choice, event)) = self.next().await? {
             let event = event.map_err(|failure| self.failed(failure))?;
             self.take(choice, event, &mut first);
         }
@@ -269,7 +288,23 @@ impl ResponseStream {
             let next = match self.events.next().now_or_never() {
                 Some(next) if !self.revocation.is_revoked() => Ok(next),
                 None if !out.is_empty() => return (out.into(), true),
-                _ => self.next().await,
+                _ => match self.loading.take() {
+                    None => self.next().await,
+                    Some(loading) => {
+                        let next = tokio::time::timeout(COMMENT_EVERY, self.next()).await;
+                        let Ok(next) = next else {
+                            out.extend_from_slice(loading.comment().as_bytes());
+                            self.loading = Some(loading);
+                            return (out.into(), true);
+                        };
+                        if let Ok(Some((_, Err(failure)))) = next {
+                            let error = loading.explain(self.failed(failure));
+                            self.writer.write_error(&mut out, &error);
+                            return (out.into(), false);
+                        }
+                        next
+                    }
+                },
             };
             match next {
                 Ok(Some((choice, Ok(event)))) => self.take(choice, event, &mut out),

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use dispatch::Failure;
 use dispatch::metrics::Metrics;
+use dispatch::models::LoadProgress;
 use dispatch::quota::{Exceeded, Of};
 use router::balancer::Refusal;
 
@@ -111,6 +112,12 @@ pub enum ApiError {
     /// No worker serves the model.
     #[error("no worker serves this model at the moment")]
     NoWorker,
+    /// A deployed model is not ready yet.
+    #[error("the model {model:?} is not ready: {progress}")]
+    ModelLoading { model: String, progress: LoadProgress },
+    /// A deployed model cannot be loaded now.
+    #[error("the model {model:?} cannot be loaded: {reason}")]
+    ModelUnavailable { model: String, reason: String },
     /// No worker offers the operation.
     #[error(
         "no worker offers the operation {operation} at the moment: start one with a model for it, or \
@@ -169,7 +176,9 @@ impl ApiError {
             Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::QueueFull { .. } | Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::KeysUnknown => StatusCode::SERVICE_UNAVAILABLE,
+            Self::KeysUnknown | Self::ModelLoading { .. } | Self::ModelUnavailable { .. } => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded | Self::NoQuorum => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -197,7 +206,11 @@ impl ApiError {
             Self::InvalidApiKey | Self::Forbidden => "invalid_api_key",
             Self::RateLimited(_) => "rate_limited",
             Self::QueueFull { .. } | Self::Connections { .. } => "queue_full",
-            Self::NoWorker | Self::NotOffered { .. } | Self::OperationAway { .. } => "no_worker",
+            Self::ModelLoading { .. } => "model_loading",
+            Self::NoWorker
+            | Self::ModelUnavailable { .. }
+            | Self::NotOffered { .. }
+            | Self::OperationAway { .. } => "no_worker",
             Self::WorkerLost => "worker_lost",
             Self::NoQuorum | Self::KeysUnknown => "no_quorum",
             Self::NotFinite | Self::Internal => "internal",
@@ -218,6 +231,8 @@ impl ApiError {
                 | Self::RateLimited(_)
                 | Self::Connections { .. }
                 | Self::NoWorker
+                | Self::ModelLoading { .. }
+                | Self::ModelUnavailable { .. }
                 | Self::NotOffered { .. }
                 | Self::OperationAway { .. }
                 | Self::KeysUnknown
@@ -243,6 +258,7 @@ impl ApiError {
             Self::InvalidField { field, .. } => Some(field.as_str()),
             Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
             Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => Some("model"),
+            Self::ModelLoading { .. } | Self::ModelUnavailable { .. } => Some("model"),
             Self::Unknown { .. } => Some("id"),
             Self::NoThreads => Some("thread"),
             _ => None,
@@ -258,6 +274,8 @@ impl ApiError {
             Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
             Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
             Self::Connections { .. } => Some(1),
+            Self::ModelLoading { progress, .. } => Some(progress.retry_after().as_secs_f64().ceil() as u64),
+            Self::ModelUnavailable { .. } => Some(5),
             Self::NotOffered { .. } | Self::OperationAway { .. } => Some(1),
             _ => None,
         };
@@ -375,6 +393,8 @@ mod tests {
             ApiError::RateLimited(exceeded),
             ApiError::QueueFull { retry_after: second },
             ApiError::NoWorker,
+            ApiError::ModelLoading { model: "m".into(), progress: LoadProgress::absent() },
+            ApiError::ModelUnavailable { model: "m".into(), reason: "no room".into() },
             ApiError::NotOffered { operation: Operation::Vad },
             ApiError::NotOfferedWith {
                 operation: Operation::TurnDetection,
@@ -405,6 +425,7 @@ mod tests {
             "rate_limited",
             "queue_full",
             "no_worker",
+            "model_loading",
             "no_quorum",
             "worker_lost",
             "deadline_exceeded",

@@ -26,6 +26,7 @@ pub mod grammar;
 pub mod http_ext;
 mod kind;
 pub mod limits;
+mod loading;
 pub mod lora;
 mod messages;
 mod model_list;
@@ -68,6 +69,7 @@ use documents::Popularity;
 use encode::{EncodePlan, Gathered, gather};
 use error::ApiError;
 use futures::future::BoxFuture;
+use loading::Loading;
 use messages::MessageWriter;
 use origin::from_another_site;
 use plan::{Effort, GenerationPlan, Kind, Sources, Unplanned};
@@ -117,6 +119,8 @@ pub struct AppState {
     pub audit: Arc<dyn lora::AuditLog>,
     /// Time limit of a request.
     pub request_timeout: Duration,
+    /// How long a request that is not streamed waits for its model to be loaded.
+    pub load_wait: Duration,
     /// Limits on the number and the length of sessions.
     pub realtime: realtime::SessionLimits,
     /// Seconds since 1970 at start.
@@ -421,7 +425,7 @@ fn group(headers: &HeaderMap) -> Result<Option<GroupId>, ApiError> {
 }
 
 async fn health(State(state): State<Arc<AppState>>) -> Result<(), ApiError> {
-    let serves = state.models.iter().any(|model| state.dispatch.serves(&model.id));
+    let serves = state.dispatch.can_serve(&state.models);
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
 }
 
@@ -497,17 +501,20 @@ async fn answer(
     }
     state.charge(&admitted.permit, plan.prompts.iter().map(|(tokens, _)| tokens.len() as u64).sum())?;
     let routed = Instant::now();
-    let generations = state.dispatch.generate(jobs)?;
+    let loading = Loading::of(&state.dispatch, &state.models, &plan.served.id, state.load_wait);
+    let generations = state.dispatch.generate(jobs).map_err(ApiError::from);
+    let generations =
+        generations.map_err(|error| loading.iter().fold(error, |error, wait| wait.explain(error)))?;
     state.metrics.stage("route", routed.elapsed());
     let (path, writer) = (kind.endpoint().path(), writer(&plan, &id));
     let answer = ResponseStream::new(&plan, writer, Arc::clone(&state.metrics), generations, admitted);
-    let answer = answer.traced(trace.take());
+    let answer = answer.traced(trace.take()).loading(loading);
     if plan.params.stream { answer.streamed(path).await } else { answer.whole().await }
 }
 
 /// The writer for the answer of request `id`, in the form of the plan's API.
 fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
-    let (created, model) = (unix_seconds(), plan.served.id.to_string());
+    let (created, model) = (unix_seconds(), plan.served.id.name().to_owned());
     let shape = |prefix, chat| ResponseShape {
         chat,
         id: format!("{prefix}-{id}"),
@@ -567,13 +574,21 @@ async fn encode<S: Send + 'static, A: Serialize>(
             spans::encodes(span, operation, (&id, &model), texts.len(), read);
         }
         let tenant = Arc::clone(admitted.caller.tenant());
-        let gathered =
-            gather(state, admitted, (task, &model), texts, trace.as_ref().map(Span::context)).await?;
+        let loading = Loading::of(&state.dispatch, &state.models, &model, state.load_wait);
+        let gathering = gather(state, admitted, (task, &model), texts, trace.as_ref().map(Span::context));
+        let gathered = match loading {
+            None => gathering.await?,
+            Some(loading) => match tokio::time::timeout_at(loading.until.into(), gathering).await {
+                Ok(gathered) => gathered.map_err(|error| loading.explain(error))?,
+                Err(_) => return Err(loading.too_long()),
+            },
+        };
         if let Some(span) = &mut trace {
             span.set("gen_ai.usage.input_tokens", gathered.tokens);
         }
         // Serializes in a turn, since there may be thousands of vectors.
         let write = move || {
+            let model = model.to_name();
             Ok((gathered.headers.clone(), Json(answer(shape, &id, model, &gathered))).into_response())
         };
         state.planning.run(&tenant, write).await

@@ -1,7 +1,8 @@
 //! `GET /v1/models` and `GET /v1/models/{model}`: objects with the fields of both OpenAI's and Anthropic's
 //! model objects.
 //!
-//! A model is listed once a worker serves it, and only for callers whose key may use it.
+//! A model is listed once a worker serves it, and only for callers whose key may use it. A deployed model is always
+//! listed, since a request has it loaded.
 
 use super::AppState;
 use super::auth::Caller;
@@ -10,6 +11,7 @@ use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::{Extension, Json};
 use proto::ids::ModelId;
+use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use time::OffsetDateTime;
@@ -39,6 +41,12 @@ pub(super) struct ModelObject {
     /// The model that an adapter adds to.
     #[serde(skip_serializing_if = "Option::is_none")]
     parent: Option<String>,
+    /// State of a deployed model: `absent`, `loading`, `ready` and others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    state: Option<&'static str>,
+    /// Per cent of the present stage of a deployed model that are done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    progress: Option<u16>,
 }
 
 /// A page of the list.
@@ -98,8 +106,10 @@ fn served(state: &AppState, caller: &Caller) -> Vec<ModelObject> {
         max_tokens: max_model_len,
         task,
         parent: None,
+        state: None,
+        progress: None,
     };
-    let configured = state.models.iter().filter(|model| caller.may_use(&model.id));
+    let configured = state.models.configured().iter().filter(|model| caller.may_use(&model.id));
     let configured = configured.filter_map(|offered| {
         let served = state.dispatch.model(&offered.id)?;
         Some(model(&offered.id, Some(served.max_model_len), served.task.name()))
@@ -114,7 +124,19 @@ fn served(state: &AppState, caller: &Caller) -> Vec<ModelObject> {
         let listed = model(&adapter.name, Some(served.max_model_len), served.task.name());
         Some(ModelObject { parent: Some(adapter.parent.to_string()), ..listed })
     });
-    let configured = configured.chain(adapters);
+    let all = state.models.deployed();
+    let deployed = all.models().iter().filter(|(name, _)| caller.may_use(name)).map(|(name, deployed)| {
+        let served = deployed.active.as_ref().and_then(|active| state.dispatch.model(&active.id));
+        let progress = &deployed.progress;
+        let (max_model_len, task) = match served {
+            Some(served) => (Some(served.max_model_len), served.task),
+            None => (None, ModelTask::Generate),
+        };
+        let percent = (progress.permille > 0).then_some(progress.permille / 10);
+        let listed = model(name, max_model_len, task.name());
+        ModelObject { state: Some(progress.state.name()), progress: percent, ..listed }
+    });
+    let configured = configured.chain(adapters).chain(deployed);
     configured.chain(sessions.map(|(operation, id)| model(id, None, operation.name()))).collect()
 }
 
@@ -172,6 +194,8 @@ mod tests {
             max_tokens: Some(512),
             task: "generate",
             parent: None,
+            state: None,
+            progress: None,
         };
         ids.iter().map(model).collect()
     }

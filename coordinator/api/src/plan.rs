@@ -173,6 +173,8 @@ const PREFIX: [&str; 7] =
 /// Default time to live of a pinned prefix.
 const DEFAULT_TTL_S: u64 = 3600;
 const MAX_TTL_S: u64 = 366 * 86_400;
+/// Bytes of a prompt's beginning that tell conversations apart.
+const CONVERSATION_BYTES: usize = 512;
 const DETOKENIZE: [&str; 2] = ["model", "tokens"];
 /// Default max_tokens of a completion.
 const COMPLETION_TOKENS: u32 = 16;
@@ -377,19 +379,65 @@ pub(super) fn wrong_task(served: &ServedModel) -> ApiError {
 /// The model that the request names, with the name, which may be that of an adapter of it.
 fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<(Arc<OfferedModel>, ModelId), ApiError> {
     let name: Option<String> = fields.get("model")?;
-    let found = match &name {
-        Some(name) => sources.models.get(name).map(|model| (model, model.id.clone())).or_else(|| {
-            let id = ModelId::new(name.clone()).ok()?;
-            Some((sources.models.get((sources.parent)(&id)?.as_str())?, id))
-        }),
-        None => sources.models.only().map(|model| (model, model.id.clone())),
+    let own = |model: Arc<OfferedModel>| {
+        let id = model.id.clone();
+        (model, id)
     };
+    let found = match &name {
+        Some(name) => {
+            let share = || conversation(fields, sources.caller);
+            sources.models.choose(name, share).map(own).or_else(|| {
+                let id = ModelId::new(name.clone()).ok()?;
+                Some((sources.models.get((sources.parent)(&id)?.as_str())?, id))
+            })
+        }
+        None => sources.models.only().map(own),
+    };
+    let deployed = sources.models.deployed();
+    let unread = name.as_ref().filter(|_| found.is_none()).and_then(|name| {
+        let model = deployed.model(name).filter(|model| model.active.is_none())?;
+        sources.caller.may_use(&ModelId::parse(name.clone()).ok()?).then(|| model.progress.clone())
+    });
+    if let (Some(name), Some(progress)) = (&name, unread) {
+        return Err(ApiError::ModelLoading { model: name.clone(), progress });
+    }
     // To the caller, a model outside the key's scope does not exist.
     match (found.filter(|(_, id)| sources.caller.may_use(id)), name) {
-        (Some((model, id)), _) => Ok((Arc::clone(model), id)),
+        (Some((model, id)), _) => Ok((model, id)),
         (None, Some(name)) => Err(ApiError::ModelNotFound(name.chars().take(ModelId::MAX_LEN).collect())),
         (None, None) => Err(ApiError::field("model", "is missing")),
     }
+}
+
+/// A number that is equal for all requests of a conversation: it depends on the tenant and on the beginning of the
+/// prompt.
+fn conversation(fields: &Fields<'_>, caller: &Caller) -> u64 {
+    let beginning = ["messages", "prompt", "input"].iter().find_map(|field| fields.raw(field));
+    let text = beginning.unwrap_or_default();
+    // Later turns are appended to a list, so its first item stays. A text counts up to its first characters.
+    let first = serde_json::from_str::<Vec<&serde_json::value::RawValue>>(text).ok();
+    let items: Vec<&str> = first.iter().flatten().map(|item| item.get()).collect();
+    // An instruction is equal in many conversations.
+    let own = items.iter().position(|item| !is_instruction(item)).map_or(0, |at| at + 1);
+    let messages = items.get(..own).unwrap_or_default();
+    let text = if messages.is_empty() { text } else { &messages.concat() };
+    let hash = blake3::Hasher::new()
+        .update(caller.tenant().as_bytes())
+        .update(&[0])
+        .update(text.get(..text.floor_char_boundary(CONVERSATION_BYTES)).unwrap_or(text).as_bytes())
+        .finalize();
+    hash.as_bytes().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+/// Whether a message is one of the operator's, not of the user.
+fn is_instruction(message: &str) -> bool {
+    #[derive(serde::Deserialize)]
+    struct Role<'a> {
+        #[serde(borrow)]
+        role: Option<std::borrow::Cow<'a, str>>,
+    }
+    let role = serde_json::from_str(message).ok().and_then(|Role { role }| role);
+    role.is_some_and(|role| role == "system" || role == "developer")
 }
 
 fn completion_prompts<E: From<ApiError>>(

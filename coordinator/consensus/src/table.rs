@@ -20,7 +20,8 @@ use crate::member::{Incarnation, MemberId};
 pub use access::Access;
 pub use deployments::{
     CanaryShare, Demand, Deployment, DeploymentDropped, DeploymentSet, DeploymentSettings, Deployments,
-    MAX_DEPLOYED_REPLICAS, ModelRefused, Rollout, RolloutEnded, Version, VersionFailed, VersionIdentified,
+    MAX_DEPLOYED_REPLICAS, ModelRefused, Rollout, RolloutEnded, RolloutStarted, Version, VersionFailed,
+    VersionIdentified,
 };
 pub(crate) use entry::decode_entry;
 pub use entry::{
@@ -247,7 +248,9 @@ impl Table {
 
     /// The level that a coordinator needs to keep this table whole.
     pub fn used_level(&self) -> Level {
-        let first = *self.nodes == Nodes::default() && *self.deployments == Deployments::default();
+        let first = *self.nodes == Nodes::default()
+            && *self.deployments == Deployments::default()
+            && !self.workers.workers().any(|(node, _)| node.is_instance());
         if first { Level(1) } else { Level(2) }
     }
 

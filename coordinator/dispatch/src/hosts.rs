@@ -1,6 +1,7 @@
 //! Workers that load models by order.
 
 use super::link::Link;
+use super::models::Models;
 use super::{Dispatch, SessionId};
 use proto::deployment::{HostReport, ModelsOrder, ModelsReport};
 use proto::ids::{Epoch, NodeId};
@@ -48,6 +49,13 @@ impl Dispatch {
         let link = state.links.get(node);
         let link = link.filter(|link| link.session() == session && link.epoch() == report.epoch);
         link.map(|link| link.set_host(report)).is_some()
+    }
+
+    /// Whether requests can be served: a worker has one of the models ready, or loads deployed models by order.
+    pub fn can_serve(&self, models: &Models) -> bool {
+        let deploys = models.configured().is_empty() || !models.deployed().models().is_empty();
+        let has_host = || self.state.lock().links.values().any(|link| link.host().is_some());
+        models.iter().any(|model| self.serves(&model.id)) || deploys && has_host()
     }
 
     /// The workers that load models by order, by name.

@@ -472,6 +472,11 @@ impl Dispatch {
         (state.balancer.index_size(), state.balancer.queue(), state.balancer.inflight())
     }
 
+    /// Finished requests of each model so far.
+    pub fn requests_by_model(&self) -> Vec<(ModelId, u64)> {
+        self.metrics.requests_by_model()
+    }
+
     /// The gauges of a scrape.
     pub fn metrics_load(&self) -> metrics::Load {
         let (index, queue, inflight) = self.sizes();

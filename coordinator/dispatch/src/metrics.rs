@@ -229,6 +229,11 @@ impl Metrics {
         self.by_model.served(model, &served);
     }
 
+    /// Finished requests of each model so far.
+    pub fn requests_by_model(&self) -> Vec<(ModelId, u64)> {
+        self.by_model.requests()
+    }
+
     /// Counts `tokens` tokens that arrived `gap` after the previous ones of the same generation.
     pub fn tokens_after(&self, model: &ModelId, gap: Duration, tokens: usize) {
         let each = gap.div_f64(tokens.max(1) as f64);

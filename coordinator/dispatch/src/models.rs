@@ -1,6 +1,10 @@
 //! The models that the API offers: what the coordinator needs of a model file, namely tokenizer, chat
 //! template and defaults.
 
+mod deployed;
+
+use arc_swap::ArcSwap;
+pub use deployed::{Deployed, DeployedModel, LoadProgress};
 use hub::catalog::{self, Verification};
 use metadata::{Metadata, Value};
 use model::checkpoint::{has_weights, tokenizer_metadata};
@@ -79,6 +83,39 @@ struct Tokenised {
 }
 
 impl OfferedModel {
+    fn of_metadata(
+        id: ModelId,
+        metadata: &Metadata,
+        context: usize,
+        raw_chats: bool,
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+        let tokenizer = Tokenizer::from_metadata(metadata)?;
+        let pairs = text::pairs::template(metadata, &tokenizer)?;
+        let tokenizer = tokenizer.comparing(pairs).remembering(MEMO_BYTES);
+        let template = ChatTemplate::from_metadata(metadata, &tokenizer).unwrap_or_else(|error| {
+            // Completions need no template.
+            tracing::warn!(model = %id, %error, "the model serves no chats: its template cannot be used");
+            None
+        });
+        let defaults = catalog::find(id.name()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
+        let sampling = defaults.or_file(metadata)?;
+        let dialect = Arc::new(Dialect::of(template.as_ref(), &tokenizer));
+        let prompting = prompting(metadata, &sampling);
+        Ok(Self {
+            id,
+            tokenizer,
+            template,
+            dialect,
+            sampling,
+            costs: None,
+            context,
+            verification: None,
+            raw_chats,
+            prompting,
+            tokenised: Tokenised::default(),
+        })
+    }
+
     /// The tokens of `text`, with special tokens parsed. If `bos` is set, the tokens that begin every text of the
     /// model, mostly BOS, are prepended unless the text begins with them.
     pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
@@ -167,17 +204,21 @@ fn to_token_ids((tokens, parts): (Vec<u32>, Vec<KnownPart>)) -> TokenIds {
     TokenIds::from_parts(tokens, parts.into_iter().map(part).collect())
 }
 
-/// All models of the API.
+/// All models of the API: those of the configuration, and deployed ones.
 #[derive(Debug)]
-pub struct Models(Vec<Arc<OfferedModel>>);
+pub struct Models {
+    configured: Vec<Arc<OfferedModel>>,
+    deployed: ArcSwap<Deployed>,
+    raw_chats: bool,
+}
 
 impl Models {
     /// Reads the model files. `raw_chats`: whether texts of control tokens in chats become control tokens.
     pub fn open(entries: &[ModelEntry], raw_chats: bool) -> Result<Self, ModelsError> {
-        let mut models: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
+        let mut configured: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
         let downloads = catalog::Store::from_env().ok();
         for ModelEntry { id, path } in entries {
-            if models.iter().any(|m| m.id == *id) {
+            if configured.iter().any(|m| m.id == *id) {
                 return Err(ModelsError::Twice(id.clone()));
             }
             let file = |source| ModelsError::File { id: id.clone(), source };
@@ -196,68 +237,85 @@ impl Models {
                 Some(opened) => opened.metadata().clone(),
                 None => tokenizer_metadata(path).map_err(|error| file(error.into()))?,
             };
-            let tokenizer = Tokenizer::from_metadata(&metadata).map_err(|error| file(error.into()))?;
-            let pairs = text::pairs::template(&metadata, &tokenizer).map_err(|error| file(error.into()))?;
-            let tokenizer = tokenizer.comparing(pairs).remembering(MEMO_BYTES);
-            let template = ChatTemplate::from_metadata(&metadata, &tokenizer).unwrap_or_else(|error| {
-                // Completions need no template.
-                tracing::warn!(model = %id, %error, "the model serves no chats: its template cannot be used");
-                None
-            });
-            let defaults = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
-            let sampling = defaults.or_file(&metadata).map_err(|error| file(error.into()))?;
             // Tokenizer and template suffice to offer the model; workers refuse a model that they cannot
             // compute.
             let spec = opened.as_ref().and_then(|opened| ModelSpec::from_file(opened).ok());
             let generates = spec.as_ref().filter(|spec| spec.logits().is_some());
             let costs =
                 generates.zip(opened.as_ref()).map(|(spec, opened)| ModelCosts::of_file(spec, opened));
-            let dialect = Arc::new(Dialect::of(template.as_ref(), &tokenizer));
-            let prompting = prompting(&metadata, &sampling);
-            let id = id.clone();
-            models.push(Arc::new(OfferedModel {
-                id,
-                tokenizer,
-                template,
-                dialect,
-                sampling,
-                costs,
-                context: spec.map_or(0, |spec| spec.context_length),
-                verification: downloads.as_ref().and_then(|store| store.verification(path)),
-                raw_chats,
-                prompting,
-                tokenised: Tokenised::default(),
-            }));
+            let verification = downloads.as_ref().and_then(|store| store.verification(path));
+            let context = spec.map_or(0, |spec| spec.context_length);
+            let offered =
+                OfferedModel::of_metadata(id.clone(), &metadata, context, raw_chats).map_err(file)?;
+            configured.push(Arc::new(OfferedModel { costs, verification, ..offered }));
         }
-        Ok(Self(models))
+        Ok(Self { configured, deployed: ArcSwap::default(), raw_chats })
     }
 
-    pub fn get(&self, id: &str) -> Option<&Arc<OfferedModel>> {
-        self.0.iter().find(|m| m.id.as_str() == id)
+    /// The version of a deployed model, from its file's metadata.
+    ///
+    /// # Errors
+    ///
+    /// If the metadata has no usable tokenizer.
+    pub fn version(
+        &self,
+        id: ModelId,
+        metadata: &Metadata,
+        context: usize,
+    ) -> Result<OfferedModel, Box<dyn std::error::Error + Send + Sync>> {
+        OfferedModel::of_metadata(id, metadata, context, self.raw_chats)
+    }
+
+    /// The model of this name. Of a deployed model, the version that serves; `model@digest` names one version.
+    pub fn get(&self, id: &str) -> Option<Arc<OfferedModel>> {
+        let configured = self.configured.iter().find(|m| m.id.as_str() == id);
+        configured.cloned().or_else(|| self.deployed.load().get(id))
+    }
+
+    /// Like [`get`](Self::get), but of a model with a canary, the version of this request. `share` returns a number that
+    /// is equal for all requests of a conversation.
+    pub fn choose(&self, id: &str, share: impl FnOnce() -> u64) -> Option<Arc<OfferedModel>> {
+        let configured = self.configured.iter().find(|m| m.id.as_str() == id);
+        configured.cloned().or_else(|| self.deployed.load().choose(id, share))
     }
 
     /// The model if there is exactly one.
-    pub fn only(&self) -> Option<&Arc<OfferedModel>> {
-        match self.0.as_slice() {
-            [model] => Some(model),
+    pub fn only(&self) -> Option<Arc<OfferedModel>> {
+        match (self.configured.as_slice(), self.deployed.load().names().as_slice()) {
+            ([model], []) => Some(Arc::clone(model)),
+            ([], [name]) => self.get(name),
             _ => None,
         }
     }
 
-    /// All models, in configured order.
-    pub fn iter(&self) -> impl Iterator<Item = &Arc<OfferedModel>> {
-        self.0.iter()
+    /// All models and all versions of deployed ones, in configured order.
+    pub fn iter(&self) -> impl Iterator<Item = Arc<OfferedModel>> + use<> {
+        self.configured.clone().into_iter().chain(self.deployed.load().versions())
+    }
+
+    /// The models of the configuration.
+    pub fn configured(&self) -> &[Arc<OfferedModel>] {
+        &self.configured
+    }
+
+    /// The deployed models, as this coordinator knows them.
+    pub fn deployed(&self) -> Arc<Deployed> {
+        self.deployed.load_full()
+    }
+
+    pub fn set_deployed(&self, deployed: Deployed) {
+        self.deployed.store(Arc::new(deployed));
     }
 
     /// Digests of the chat templates and sampling defaults. Coordinators that differ in them turn the same
     /// request into different prompts.
     pub fn prompting_digests(&self) -> HashMap<ModelId, [u8; 32]> {
-        self.0.iter().map(|m| (m.id.clone(), m.prompting)).collect()
+        self.configured.iter().map(|m| (m.id.clone(), m.prompting)).collect()
     }
 
     /// Digests of the tokenizers. A worker that registers one of these models must have the same digest.
     pub fn tokenizer_digests(&self) -> HashMap<ModelId, [u8; 32]> {
-        self.0.iter().map(|m| (m.id.clone(), m.tokenizer.digest())).collect()
+        self.configured.iter().map(|m| (m.id.clone(), m.tokenizer.digest())).collect()
     }
 }
 

@@ -4,6 +4,7 @@ use super::Dispatch;
 use super::link::{Link, Pooled};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::placement::{Capacity, MAX_HOLDERS, OfferedDrafter, PlaceOrder, PlaceReport};
+use proto::served_model::ServedModel;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use transport::service::deadline;
@@ -77,5 +78,14 @@ impl Dispatch {
     /// Until `until`, requests for this model are queued if no worker serves it, instead of being refused.
     pub fn expect(&self, model: &ModelId, until: Instant) {
         self.state.lock().balancer.expect(model, until);
+    }
+
+    /// Like [`expect`](Self::expect), for a model that no worker need have served yet.
+    pub fn expect_first(&self, served: ServedModel, until: Instant) {
+        self.state.lock().balancer.expect_first(served, until);
+    }
+
+    pub fn expect_no_more(&self, model: &ModelId) {
+        self.state.lock().balancer.expect_no_more(model);
     }
 }

@@ -166,7 +166,7 @@ impl Joining {
                 let mut token = known(self.nodes()?.as_ref());
                 if token.is_none() {
                     // It may have been created a moment ago at another coordinator.
-                    token = known(agreement.read().await.map_err(unagreed)?.nodes());
+                    token = known(agreement.read_table().await.map_err(unagreed)?.nodes());
                 }
                 let token = token.ok_or(JoinRefusal::UnknownToken)?;
                 let nodes = self.nodes()?;

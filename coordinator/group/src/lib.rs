@@ -6,6 +6,7 @@
 //! - [`agreement`]: founds or rejoins the group, proposes changes, applies the table to the workers here
 //! - [`placement`]: cuts a model into layer ranges; a pure function
 //! - [`replicas`]: plans models over several workers by [`placement`], and sends the plans to the workers
+//! - [`deployments`]: places deployed models on workers that load them by order, and offers them to clients
 //! - [`joining`]: which nodes get a certificate, and which certificates are revoked
 //! - [`audit`]: who changed what, and with which result
 //!
@@ -17,6 +18,7 @@
 
 pub mod agreement;
 pub mod audit;
+pub mod deployments;
 pub mod joining;
 pub mod placement;
 pub mod replicas;

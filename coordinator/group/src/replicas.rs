@@ -115,7 +115,7 @@ impl Replicas {
     fn expect(&self, table: &Table) {
         let now = Instant::now();
         let mut seen = self.seen.lock();
-        for model in self.models.iter().map(|model| &model.id) {
+        for model in self.models.configured().iter().map(|model| &model.id) {
             if table.replicas().values().all(|plan| plan.model != *model) {
                 seen.served.remove(model);
                 continue;
@@ -156,6 +156,7 @@ impl Replicas {
         }
         let targets: Vec<WantedModel<'_>> = self
             .models
+            .configured()
             .iter()
             .filter_map(|model| {
                 Some(WantedModel { model: &model.id, costs: model.costs.as_ref()?, context: model.context })

@@ -4,7 +4,7 @@
 //!
 //! - this file: who may call what ([`router()`]), probes, metrics, drains
 //! - `cluster`: the status of the cluster
-//! - `coordinators`, `keys`, `nodes`, `plans`: changes that the group agrees on
+//! - `coordinators`, `deployments`, `keys`, `nodes`, `plans`: changes that the group agrees on
 //! - `sequence_access`, then `snapshots` and `prefixes`: sequences and prefixes at their workers
 //! - `usage`: what tenants, keys and models used
 //! - `relabel`: the workers' metrics in this coordinator's
@@ -19,6 +19,7 @@
 mod cluster;
 mod coordinators;
 mod dashboard;
+mod deployments;
 mod keys;
 mod nodes;
 mod plans;
@@ -49,6 +50,7 @@ use dispatch::metrics::Metrics;
 use dispatch::models::Models;
 use group::agreement::{Agreement, ChangeError};
 use group::audit::{Audit, Record};
+use group::deployments::Deployments;
 use group::replicas::Replicas;
 use model::shard::ChunkId;
 use pki::Identity;
@@ -82,6 +84,8 @@ pub struct Ops {
     pub agreement: Option<Arc<Agreement>>,
     /// Models over several workers. `None` without a group.
     pub replicas: Option<Arc<Replicas>>,
+    /// Deployed models. `None` without a group.
+    pub deployments: Option<Arc<Deployments>>,
     pub models: Arc<Models>,
     /// Authenticates administrators of other machines.
     pub keys: Arc<Keys>,
@@ -154,6 +158,7 @@ pub fn router(ops: Arc<Ops>, playground: Router<Arc<Ops>>) -> Router {
         .merge(nodes::router())
         .merge(plans::router())
         .merge(usage::router())
+        .merge(deployments::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
     let playground = playground.layer(from_fn_with_state(Arc::clone(&ops), api_callers_only));
     Router::new()
@@ -256,7 +261,7 @@ async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
         let why = format!("{settings}: differs from the other coordinators\n");
         return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
     }
-    let served = ops.models.iter().any(|model| ops.dispatch.serves(&model.id));
+    let served = ops.dispatch.can_serve(&ops.models);
     if ops.gate.is_open() && served {
         return "ok\n".into_response();
     }

@@ -74,7 +74,7 @@ async fn plan(
     let body = limits::read(request.into_body()).await?;
     let requested: PlanRequest =
         serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))?;
-    let plan = checked(offered, requested)?;
+    let plan = checked(&offered, requested)?;
     let agreement = agreement(&ops)?;
     let made = agreement.change_table(Change::OperatorPlanned(plan)).await.map_err(to_api_error);
     count(&ops, "plan_model", &made);

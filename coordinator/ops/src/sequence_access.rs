@@ -58,10 +58,10 @@ impl<'a> SequenceAccess<'a> {
             Some(name) => ops.models.get(name),
             None => ops.models.only(),
         };
-        let model = Arc::clone(found.ok_or_else(|| match &query.model {
+        let model = found.ok_or_else(|| match &query.model {
             Some(name) => ApiError::ModelNotFound(name.chars().take(ModelId::MAX_LEN).collect()),
             None => ApiError::field("model", "is missing"),
-        })?);
+        })?;
         let served = ops.dispatch.model(&model.id).ok_or(ApiError::NoWorker)?;
         if served.task != ModelTask::Generate {
             return Err(ApiError::field("model", "does not generate text, so it has no sequences"));

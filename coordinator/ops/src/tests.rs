@@ -45,6 +45,7 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
         ),
         agreement: None,
         replicas: None,
+        deployments: None,
         models: Arc::new(Models::open(&[], false).unwrap()),
         keys: Keys::new(&entries, cluster_key.clone(), None).unwrap(),
         chains: Arc::new(ChainMemo::new(&cluster_key, 1 << 10)),

@@ -57,6 +57,9 @@ pub struct TenantView {
 }
 
 pub trait Waiting {
+    /// What the request is for. A request that cannot be placed holds back only requests of its own kind.
+    type Kind: Eq + Clone + std::fmt::Debug;
+    fn kind(&self) -> Self::Kind;
     /// Prompt tokens.
     fn tokens(&self) -> u64;
     /// The request is dropped after this instant.
@@ -89,9 +92,10 @@ pub fn rank(arrived: Instant, priority: i32) -> Instant {
 type LanePosition = (Option<Instant>, u64);
 
 #[derive(Debug)]
-struct Lane<T> {
+struct Lane<T: Waiting> {
     tenant: String,
-    items: BTreeMap<LanePosition, Item<T>>,
+    /// None is empty.
+    kinds: Vec<KindQueue<T>>,
     /// Tokens served from this lane, divided by the tenant's weight, plus the level at which the lane began.
     served: u64,
     weight: u64,
@@ -99,7 +103,16 @@ struct Lane<T> {
     blocked: bool,
 }
 
-impl<T> Lane<T> {
+/// A tenant's waiting requests of one kind.
+#[derive(Debug)]
+struct KindQueue<T: Waiting> {
+    kind: T::Kind,
+    items: BTreeMap<LanePosition, Item<T>>,
+    /// Whether none of them can be placed in this pass.
+    blocked: bool,
+}
+
+impl<T: Waiting> Lane<T> {
     /// Tokens divided by the tenant's weight, in thousandths of a token. The largest weight is 1,000.
     fn share(&self, tokens: u64) -> u64 {
         tokens.saturating_mul(1_000) / self.weight
@@ -114,7 +127,7 @@ struct Item<T> {
 }
 
 #[derive(Debug)]
-pub struct Queue<T> {
+pub struct Queue<T: Waiting> {
     limits: QueueLimits,
     weights: TenantWeights,
     /// Lanes of tenants that have waiting requests, or were served more than the others.
@@ -158,13 +171,14 @@ impl<T: Waiting> Queue<T> {
     /// Offers requests of the least served lane to `place`, repeatedly, until nothing can be placed. The
     /// second argument of `place` is whether the request may yield to another.
     ///
-    /// The first request of the lane is offered first. If it is stuck or yields, the requests behind it are
-    /// offered, as far as they may overtake it: the next few of the same priority, and none once it was
+    /// The first request of the lane is offered first. If it is stuck or yields, the requests of its kind behind it
+    /// are offered, as far as they may overtake it: the next few of the same priority, and none once it was
     /// overtaken `MAX_OVERTAKEN` times. If none of them can be placed without yielding too, the first one
-    /// that can be placed is. A lane of which nothing can be placed is skipped; the others go on.
+    /// that can be placed is. Then the lane's other kinds follow. A lane of which nothing can be placed is skipped;
+    /// the others go on.
     pub fn drain(&mut self, mut place: impl FnMut(T, bool) -> PlacementOutcome<T>) {
         let next = |lanes: &[Lane<T>]| {
-            let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked && !lane.items.is_empty());
+            let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked && !lane.kinds.is_empty());
             open.min_by_key(|(_, lane)| lane.served).map(|(at, _)| at)
         };
         while let Some(at) = next(&self.lanes) {
@@ -178,7 +192,10 @@ impl<T: Waiting> Queue<T> {
             self.requests -= 1;
             self.tokens -= tokens;
         }
-        self.lanes.iter_mut().for_each(|lane| lane.blocked = false);
+        for lane in &mut self.lanes {
+            lane.blocked = false;
+            lane.kinds.iter_mut().for_each(|kind| kind.blocked = false);
+        }
         self.forget();
     }
 
@@ -186,15 +203,11 @@ impl<T: Waiting> Queue<T> {
     pub fn remove(&mut self, mut leaves: impl FnMut(&T) -> bool) -> Vec<T> {
         let mut out = Vec::new();
         for lane in &mut self.lanes {
-            let removed: Vec<LanePosition> = lane
-                .items
-                .iter()
-                .filter(|(_, item)| leaves(&item.inner))
-                .map(|(position, _)| *position)
-                .collect();
-            out.extend(
-                removed.iter().filter_map(|position| lane.items.remove(position)).map(|item| item.inner),
-            );
+            for KindQueue { items, .. } in &mut lane.kinds {
+                let leaving = items.extract_if(.., |_, item| leaves(&item.inner));
+                out.extend(leaving.map(|(_, item)| item.inner));
+            }
+            lane.kinds.retain(|kind| !kind.items.is_empty());
         }
         self.forget();
         self.requests -= out.len();
@@ -209,15 +222,21 @@ impl<T: Waiting> Queue<T> {
 
     /// The tenants with waiting requests.
     pub fn tenants(&self) -> impl Iterator<Item = TenantView> {
-        self.lanes.iter().filter(|lane| !lane.items.is_empty()).map(|lane| TenantView {
+        self.lanes.iter().filter(|lane| !lane.kinds.is_empty()).map(|lane| TenantView {
             tenant: lane.tenant.clone(),
-            requests: lane.items.len(),
-            tokens: lane.items.values().map(|item| item.inner.tokens()).sum(),
+            requests: lane.kinds.iter().map(|kind| kind.items.len()).sum(),
+            tokens: lane.items().map(Waiting::tokens).sum(),
         })
     }
 
     pub fn requests(&self) -> usize {
         self.requests
+    }
+
+    /// The kinds of all waiting requests; one that several tenants wait for comes several times.
+    pub fn kinds(&self) -> impl Iterator<Item = (&T::Kind, usize)> {
+        let kinds = self.lanes.iter().flat_map(|lane| &lane.kinds);
+        kinds.map(|kind| (&kind.kind, kind.items.len()))
     }
 
     /// Prompt tokens of all waiting requests.
@@ -227,10 +246,10 @@ impl<T: Waiting> Queue<T> {
 
     /// Removes lanes that are empty and were served no more than a new one would begin with.
     fn forget(&mut self) {
-        if self.lanes.iter().all(|lane| lane.items.is_empty()) {
+        if self.lanes.iter().all(|lane| lane.kinds.is_empty()) {
             self.lanes.clear();
         }
-        self.lanes.retain(|lane| !lane.items.is_empty() || lane.served > self.level);
+        self.lanes.retain(|lane| !lane.kinds.is_empty() || lane.served > self.level);
     }
 
     fn insert(&mut self, tenant: &str, rank: Option<Instant>, item: T) -> &mut Lane<T> {
@@ -238,18 +257,50 @@ impl<T: Waiting> Queue<T> {
         self.tokens += item.tokens();
         self.arrivals += 1;
         let at = self.lanes.iter().position(|lane| lane.tenant == tenant).unwrap_or_else(|| {
-            let (weight, items) = (self.weights.of(tenant).into(), BTreeMap::new());
+            let (weight, kinds) = (self.weights.of(tenant).into(), Vec::new());
             let tenant = tenant.to_owned();
-            self.lanes.push(Lane { tenant, items, served: self.level, weight, blocked: false });
+            self.lanes.push(Lane { tenant, kinds, served: self.level, weight, blocked: false });
             self.lanes.len() - 1
         });
         let lane = &mut self.lanes[at];
-        lane.items.insert((rank, self.arrivals), Item { inner: item, overtaken: 0 });
+        lane.insert((rank, self.arrivals), item);
         lane
     }
 }
 
 impl<T: Waiting> Lane<T> {
+    fn items(&self) -> impl Iterator<Item = &T> {
+        self.kinds.iter().flat_map(|kind| kind.items.values()).map(|item| &item.inner)
+    }
+
+    fn insert(&mut self, position: LanePosition, item: T) {
+        let kind = item.kind();
+        let at = self.kinds.iter().position(|known| known.kind == kind).unwrap_or_else(|| {
+            self.kinds.push(KindQueue { kind, items: BTreeMap::new(), blocked: false });
+            self.kinds.len() - 1
+        });
+        self.kinds[at].items.insert(position, Item { inner: item, overtaken: 0 });
+    }
+
+    /// Places one of the first requests and returns its tokens. `None` if none can be placed.
+    fn offer(&mut self, place: &mut impl FnMut(T, bool) -> PlacementOutcome<T>) -> Option<u64> {
+        loop {
+            let open = self.kinds.iter().enumerate().filter(|(_, kind)| !kind.blocked);
+            let (at, _) = open.min_by_key(|(_, kind)| kind.items.keys().next())?;
+            let offered = self.kinds[at].offer(place);
+            if self.kinds[at].items.is_empty() {
+                self.kinds.remove(at);
+            } else if offered.is_none() {
+                self.kinds[at].blocked = true;
+            }
+            if offered.is_some() {
+                return offered;
+            }
+        }
+    }
+}
+
+impl<T: Waiting> KindQueue<T> {
     /// Places one of the first requests and returns its tokens. `None` if none can be placed.
     fn offer(&mut self, place: &mut impl FnMut(T, bool) -> PlacementOutcome<T>) -> Option<u64> {
         let first = self.items.first_key_value().map(|(_, item)| item.inner.priority())?;

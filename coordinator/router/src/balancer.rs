@@ -33,7 +33,7 @@ use proto::served_model::ServedModel;
 use proto::trace::TraceContext;
 use proto::worker::{LoadReport, WorkerState};
 use recent::{Ending, Recent};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use worker_pool::{Booking, WorkerPool};
@@ -293,6 +293,10 @@ impl RequestState {
 }
 
 impl Waiting for RequestState {
+    type Kind = ModelId;
+    fn kind(&self) -> ModelId {
+        self.request.model.clone()
+    }
     fn tokens(&self) -> u64 {
         u64::from(self.request.prompt_tokens)
     }
@@ -470,7 +474,17 @@ impl Balancer {
     /// Expects that a model without a worker is served again by `until`. Requests for it are queued until
     /// then.
     pub fn expect(&mut self, model: &ModelId, until: Instant) {
-        self.worker_pool.expect(model, until);
+        self.worker_pool.expect(model, until, None);
+    }
+
+    /// Like [`expect`](Self::expect), for a model that no worker need have served yet.
+    pub fn expect_first(&mut self, served: ServedModel, until: Instant) {
+        self.worker_pool.expect(&served.id.clone(), until, Some(served));
+    }
+
+    /// Forgets that a model was expected.
+    pub fn expect_no_more(&mut self, model: &ModelId) {
+        self.worker_pool.expect_no_more(model);
     }
 
     /// Takes a member's report of its pulls and sends.
@@ -588,6 +602,15 @@ impl Balancer {
             requests: self.queue.requests() + waiting.requests,
             tokens: self.queue.tokens() + waiting.tokens,
         }
+    }
+
+    /// Waiting requests by model.
+    pub fn queued_by_model(&self) -> BTreeMap<ModelId, usize> {
+        let mut models = BTreeMap::new();
+        for (model, requests) in self.queue.kinds() {
+            *models.entry(model.clone()).or_default() += requests;
+        }
+        models
     }
 
     pub fn tenants(&self) -> Vec<TenantView> {

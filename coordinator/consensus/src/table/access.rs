@@ -135,8 +135,9 @@ impl Access {
 }
 
 impl KeyScope {
-    /// Whether the key may use a model.
+    /// Whether the key may use a model. A deployed model's name stands for all its versions.
     pub fn opens(&self, model: &ModelId) -> bool {
-        self.models.is_empty() || self.models.contains(model)
+        let named = |scoped: &ModelId| scoped == model || scoped.as_str() == model.name();
+        self.models.is_empty() || self.models.iter().any(named)
     }
 }

@@ -145,6 +145,14 @@ pub struct VersionFailed {
     pub reason: String,
 }
 
+/// A rollout of a known version starts, such as the one before the active one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RolloutStarted {
+    pub model: ModelId,
+    pub version: u64,
+    pub canary: Option<CanaryShare>,
+}
+
 /// A rollout ends: its version becomes active, or is dropped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RolloutEnded {
@@ -294,6 +302,20 @@ impl Deployments {
                     deployment.versions.retain(|known| known.number != version);
                 }
                 deployment.end_rollout(reason);
+            }
+            Change::RolloutStarted(RolloutStarted { model, version, canary }) => {
+                if canary.is_some_and(|canary| !canary.is_valid()) {
+                    return Err(Refusal::OutOfRange);
+                }
+                let deployment = self.deployment(&model)?;
+                let known = deployment.version(version).filter(|known| known.number != deployment.active);
+                let known = known.ok_or(Refusal::Unknown(Kind::Version))?;
+                if known.facts.is_none() || !known.failed.is_empty() {
+                    return Err(Refusal::OutOfRange);
+                }
+                deployment.rollout = Some(Rollout { version, canary });
+                deployment.revision = index;
+                deployment.forget();
             }
             Change::ModelWanted(version) => {
                 self.find(&version).ok_or(Refusal::Unknown(Kind::Version))?;

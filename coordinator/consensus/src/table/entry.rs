@@ -1,7 +1,8 @@
 //! Log entries. `golden.txt` holds the bytes of every entry; variants are only appended.
 
 use super::deployments::{
-    DeploymentDropped, DeploymentSet, ModelRefused, RolloutEnded, VersionFailed, VersionIdentified,
+    DeploymentDropped, DeploymentSet, ModelRefused, RolloutEnded, RolloutStarted, VersionFailed,
+    VersionIdentified,
 };
 use super::nodes::{AuthorityRecord, NodeAdmitted, NodeApproved, NodeRemoved, TokenRecord};
 use crate::member::{Incarnation, MemberId};
@@ -122,6 +123,7 @@ pub enum Change {
     ModelWanted(ModelId),
     /// The leader cannot have the version loaded.
     ModelRefused(ModelRefused),
+    RolloutStarted(RolloutStarted),
 }
 
 impl Change {
@@ -151,6 +153,7 @@ impl Change {
                 | Self::RolloutEnded(_)
                 | Self::ModelWanted(_)
                 | Self::ModelRefused(_)
+                | Self::RolloutStarted(_)
         )
     }
 

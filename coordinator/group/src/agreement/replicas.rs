@@ -14,7 +14,7 @@ impl Agreement {
     }
 
     /// The table after everything that was committed before this call.
-    pub(crate) async fn read(&self) -> Result<Arc<Table>, ChangeError> {
+    pub async fn read_table(&self) -> Result<Arc<Table>, ChangeError> {
         let Some(Member { handle, .. }) = self.shared.member.get() else { return Err(ChangeError::NoQuorum) };
         Ok(handle.read(Instant::now() + CHANGE_LIMIT).await?)
     }

@@ -14,7 +14,9 @@ pub(super) fn cache_bytes(
     (pool, drafter): (&[PoolWorker], Option<&OfferedDrafter>),
 ) -> u64 {
     let model = models.get(plan.model.as_str());
-    let Some((costs, context)) = model.and_then(|model| Some((model.costs.as_ref()?, model.context))) else {
+    let Some((costs, context)) =
+        model.as_ref().and_then(|model| Some((model.costs.as_ref()?, model.context)))
+    else {
         return 0;
     };
     let costs = super::drafters::with(costs, drafter);

@@ -12,7 +12,7 @@ fn models(fixtures: &[(&str, &str)]) -> Models {
 /// Field and reason of a refused plan.
 fn refused(models: &Models, id: &str, body: &Value) -> (String, String) {
     let requested = serde_json::from_value(body.clone()).unwrap();
-    match checked(models.get(id).unwrap(), requested).unwrap_err() {
+    match checked(&models.get(id).unwrap(), requested).unwrap_err() {
         ApiError::InvalidField { field, reason } => (field, reason),
         other => panic!("{other:?}"),
     }
@@ -26,7 +26,7 @@ fn two(cut: usize, next: usize, layers: usize) -> Value {
 fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit() {
     let models = models(&[("m", "llama/llama-f32.gguf"), ("g", "gemma4/gemma4-f32.gguf")]);
     let layers = models.get("m").unwrap().costs.as_ref().unwrap().layers();
-    let plan = checked(models.get("m").unwrap(), serde_json::from_value(two(1, 1, layers)).unwrap()).unwrap();
+    let plan = checked(&models.get("m").unwrap(), serde_json::from_value(two(1, 1, layers)).unwrap()).unwrap();
     assert_eq!(plan.replicas[0][1].layers, (1, layers as u32), "whether there is a w1 is not asked");
     let many = |count: usize, layers: [usize; 2]| -> Vec<Value> {
         (0..count).map(|at| json!({"worker": format!("w{at}"), "layers": layers})).collect()
@@ -53,7 +53,8 @@ fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit()
         texts.iter().for_each(|text| assert!(reason.contains(text), "{text} not in {reason}"));
     }
     // A cut between a layer and the layer whose keys it reads is refused.
-    let costs = models.get("g").unwrap().costs.as_ref().unwrap();
+    let model = models.get("g").unwrap();
+    let costs = model.costs.as_ref().unwrap();
     let wrong = (1..costs.layers()).find(|at| !costs.cuts().contains(at)).unwrap();
     let (field, reason) = refused(&models, "g", &two(wrong, wrong, costs.layers()));
     assert_eq!(field, "replicas[0]");

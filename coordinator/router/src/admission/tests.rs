@@ -11,6 +11,11 @@ struct Item {
 }
 
 impl Waiting for Item {
+    type Kind = &'static str;
+    /// The part of the name before a slash.
+    fn kind(&self) -> &'static str {
+        self.name.split_once('/').map_or("", |(kind, _)| kind)
+    }
     fn tokens(&self) -> u64 {
         self.tokens
     }
@@ -52,6 +57,30 @@ fn the_queue_is_full_by_requests_or_by_tokens_but_never_when_empty() {
     q.push("t", item("b", 1, now));
     assert_eq!(q.check(1, 0), Err(QueueFull { requests: 2, tokens: 61 }));
     drained(&mut q);
+    assert_eq!((q.requests(), q.tokens()), (0, 0));
+}
+
+#[test]
+fn a_request_holds_back_only_those_of_its_kind() {
+    let (mut q, now) = queue(100, 1_000);
+    let step = Duration::from_millis(1);
+    // More than are looked at behind a request that is stuck.
+    let names = ["a/0", "a/1", "a/2", "a/3", "a/4", "a/5", "b/0", "a/6", "b/1"];
+    names.iter().zip(0..).for_each(|(name, at)| q.push("t", item(name, 1, now + step * at)));
+    let mut placed = Vec::new();
+    let mut place = |free: &'static str, q: &mut Queue<Item>| {
+        q.drain(|item, _| match item.kind() == free {
+            true => {
+                placed.push(item.name);
+                PlacementOutcome::Done
+            }
+            false => PlacementOutcome::Blocked(item),
+        });
+    };
+    place("b", &mut q);
+    assert_eq!((q.requests(), q.kinds().collect::<Vec<_>>()), (7, vec![(&"a", 7)]));
+    place("a", &mut q);
+    assert_eq!(placed, ["b/0", "b/1", "a/0", "a/1", "a/2", "a/3", "a/4", "a/5", "a/6"]);
     assert_eq!((q.requests(), q.tokens()), (0, 0));
 }
 

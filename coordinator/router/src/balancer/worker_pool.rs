@@ -155,9 +155,14 @@ impl WorkerPool {
         self.serving(model).next().is_some()
     }
 
-    pub(super) fn expect(&mut self, model: &ModelId, until: Instant) {
+    pub(super) fn expect_no_more(&mut self, model: &ModelId) {
+        self.expected.remove(model);
+    }
+
+    /// `first`: how the model will be served, if no worker has served it yet.
+    pub(super) fn expect(&mut self, model: &ModelId, until: Instant, first: Option<ServedModel>) {
         let before = self.expected.remove(model).and_then(|expected| expected.served);
-        let served = self.table.model(model).cloned().or(before);
+        let served = self.table.model(model).cloned().or(before).or(first);
         self.expected.insert(model.clone(), ExpectedModel { until, served });
     }
 

@@ -40,6 +40,10 @@ fn ended(version: u64, promoted: bool) -> Change {
     Change::RolloutEnded(RolloutEnded { model: chat(), version, promoted, reason: "told".into() })
 }
 
+fn started(version: u64, canary: Option<CanaryShare>) -> Change {
+    Change::RolloutStarted(RolloutStarted { model: chat(), version, canary })
+}
+
 fn version_plan(digest: u8) -> ModelPlan {
     let model = chat().version(&[digest; 32]).unwrap();
     ModelPlan { model, model_digest: [digest; 32], canary: None, ..plan("x") }
@@ -60,6 +64,7 @@ pub(super) fn every_change() -> Vec<Change> {
         ended(300, true),
         Change::ModelWanted(model.clone()),
         Change::ModelRefused(ModelRefused { model, reason: "x".into() }),
+        started(300, Some(canary(50))),
     ]
 }
 
@@ -179,6 +184,19 @@ fn a_rollout_is_promoted_or_rolled_back() {
 }
 
 #[test]
+fn a_known_version_is_rolled_out_again() {
+    let mut client = rolled_out();
+    let [first, second] = [0, 1].map(|at| deployment(&client).versions[at].number);
+    client.done(ended(second, true));
+    assert_eq!(client.refused(started(second, None)), Refusal::Unknown(Kind::Version), "it is active");
+    assert_eq!(client.refused(started(9, None)), Refusal::Unknown(Kind::Version));
+    assert_eq!(client.refused(started(first, Some(canary(0)))), Refusal::OutOfRange);
+    client.done(started(first, Some(canary(500))));
+    client.done(ended(first, true));
+    assert_eq!(deployment(&client).active, first);
+}
+
+#[test]
 fn a_canary_needs_a_rollout_and_valid_bounds() {
     let mut client = client();
     client.done(deploy(set(file("/1"))));
@@ -260,6 +278,7 @@ enum Step {
     Identified { at: usize, digest: u8 },
     Failed(usize),
     Ended(usize, bool),
+    Started(usize),
     Planned(u8),
     Wanted(u8),
     Refused(u8),
@@ -274,6 +293,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (0usize..3, 0u8..4).prop_map(|(at, digest)| Step::Identified { at, digest }),
         1 => (0usize..3).prop_map(Step::Failed),
         3 => (0usize..3, any::<bool>()).prop_map(|(at, promoted)| Step::Ended(at, promoted)),
+        2 => (0usize..3).prop_map(Step::Started),
         2 => (0u8..4).prop_map(Step::Planned),
         2 => (0u8..4).prop_map(Step::Wanted),
         1 => (0u8..4).prop_map(Step::Refused),
@@ -306,6 +326,7 @@ proptest! {
                     Change::VersionFailed(VersionFailed { model, version: at(nth), reason })
                 }
                 Step::Ended(nth, promoted) => ended(at(nth), promoted),
+                Step::Started(nth) => started(at(nth), None),
                 Step::Planned(digest) => Change::ModelPlanned(version_plan(digest)),
                 Step::Wanted(digest) => Change::ModelWanted(name(digest)),
                 Step::Refused(digest) => {

@@ -1,0 +1,60 @@
+//! Requests for deployed models that no worker has ready. A stream begins at once and tells in comments how far the
+//! model is; any other request waits for a limited time.
+
+use super::error::ApiError;
+use dispatch::Dispatch;
+use dispatch::models::{LoadProgress, Models};
+use proto::ids::ModelId;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Interval of the comments in a stream.
+pub(super) const COMMENT_EVERY: Duration = Duration::from_secs(5);
+
+/// A request's wait for its model.
+#[derive(Debug, Clone)]
+pub struct Loading {
+    models: Arc<Models>,
+    version: ModelId,
+    /// When a request that is not streamed is refused.
+    pub until: Instant,
+}
+
+impl Loading {
+    /// `None` if a worker has the model ready, or if it is not a deployed one.
+    pub fn of(dispatch: &Dispatch, models: &Arc<Models>, version: &ModelId, wait: Duration) -> Option<Self> {
+        let waits = version.is_version() && !dispatch.serves(version);
+        let (models, version, until) = (Arc::clone(models), version.clone(), Instant::now() + wait);
+        waits.then_some(Self { models, version, until })
+    }
+
+    fn progress(&self) -> LoadProgress {
+        let deployed = self.models.deployed();
+        let model = deployed.model(self.version.as_str());
+        model.map_or_else(LoadProgress::absent, |model| model.progress.clone())
+    }
+
+    /// A comment of a stream of server-sent events, which clients ignore.
+    pub fn comment(&self) -> String {
+        let progress = self.progress();
+        let eta = progress.eta.map(|eta| format!(" eta_s={}", eta.as_secs_f64().ceil())).unwrap_or_default();
+        let (state, percent) = (progress.state.name(), progress.permille / 10);
+        format!(": model={} state={state} percent={percent}{eta}\n\n", self.version.name())
+    }
+
+    /// The error when the wait is over.
+    pub fn too_long(&self) -> ApiError {
+        ApiError::ModelLoading { model: self.version.name().to_owned(), progress: self.progress() }
+    }
+
+    /// The error for the request, with the reason if its model cannot be loaded.
+    pub fn explain(&self, error: ApiError) -> ApiError {
+        let reason = self.models.deployed().model(self.version.as_str()).map(|model| model.refused.clone());
+        match (error, reason.flatten()) {
+            (ApiError::NoWorker, Some(reason)) => {
+                ApiError::ModelUnavailable { model: self.version.name().to_owned(), reason }
+            }
+            (error, _) => error,
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! Deployed models. The leader places them; every coordinator orders the workers accordingly, offers the models to
+//! clients, and asks for a model that requests wait for.
+//!
+//! The placement is a pure function of the committed table and of the workers' reports (`deployments/decide.rs`). Each
+//! coordinator periodically sends each worker its order and receives a report. No earlier message is remembered, so a
+//! new leader or a restarted coordinator continues from the current state.
+
+pub mod decide;
+mod offers;
+mod uses;
+
+use crate::agreement::Agreement;
+use crate::audit::{Audit, Record};
+use consensus::table::{Change, Demand, Table};
+use decide::{Host, View, decide, identifiers};
+use dispatch::models::Models;
+use dispatch::{Dispatch, HostWorker};
+use offers::Offers;
+use parking_lot::Mutex;
+use proto::deployment::{MAX_SOURCES, ModelState, ModelsOrder, ModelsReport, OrderedModel, WantedState};
+use proto::ids::{ModelId, NodeId, Role};
+use proto::served_model::MAX_MODELS;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use uses::Uses;
+
+/// Interval of the orders.
+const EVERY: Duration = Duration::from_millis(200);
+/// Timeout of a worker's answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// A worker that is away for this long loses its models to others. A restart takes less.
+const AWAY_AFTER: Duration = Duration::from_secs(2);
+/// The same for a worker that this coordinator has not seen since it became leader or started.
+const UNSEEN_AFTER: Duration = Duration::from_secs(10);
+/// A worker at which a version failed to load is left out for so long.
+const FAILED_FOR: Duration = Duration::from_secs(60);
+/// Most changes of one round.
+const MAX_CHANGES: usize = 32;
+
+/// Deployed models as this coordinator sees them.
+#[derive(Debug)]
+pub struct Deployments {
+    dispatch: Arc<Dispatch>,
+    agreement: Arc<Agreement>,
+    audit: Arc<Audit>,
+    offers: Offers,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    reports: BTreeMap<NodeId, ModelsReport>,
+    workers: HashMap<NodeId, Instant>,
+    leads_since: Option<Instant>,
+    failed: HashMap<(ModelId, NodeId), Instant>,
+    uses: Uses,
+}
+
+impl Deployments {
+    /// The returned value is passive until [`run`](Self::run).
+    pub fn new(
+        dispatch: Arc<Dispatch>,
+        agreement: Arc<Agreement>,
+        models: Arc<Models>,
+        audit: Arc<Audit>,
+    ) -> Arc<Self> {
+        let offers = Offers::new(Arc::clone(&dispatch), models);
+        Arc::new(Self { dispatch, agreement, audit, offers, seen: Mutex::default() })
+    }
+
+    /// The latest reports of the connected workers.
+    pub fn reports(&self) -> BTreeMap<NodeId, ModelsReport> {
+        self.seen.lock().reports.clone()
+    }
+
+    /// Sends orders, takes reports, offers models and places them, until dropped.
+    pub async fn run(self: Arc<Self>) {
+        let mut ticks = tokio::time::interval(EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let Some(table) = self.agreement.table() else { continue };
+            let workers = self.dispatch.hosts();
+            let hosts = self.order(&table, &workers).await;
+            self.offers.update(&table, &workers, &hosts).await;
+            self.want(&table).await;
+            self.place(&hosts).await;
+        }
+    }
+
+    /// Sends every worker its order, and returns the workers with their reports.
+    async fn order(&self, table: &Table, workers: &[HostWorker]) -> Vec<Host> {
+        let before = self.hosts(table, workers);
+        let reports = workers.iter().map(async |worker| {
+            let order = order(table, &before, workers, &worker.node);
+            (worker.node.clone(), worker.order(order, ANSWER_LIMIT).await)
+        });
+        let answers = futures::future::join_all(reports).await;
+        let now = Instant::now();
+        {
+            let mut seen = self.seen.lock();
+            let there = |node: &NodeId| workers.iter().any(|worker| worker.node == *node);
+            let placed = |node: &NodeId| table.models().values().any(|plan| plan.placement.contains(node));
+            seen.reports.retain(|node, _| there(node));
+            seen.workers.retain(|node, _| there(node) || placed(node));
+            for (node, report) in answers {
+                seen.workers.insert(node.clone(), now);
+                report.into_iter().for_each(|report| drop(seen.reports.insert(node.clone(), report)));
+            }
+        }
+        self.hosts(table, workers)
+    }
+
+    fn hosts(&self, table: &Table, workers: &[HostWorker]) -> Vec<Host> {
+        let seen = self.seen.lock();
+        let host = |worker: &HostWorker| {
+            let joined = table.nodes().nodes().get(&(Role::Worker, worker.node.clone()));
+            let joined = joined.into_iter().flat_map(|record| &record.labels);
+            let labels: BTreeSet<String> = joined
+                .map(|(key, value)| format!("{key}={value}"))
+                .chain(worker.report.labels.iter().cloned())
+                .collect();
+            let report = seen.reports.get(&worker.node).cloned();
+            Host { name: worker.node.clone(), labels, draining: worker.draining, report }
+        };
+        workers.iter().map(host).collect()
+    }
+
+    /// Asks for the versions that requests wait for and that have no place.
+    async fn want(&self, table: &Table) {
+        for version in self.dispatch.look(|balancer| balancer.queued_by_model()).into_keys() {
+            let asked = matches!(table.deployments().demand().get(&version), Some(Demand::Wanted(_)));
+            let placed = table.models().get(&version).is_some_and(|plan| !plan.placement.is_empty());
+            if asked || placed || table.deployments().find(&version).is_none() {
+                continue;
+            }
+            if let Err(error) = self.agreement.plan(Change::ModelWanted(version.clone())).await {
+                tracing::debug!(%version, %error, "a model that requests wait for could not be asked for");
+                return;
+            }
+        }
+    }
+
+    /// Leader only: makes the changes that are due, one at a time, since each depends on the resulting table.
+    async fn place(&self, hosts: &[Host]) {
+        if !self.agreement.leads() {
+            self.seen.lock().leads_since = None;
+            return;
+        }
+        let queued = self.dispatch.look(|balancer| balancer.queued_by_model());
+        for _ in 0..MAX_CHANGES {
+            let Some(table) = self.agreement.table() else { return };
+            let Some(change) = self.decide(&table, hosts, &queued) else { return };
+            tracing::info!(?change, "proposing a change of the deployed models");
+            let (what, on, why) = named(&change);
+            let made = self.agreement.plan(change).await;
+            let result = match &made {
+                Ok(()) if why.is_empty() => "made".to_owned(),
+                Ok(()) => format!("made: {why}"),
+                Err(error) => error.to_string(),
+            };
+            self.audit.note(&Record { who: "leader", from: None, what, on: &on, result: &result });
+            if let Err(error) = made {
+                tracing::warn!(%error, "the group did not agree on a change of the deployed models");
+                return;
+            }
+        }
+    }
+
+    fn decide(&self, table: &Table, hosts: &[Host], queued: &BTreeMap<ModelId, usize>) -> Option<Change> {
+        let now = Instant::now();
+        let mut seen = self.seen.lock();
+        let leads_since = *seen.leads_since.get_or_insert(now);
+        seen.failed.retain(|_, at| now.saturating_duration_since(*at) < FAILED_FOR);
+        for (version, plan) in table.models() {
+            for host in hosts.iter().filter(|host| plan.placement.contains(&host.name)) {
+                let report = host.report_of(version);
+                if report.is_some_and(|report| report.state == ModelState::Failed && report.failures > 1) {
+                    seen.failed.insert((version.clone(), host.name.clone()), now);
+                }
+            }
+        }
+        let served = self.dispatch.requests_by_model();
+        seen.uses.count(now, served);
+        let seen = &*seen;
+        let is_gone = |node: &NodeId| match seen.workers.get(node) {
+            Some(last) => now.saturating_duration_since(*last) > AWAY_AFTER,
+            None => now.saturating_duration_since(leads_since) > UNSEEN_AFTER,
+        };
+        let has_failed =
+            |version: &ModelId, node: &NodeId| seen.failed.contains_key(&(version.clone(), node.clone()));
+        let uses = |version: &ModelId| seen.uses.of(now, version);
+        decide(&View { table, hosts, is_gone: &is_gone, queued, has_failed: &has_failed, uses: &uses })
+    }
+}
+
+/// The order for a worker. Until the worker has answered once, the order only asks for a report.
+fn order(table: &Table, hosts: &[Host], workers: &[HostWorker], node: &NodeId) -> ModelsOrder {
+    let host = hosts.iter().find(|host| host.name == *node);
+    let known = host.is_some_and(|host| host.report.is_some());
+    let mut models = Vec::new();
+    for (model, deployment) in table.deployments().models() {
+        let settings = &deployment.settings;
+        for version in deployment.versions.iter().filter(|version| version.failed.is_empty()) {
+            let (name, digest, wanted) =
+                match version.facts.and_then(|facts| Some((version.name(model)?, facts))) {
+                    Some((_, facts)) if table.blocked().contains_key(&facts.digest) => continue,
+                    Some((name, facts)) => {
+                        let placed =
+                            table.models().get(&name).is_some_and(|plan| plan.placement.contains(node));
+                        let wanted = if placed { WantedState::Ready } else { WantedState::Asleep };
+                        (name, Some(facts.digest), wanted)
+                    }
+                    None if identifiers(hosts, deployment, version, model)
+                        .iter()
+                        .any(|host| host.name == *node) =>
+                    {
+                        (model.clone(), None, WantedState::Identified)
+                    }
+                    None => continue,
+                };
+            let holds = |worker: &&HostWorker| {
+                let host = hosts.iter().find(|host| host.name == worker.node);
+                worker.node != *node
+                    && host.and_then(|host| host.report_of(&name)).is_some_and(|report| report.has_files)
+            };
+            let mut holders: Vec<String> =
+                workers.iter().filter(holds).map(|worker| worker.quic.clone()).collect();
+            holders.truncate(MAX_SOURCES);
+            models.push(OrderedModel {
+                model: name,
+                source: version.source.clone(),
+                digest,
+                wanted,
+                context: settings.context,
+                pin: settings.pin,
+                priority: settings.priority,
+                holders,
+            });
+        }
+    }
+    // Versions that are to be ready come first: further ones than a worker may have are left out.
+    models.sort_by_key(|ordered| std::cmp::Reverse(ordered.wanted));
+    models.truncate(MAX_MODELS);
+    ModelsOrder { version: if known { table.applied() } else { 0 }, models }
+}
+
+/// The action, its target and its reason, for the audit log.
+fn named(change: &Change) -> (&'static str, String, String) {
+    match change {
+        Change::ModelPlanned(plan) => {
+            let nodes: Vec<&str> = plan.placement.iter().map(NodeId::as_str).collect();
+            ("place_model", format!("{} at {}", plan.model, nodes.join(", ")), String::new())
+        }
+        Change::ModelDropped(model) => ("unload_model", model.to_string(), String::new()),
+        Change::VersionIdentified(identified) => {
+            ("identify_model", identified.model.to_string(), String::new())
+        }
+        Change::VersionFailed(failed) => ("fail_version", failed.model.to_string(), failed.reason.clone()),
+        Change::RolloutEnded(ended) if ended.promoted => {
+            ("promote", ended.model.to_string(), ended.reason.clone())
+        }
+        Change::RolloutEnded(ended) => ("roll_back", ended.model.to_string(), ended.reason.clone()),
+        Change::ModelRefused(refused) => ("refuse_model", refused.model.to_string(), refused.reason.clone()),
+        Change::ModelBlocked(blocked) => {
+            ("condemn_model", format!("by {}", blocked.node), blocked.reason.clone())
+        }
+        _ => ("deploy", String::new(), String::new()),
+    }
+}
