@@ -36,8 +36,10 @@ pub struct UsageRecord {
     pub input_ns: u64,
     /// Device time of the rows of output, nanoseconds.
     pub output_ns: u64,
-    /// Energy of both, microjoules. `None` if the worker cannot read it for all devices that took part.
-    pub energy_uj: Option<u64>,
+    /// Energy of the part of the device time that is known, microjoules.
+    pub energy_uj: u64,
+    /// Device time whose energy is known, nanoseconds. 0 if the worker cannot read it for all devices that took part.
+    pub energy_ns: u64,
 }
 
 /// Records in the order of their numbers. A worker repeats a report until the coordinator has replied.

@@ -58,6 +58,7 @@ int nvmlDeviceGetMaxPcieLinkWidth(void *d, unsigned *v) { (void)d; return number
 int nvmlDeviceGetPcieReplayCounter(void *d, unsigned *v) { (void)d; return number("pcie_replays", v); }
 int nvmlDeviceGetTemperature(void *d, unsigned sensor, unsigned *v) { (void)d; return sensor ? INVALID : number("temperature", v); }
 int nvmlDeviceGetTemperatureThreshold(void *d, unsigned kind, unsigned *v) { (void)d; return kind == 1 ? number("slowdown", v) : INVALID; }
+int nvmlDeviceGetTotalEnergyConsumption(void *d, uint64_t *v) { (void)d; return value_of("energy", v); }
 int nvmlDeviceGetCurrentClocksEventReasons(void *d, uint64_t *v) { (void)d; return value_of("reasons", v); }
 
 int nvmlDeviceGetClockInfo(void *d, unsigned kind, unsigned *v) {

@@ -12,7 +12,7 @@ use crate::rank_server::{Holds, StageConfig};
 use ::external::EngineKind;
 use engine::kv_cache::memory::HostFloor;
 use engine::snapshot::store::{SnapshotStore, StoreConfig};
-use engine::telemetry::{GpuHealthMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
+use engine::telemetry::{EnergyMetrics, GpuHealthMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
 use pipeline::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use pki::Identity;
 use prometheus_client::registry::Registry;
@@ -32,6 +32,7 @@ use transport::{Endpoint, EndpointConfig};
 
 mod adapters;
 mod encode;
+mod energy;
 mod external;
 mod floor;
 mod generate;
@@ -150,6 +151,12 @@ impl WorkerService {
         let own_metrics = NodeMetrics::default();
         own_metrics.register(&mut registry);
         let usage = UsageLog::new(epoch, &mut registry);
+        let energy_metrics = EnergyMetrics::default();
+        energy_metrics.register(&mut registry);
+        // The machine of an engine of another project may be another one.
+        if config.external.is_none() {
+            energy::start(config.engine.own_gpu(), energy_metrics);
+        }
         let gpu_health = GpuHealthMetrics::default();
         registry.register_collector(Box::new(gpu_health.clone()));
         let gpu_watch = GpuWatch::start(gpu_health, config.engine.own_gpu());

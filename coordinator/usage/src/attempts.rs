@@ -51,7 +51,7 @@ struct Pending {
     record: Option<UsageRecord>,
 }
 
-/// Attempts that have not been settled.
+/// Attempts that have not been settled. Those at instances are the worker's, which reports for all of them.
 #[derive(Debug, Default)]
 pub struct Attempts {
     pending: HashMap<(NodeId, AttemptId), VecDeque<Pending>>,
@@ -69,13 +69,13 @@ impl Attempts {
             return;
         }
         let pending = Pending { account: account.clone(), ended: None, record: None };
-        self.pending.entry((node.clone(), id.clone())).or_default().push_back(pending);
+        self.pending.entry((node.to_worker(), id.clone())).or_default().push_back(pending);
         self.count += 1;
     }
 
     /// An attempt has ended for the client.
     pub fn ended(&mut self, now_s: u64, node: &NodeId, id: &AttemptId, ended: Ended) -> Option<Charge> {
-        let key = (node.clone(), id.clone());
+        let key = (node.to_worker(), id.clone());
         let all = self.pending.get_mut(&key)?;
         let at = all.iter().position(|pending| pending.ended.is_none())?;
         match all[at].record.take() {
@@ -94,6 +94,7 @@ impl Attempts {
     /// A worker has reported. Records that were reported before are left out.
     pub fn reported(&mut self, node: &NodeId, report: UsageReport) -> Vec<Charge> {
         let UsageReport { epoch, first, records } = report;
+        let node = &node.to_worker();
         if self.next.len() >= MAX_WORKERS && !self.next.contains_key(node) {
             self.next.clear();
         }
@@ -196,14 +197,13 @@ fn settle(account: Account, record: &UsageRecord, ended: Ended) -> Charge {
         (Counter::RecomputedDeviceNs, again_ns),
         (Counter::TimedAttempts, 1),
     ];
-    if let Some(energy) = record.energy_uj {
-        let (paid, again) = divide(energy, paid_ns, paid_ns.saturating_add(again_ns));
-        amounts.extend([
-            (Counter::EnergyUj, paid),
-            (Counter::RecomputedEnergyUj, again),
-            (Counter::EnergyDeviceNs, paid_ns),
-        ]);
-    }
+    let all_ns = paid_ns.saturating_add(again_ns);
+    let (energy, energy_again) = divide(record.energy_uj, paid_ns, all_ns);
+    amounts.extend([
+        (Counter::EnergyUj, energy),
+        (Counter::RecomputedEnergyUj, energy_again),
+        (Counter::EnergyDeviceNs, divide(record.energy_ns, paid_ns, all_ns).0),
+    ]);
     if ended.input == PaidInput::AsComputed {
         let cached = record.cached_tokens;
         amounts.push((Counter::PromptTokens, record.input_tokens.saturating_add(cached)));

@@ -144,6 +144,19 @@ impl Nvml {
         (0..self.api.device_count()?.min(MAX_GPUS)).filter_map(|index| read(index).transpose()).collect()
     }
 
+    /// Energy of the only GPU to read, else of the first one, since the driver was loaded. `None` if the GPU does not
+    /// report it.
+    ///
+    /// # Errors
+    /// If the GPU is lost or its handle cannot be looked up.
+    pub fn energy_millijoules(&self) -> Result<Option<u64>, CudaError> {
+        let device = match &self.only {
+            Some(pci) => self.api.device_at(pci),
+            None => self.api.device(0),
+        };
+        self.api.large(api::ENERGY_MILLIJOULES, device?)
+    }
+
     fn health(&self, device: Device, index: u32) -> Result<GpuHealth, CudaError> {
         let number = |of| self.api.number(of, device);
         let number_of = |of, kind| self.api.number_of(of, device, kind);

@@ -169,3 +169,78 @@ fn usage_is_the_sum_of_what_was_served_and_outlives_its_nodes() {
     counted = count("team-b", &complete(restarted.http, &tenants[1].1, &body(model, 99)));
     all_have(&cluster, &counted);
 }
+
+/// The processors' energy counter, planted in a folder.
+struct FakePackage(tempfile::TempDir);
+
+impl FakePackage {
+    fn new() -> Self {
+        let fake = Self(tempfile::tempdir().unwrap());
+        let zone = fake.0.path().join("intel-rapl:0");
+        std::fs::create_dir(&zone).unwrap();
+        std::fs::write(zone.join("name"), "package-0\n").unwrap();
+        std::fs::write(zone.join("max_energy_range_uj"), "1000000\n").unwrap();
+        fake.plant(0);
+        fake
+    }
+
+    /// Replaces the counter at once.
+    fn plant(&self, energy: u64) {
+        let zone = self.0.path().join("intel-rapl:0");
+        std::fs::write(zone.join("next"), format!("{energy}\n")).unwrap();
+        std::fs::rename(zone.join("next"), zone.join("energy_uj")).unwrap();
+    }
+}
+
+#[test]
+fn the_energy_of_tenants_is_that_of_the_workers_steps() {
+    let package = FakePackage::new();
+    let folder = package.0.path().to_str().unwrap();
+    let cluster = Cluster::builder("usage-energy", &tiny_model())
+        .flag("--workers", "1")
+        .env("KVASIR_POWERCAP", folder)
+        .start()
+        .unwrap();
+    let (http, ops) = (cluster.http(), cluster.coordinator().ops);
+    let metered = |name: &str| cluster.worker_metric(name).unwrap_or(0.0);
+    // The counter goes on, past its end, while requests are served.
+    let mut energy = 0;
+    let served = wait::until("steps have energy", binary::NODE_TIMEOUT, || {
+        energy = (energy + 300_000) % 1_000_000;
+        package.plant(energy);
+        http::post(http, "/v1/completions", &body(cluster.model(), energy)).unwrap().ok().unwrap();
+        (metered("kvasir_device_joules_total") > 1.0).then_some(())
+    });
+    served.unwrap();
+    let total = || usage(ops, "tenant").ok().map(|usage| usage["total"].clone());
+    let equal = || {
+        let total = total()?;
+        let joules = total["energy_j"].as_f64()? + total["recomputed_energy_j"].as_f64()?;
+        let all = total["attempts"] == total["timed_attempts"];
+        // Steps before the first reading have no energy.
+        let covered = total["energy_device_s"].as_f64()? <= total["device_s"].as_f64()?;
+        (all && covered && (joules - metered("kvasir_device_joules_total")).abs() < 1e-3).then_some(())
+    };
+    wait::until("the tenants' energy is the worker's", binary::NODE_TIMEOUT, equal).unwrap();
+    assert!(metered("kvasir_device_joules_total") <= metered("kvasir_device_joules_measured_total"));
+}
+
+#[test]
+fn an_energy_that_cannot_be_read_is_absent() {
+    let cluster = Cluster::builder("usage-no-energy", &tiny_model())
+        .flag("--workers", "1")
+        .env("KVASIR_POWERCAP", "/nowhere")
+        .start()
+        .unwrap();
+    http::post(cluster.http(), "/v1/completions", &body(cluster.model(), 1)).unwrap().ok().unwrap();
+    let ops = cluster.coordinator().ops;
+    let timed = || {
+        let total = usage(ops, "tenant").ok()?["total"].clone();
+        (total["attempts"] == 1 && total["timed_attempts"] == 1).then_some(total)
+    };
+    let total = wait::until("the attempt is timed", binary::NODE_TIMEOUT, timed).unwrap();
+    assert!(total["device_s"].as_f64().unwrap() > 0.0);
+    assert!(total["energy_j"].is_null() && total["energy_device_s"].is_null(), "{total}");
+    let csv = binary::stdout(&["usage", "--csv", "--by", "model", "--ops", &ops.to_string()]).unwrap();
+    assert!(csv.lines().nth(1).unwrap().ends_with(",,,,1,1"), "{csv}");
+}

@@ -5,6 +5,7 @@
 
 use crate::Error;
 use crate::decoder::{Decoder, LayerState};
+use crate::energy;
 use crate::executor::{Executor, LocalExecutor, StepRequest, StepResult};
 use crate::grammar::Guide;
 use crate::kv_events::EventLog;
@@ -704,7 +705,12 @@ impl Engine {
         self.rates.step_ended(took, rows, prefill_rows);
         // All devices of a replica work for its steps.
         let device_time = took * u32::try_from(self.executor.ranks()).unwrap_or(u32::MAX);
-        self.metrics.usage.step(device_time, divide_step(device_time, rows, shares));
+        let time = divide_step(device_time, rows, shares);
+        self.metrics.usage.step(device_time, time.of_requests());
+        // The energy of the other stages' devices is not known here.
+        if self.executor.ranks() == 1 {
+            energy::step(began, ended, time);
+        }
         if let Some(speculation) = self.speculation.as_mut().filter(|_| prefill_rows == 0) {
             // The time for drafting is counted separately.
             speculation.step_took(rows, took.saturating_sub(drafts.took));

@@ -10,6 +10,7 @@ pub mod budget;
 pub mod cgroup;
 pub mod decoder;
 pub mod encoder;
+pub mod energy;
 pub mod engine;
 mod error;
 pub mod executor;

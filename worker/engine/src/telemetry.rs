@@ -30,7 +30,7 @@ pub use node::{CertificateLabel, NodeMetrics};
 pub use shards::{ShardMetrics, StageLabel};
 pub use shards::{StageCount, StageCounts};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
-pub use usage::{UsageMetrics, Work, WorkLabel};
+pub use usage::{EnergyMetrics, UsageMetrics, Work, WorkLabel};
 pub use weight_distribution::{ShippingMetrics, SourceLabel};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]

@@ -18,12 +18,10 @@ pub struct RequestUsed {
     pub input_ns: u64,
     /// Device time of the output's rows, nanoseconds.
     pub output_ns: u64,
-}
-
-impl RequestUsed {
-    pub fn device_ns(&self) -> u64 {
-        self.input_ns.saturating_add(self.output_ns)
-    }
+    /// Energy of the time for which it is known, microjoules.
+    pub energy_uj: u64,
+    /// Device time for which the energy is known, nanoseconds.
+    pub energy_ns: u64,
 }
 
 /// Kind of the rows of a sequence in a step.
@@ -55,14 +53,21 @@ impl RequestUsage {
 
     /// Adds the rows of a step.
     pub fn computed(&self, kind: RowKind, rows: u64, ns: u64) {
-        let mut counts = self.counts.lock();
+        let used = &mut self.counts.lock();
         match kind {
             RowKind::Input => {
-                counts.input_tokens += rows;
-                counts.input_ns += ns;
+                used.input_tokens += rows;
+                used.input_ns += ns;
             }
-            RowKind::Output => counts.output_ns += ns,
+            RowKind::Output => used.output_ns += ns,
         }
+    }
+
+    /// Adds the energy of `ns` of the device time.
+    fn powered(&self, energy_uj: u64, ns: u64) {
+        let mut counts = self.counts.lock();
+        counts.energy_uj += energy_uj;
+        counts.energy_ns += ns;
     }
 
     pub(crate) fn cached(&self, tokens: u64) {
@@ -98,22 +103,50 @@ pub(crate) struct StepShare {
     pub(crate) usage: Option<Arc<RequestUsage>>,
 }
 
-/// Divides the time of a step with `rows` rows. Returns the part that belongs to requests.
-pub(crate) fn divide_step(took: Duration, rows: usize, shares: &[StepShare]) -> Duration {
+/// The time of a step, in parts.
+#[derive(Debug, Default)]
+pub(crate) struct StepTime {
+    /// Of all rows.
+    all_ns: u64,
+    requests: Vec<(Arc<RequestUsage>, u64)>,
+}
+
+impl StepTime {
+    /// The part that belongs to requests.
+    pub(crate) fn of_requests(&self) -> Duration {
+        Duration::from_nanos(self.requests.iter().map(|(_, ns)| ns).sum())
+    }
+
+    /// Divides the step's energy, microjoules, as its time. Returns the part that belongs to requests.
+    pub(crate) fn divide_energy(&self, energy_uj: u64) -> u64 {
+        let until =
+            |ns: u64| (u128::from(energy_uj) * u128::from(ns) / u128::from(self.all_ns.max(1))) as u64;
+        let mut end = 0;
+        for (usage, ns) in &self.requests {
+            let start = end;
+            end += ns;
+            usage.powered(until(end) - until(start), *ns);
+        }
+        until(end)
+    }
+}
+
+/// Divides the time of a step with `rows` rows.
+pub(crate) fn divide_step(took: Duration, rows: usize, shares: &[StepShare]) -> StepTime {
     let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
     // Time up to a row, so that the differences sum to the whole.
     let until = |row: usize| match rows {
         0 => 0,
         rows => (u128::from(took) * row.min(rows) as u128 / rows as u128) as u64,
     };
-    let mut requests = 0;
+    let mut requests = Vec::new();
     for StepShare { rows, kind, usage } in shares {
         let Some(usage) = usage else { continue };
         let ns = until(rows.end).saturating_sub(until(rows.start));
         usage.computed(*kind, rows.len() as u64, ns);
-        requests += ns;
+        requests.push((Arc::clone(usage), ns));
     }
-    Duration::from_nanos(requests)
+    StepTime { all_ns: took, requests }
 }
 
 #[cfg(test)]
@@ -139,8 +172,9 @@ mod tests {
             share(5..6, RowKind::Output, Some(&b)),
             share(6..7, RowKind::Output, None),
         ];
-        let requests = divide_step(Duration::from_nanos(100), 7, &shares);
-        assert_eq!(requests, Duration::from_nanos(85));
+        let time = divide_step(Duration::from_nanos(100), 7, &shares);
+        assert_eq!(time.of_requests(), Duration::from_nanos(85));
+        drop(time);
         a.cached(3);
         b.drawn(2);
         drop((a, b));
@@ -151,7 +185,7 @@ mod tests {
         let first = RequestUsed { input_tokens: 5, cached_tokens: 3, input_ns: 71, ..Default::default() };
         let second = RequestUsed { output_tokens: 2, output_ns: 14, ..Default::default() };
         assert_eq!(reported, [("a", first), ("b", second)]);
-        assert_eq!(divide_step(Duration::from_secs(1), 0, &[]), Duration::ZERO);
+        assert_eq!(divide_step(Duration::from_secs(1), 0, &[]).of_requests(), Duration::ZERO);
     }
 
     #[test]

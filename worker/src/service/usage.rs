@@ -13,6 +13,7 @@ use proto::usage::{AttemptId, UsageRecord, UsageReport};
 use std::collections::{HashMap, VecDeque};
 use std::io::ErrorKind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tarpc::client::RpcError;
 use tokio::sync::watch;
@@ -49,6 +50,8 @@ pub(super) struct UsageLog {
     queues: Mutex<HashMap<Receiver, Queue>>,
     changed: watch::Sender<()>,
     unreported: Counter,
+    /// Attempts that have not ended, or whose last step waits for its energy.
+    open: AtomicUsize,
 }
 
 impl UsageLog {
@@ -56,7 +59,13 @@ impl UsageLog {
         let unreported = Counter::default();
         let help = "Ended requests whose use of the device no coordinator has counted";
         registry.register("kvasir_usage_unreported", help, unreported.clone());
-        Arc::new(Self { epoch, queues: Mutex::default(), changed: watch::Sender::new(()), unreported })
+        Arc::new(Self {
+            epoch,
+            queues: Mutex::default(),
+            changed: watch::Sender::new(()),
+            unreported,
+            open: AtomicUsize::new(0),
+        })
     }
 
     /// Counts what an attempt uses, and reports it when it has ended.
@@ -66,8 +75,9 @@ impl UsageLog {
         id: AttemptId,
         model: ModelId,
     ) -> Arc<RequestUsage> {
-        let (log, receiver) = (Arc::clone(self), receiver(connection));
-        RequestUsage::new(move |used| log.push(receiver, record(id, model, used)))
+        let attempt = OpenAttempt::of(self);
+        let receiver = receiver(connection);
+        RequestUsage::new(move |used| attempt.0.push(receiver, record(id, model, used)))
     }
 
     fn push(&self, receiver: Receiver, record: UsageRecord) {
@@ -126,10 +136,13 @@ impl UsageLog {
         self.changed.send_replace(());
     }
 
-    /// Waits until no record waits, at most `limit`.
+    /// Waits until all attempts have ended and their records are counted, at most `limit`.
     pub(super) async fn reported(&self, limit: Duration) {
         let mut changed = self.changed.subscribe();
-        let is_empty = || self.queues.lock().values().all(|queue| queue.records.is_empty());
+        let is_empty = || {
+            self.open.load(Ordering::SeqCst) == 0
+                && self.queues.lock().values().all(|queue| queue.records.is_empty())
+        };
         // The sender is here, so this returns only when the condition holds.
         let _late = timeout(limit, changed.wait_for(|()| is_empty())).await;
     }
@@ -168,6 +181,23 @@ impl UsageLog {
     }
 }
 
+/// Counts an attempt as open until this is dropped.
+struct OpenAttempt(Arc<UsageLog>);
+
+impl OpenAttempt {
+    fn of(log: &Arc<UsageLog>) -> Self {
+        log.open.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(log))
+    }
+}
+
+impl Drop for OpenAttempt {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::SeqCst);
+        self.0.changed.send_replace(());
+    }
+}
+
 fn receiver(connection: &Connection) -> Receiver {
     (connection.peer().node.clone(), connection.peer_epoch())
 }
@@ -181,7 +211,8 @@ fn record(id: AttemptId, model: ModelId, used: RequestUsed) -> UsageRecord {
         output_tokens: used.output_tokens,
         input_ns: used.input_ns,
         output_ns: used.output_ns,
-        energy_uj: None,
+        energy_uj: used.energy_uj,
+        energy_ns: used.energy_ns,
     }
 }
 

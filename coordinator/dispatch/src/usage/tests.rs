@@ -96,7 +96,7 @@ impl Cluster {
     fn record(&mut self, worker: usize, record: UsageRecord) {
         self.sums.tokens += record.input_tokens + record.output_tokens;
         self.sums.ns += record.input_ns + record.output_ns;
-        self.sums.energy += record.energy_uj.unwrap_or(0);
+        self.sums.energy += record.energy_uj;
         self.records[worker].push(record);
     }
 
@@ -148,7 +148,8 @@ impl Cluster {
             output_tokens: output,
             input_ns: times.0,
             output_ns: times.1,
-            energy_uj: plan.energy,
+            energy_uj: plan.energy.unwrap_or(0),
+            energy_ns: plan.energy.map_or(0, |_| times.0 + times.1),
         };
         let mut prefill = None;
         let ahead = plan.ahead.map(|tenths| (prompt * tenths / 10).max(1)).filter(|_| *emitted == 0);

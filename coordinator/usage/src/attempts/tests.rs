@@ -21,7 +21,8 @@ fn record(id: AttemptId, input: u64, output: u64) -> UsageRecord {
         output_tokens: output,
         input_ns: 1_000,
         output_ns: 500,
-        energy_uj: Some(300),
+        energy_uj: 300,
+        energy_ns: 1_500,
     }
 }
 
@@ -109,6 +110,15 @@ fn work_that_nothing_explains_has_a_row_of_its_own() {
     let charge = &Attempts::default().reported(&node(), report(1, 0, vec![record(id("r", 0), 10, 4)]))[0];
     assert_eq!(&*charge.0.tenant, crate::row::UNATTRIBUTED);
     assert_eq!(amounts(charge)[&Counter::DeviceNs], 1_500);
+}
+
+#[test]
+fn a_worker_reports_for_its_instances() {
+    let (node, id) = (node(), id("r", 0));
+    let mut attempts = Attempts::default();
+    attempts.began(&node.instance(2), &id, &account("t"));
+    attempts.ended(0, &node.instance(2), &id, Ended { input: PaidInput::Tokens(10), delivered: 4 });
+    assert_eq!(attempts.reported(&node, report(1, 0, vec![record(id, 10, 4)]))[0].0, account("t"));
 }
 
 #[test]

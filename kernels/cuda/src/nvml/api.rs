@@ -57,6 +57,7 @@ pub(super) const NVLINK_STATE: NumberOf = NumberOf("nvmlDeviceGetNvLinkState");
 pub(super) const CLOCK_REASONS: Large = Large("nvmlDeviceGetCurrentClocksEventReasons");
 /// Name of [`CLOCK_REASONS`] before driver 535.
 pub(super) const CLOCK_REASONS_BEFORE_535: Large = Large("nvmlDeviceGetCurrentClocksThrottleReasons");
+pub(super) const ENERGY_MILLIJOULES: Large = Large("nvmlDeviceGetTotalEnergyConsumption");
 /// By link and kind of error.
 pub(super) const NVLINK_ERRORS: LargeOf = LargeOf("nvmlDeviceGetNvLinkErrorCounter");
 /// By kind of error and of counter.

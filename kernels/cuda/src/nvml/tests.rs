@@ -91,6 +91,15 @@ fn values_that_a_gpu_does_not_report_are_none() {
 }
 
 #[test]
+fn the_energy_of_a_gpu_is_read_if_it_reports_it() {
+    let fake = Fake::new("energy", "gpus 1\nenergy 123456789012\n");
+    let nvml = fake.open().unwrap();
+    assert_eq!(nvml.energy_millijoules().unwrap(), Some(123_456_789_012));
+    fake.plant("gpus 1\n");
+    assert_eq!(nvml.energy_millijoules().unwrap(), None);
+}
+
+#[test]
 fn a_lost_gpu_is_listed_and_comes_back() {
     let fake = Fake::new("lost", "gpus 1\npower lost\n");
     let nvml = fake.open().unwrap();

@@ -298,7 +298,8 @@ fn usage_report() -> UsageReport {
         output_tokens: 70_000,
         input_ns: 1 << 33,
         output_ns: 9,
-        energy_uj: Some(1_000),
+        energy_uj: 1_000,
+        energy_ns: 7,
     };
     UsageReport { epoch: Epoch(3), first: 300, records: vec![record] }
 }

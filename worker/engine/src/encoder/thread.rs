@@ -3,6 +3,7 @@
 use super::queue::{Dequeued, Queue};
 use super::{Encoder, Limits, Text};
 use crate::Error;
+use crate::energy;
 use crate::engine::thread::Broken;
 use crate::kv_events::EventLog;
 use crate::progress::{EngineLoad, Progress, end_process, spawn};
@@ -280,8 +281,11 @@ impl Serving {
         let rows = texts.iter().map(|text| text.tokens.len()).sum();
         let mut step = self.encoder.run(&texts)?;
         let encoded = (0..texts.len()).map(|index| step.pooled(index)).collect::<Result<Vec<_>, _>>()?;
-        let took = now.elapsed();
-        self.shared.metrics.usage.step(took, divide_step(took, rows, &self.shares(encoded.len())));
+        let ended = Instant::now();
+        let took = ended.saturating_duration_since(now);
+        let time = divide_step(took, rows, &self.shares(encoded.len()));
+        self.shared.metrics.usage.step(took, time.of_requests());
+        energy::step(now, ended, time);
         for done in self.queue.complete(encoded) {
             if let Some(started) = done.started {
                 let queued = started.saturating_duration_since(done.received);

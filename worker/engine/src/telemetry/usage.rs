@@ -46,3 +46,32 @@ impl UsageMetrics {
         );
     }
 }
+
+/// Measured energy.
+#[derive(Debug, Clone, Default)]
+pub struct EnergyMetrics {
+    steps: Family<WorkLabel, Counter<f64, AtomicU64>>,
+    measured: Counter<f64, AtomicU64>,
+}
+
+/// Microjoules of a joule.
+const MICRO: f64 = 1e6;
+
+impl EnergyMetrics {
+    pub(crate) fn step(&self, work: Work, energy_uj: u64) {
+        if energy_uj > 0 {
+            self.steps.get_or_create(&WorkLabel { work }).inc_by(energy_uj as f64 / MICRO);
+        }
+    }
+
+    pub(crate) fn measured(&self, energy_uj: u64) {
+        self.measured.inc_by(energy_uj as f64 / MICRO);
+    }
+
+    /// Registers the metrics of a worker whose energy is measured.
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register("kvasir_device_joules", "Energy of steps", self.steps.clone());
+        let help = "Energy of this worker, between steps too; 0 if it cannot be read";
+        registry.register("kvasir_device_joules_measured", help, self.measured.clone());
+    }
+}
