@@ -117,7 +117,16 @@ async fn answer(
     let samples = pcm.len() as u64;
     let trace_context = trace.as_ref().map(Span::context);
     let (request_id, pieces) = (admitted.id.clone(), Arc::new(pieces(pcm)));
-    let job = OperationJob { request_id, operation, model, sample_rate, options, trace: trace_context };
+    let job = OperationJob {
+        request_id,
+        operation,
+        model,
+        sample_rate,
+        options,
+        trace: trace_context,
+        tenant: Arc::clone(admitted.caller.tenant()),
+        key: admitted.caller.key_id().map(str::to_owned),
+    };
     let done = tokio::select! {
         biased;
         done = run(state, &job, &admitted, &pieces) => done?,
@@ -181,17 +190,19 @@ pub(super) async fn run(
         let started = Instant::now();
         let opens = |model: &ModelId| admitted.caller.may_use(model);
         let opening = state.dispatch.open_operation(job, &opens).await;
-        let OpenedSession { node, opened, sender, answers, seat } = opening.map_err(refused)?;
+        let OpenedSession { node, opened, sender, answers, mut seat } = opening.map_err(refused)?;
         state.metrics.operations().opened(job.operation, started.elapsed());
         let counting = state.metrics.operations().session(job.operation);
         let duration = || seconds(pieces.iter().map(|piece| piece.len() as u64).sum(), job.sample_rate);
         match exchange(sender, answers, pieces, job.sample_rate).await {
             Ok(results) => {
                 counting.ended("finished", duration());
+                seat.audio(duration());
                 return Ok((node, opened, results));
             }
             Err(Failure::Reported(error)) if error.retryable() => {
                 counting.ended("declined", 0.0);
+                seat.failed();
                 failure = Unopened::Said(error);
             }
             Err(Failure::Reported(error)) => {
@@ -201,6 +212,7 @@ pub(super) async fn run(
             Err(Failure::Lost) => {
                 tracing::info!(request = %job.request_id, %node, "a call was cut off by its worker");
                 counting.ended("worker_lost", 0.0);
+                seat.failed();
                 let _in_order = seat.cut();
                 failure = Unopened::Lost;
             }

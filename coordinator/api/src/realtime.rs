@@ -121,6 +121,8 @@ async fn begin(
         sample_rate: query.sample_rate()?,
         options: query.options(operation)?,
         trace: trace.as_ref().map(Span::context),
+        tenant: Arc::clone(caller.tenant()),
+        key: caller.key_id().map(str::to_owned),
     };
     let encoding = query.encoding()?;
     let limited = |error: &ApiError| error.count_limit(&state.metrics);

@@ -73,6 +73,8 @@ async fn answer(
         sample_rate,
         options: OperationOptions::Transcribe(options),
         trace: trace.as_ref().map(Span::context),
+        tenant: Arc::clone(admitted.caller.tenant()),
+        key: admitted.caller.key_id().map(str::to_owned),
     };
     let pieces = Arc::new(pieces(pcm));
     let (worker, opened, results) = tokio::select! {

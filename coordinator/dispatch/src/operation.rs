@@ -1,11 +1,14 @@
 //! Sessions of operations at the workers that offer them. Workers are tried one after the other until one
 //! accepts the session. An open session never moves, because that worker's model holds its state.
 
+use super::usage::{AttemptMeter, Payer};
 use super::{Dispatch, Link};
 use crate::random::random_u64;
-use proto::ids::{Epoch, ModelId, NodeId, RequestId};
+use proto::block::BlockId;
+use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use proto::operation::{OpenedOperation, Operation, OperationError, OperationOptions, OperationRequest};
 use proto::trace::TraceContext;
+use proto::usage::AttemptId;
 use proto::worker::WorkerState;
 use router::balancer::{SessionPlacement, SessionRefusal, SessionRequest, SessionSlot, WorkerView};
 use std::collections::BTreeSet;
@@ -29,6 +32,9 @@ pub struct OperationJob {
     pub options: OperationOptions,
     /// Parent span; `None` if the request is not traced.
     pub trace: Option<TraceContext>,
+    pub tenant: Arc<str>,
+    /// Key id. `None` for a caller without a key.
+    pub key: Option<String>,
 }
 
 /// Why no session was opened.
@@ -63,9 +69,21 @@ pub struct Seating {
     seat: SessionSlot,
     node: NodeId,
     link: Arc<Link>,
+    /// `None` until the session is open.
+    meter: Option<AttemptMeter>,
 }
 
 impl Seating {
+    /// Counts audio that was processed for the client.
+    pub fn audio(&self, seconds: f64) {
+        self.meter.iter().for_each(|meter| meter.audio(seconds));
+    }
+
+    /// The session's work is lost: the client gets nothing of it.
+    pub fn failed(&mut self) {
+        self.meter.iter_mut().for_each(AttemptMeter::failed);
+    }
+
     /// Handles a session that was cut off. If the connection is closed, the worker is removed. Returns `true`
     /// if the worker ends in order, after giving its sessions their time: it drains, or it closed the
     /// connection for shutdown.
@@ -86,6 +104,7 @@ impl Seating {
 
 impl Drop for Seating {
     fn drop(&mut self) {
+        self.meter.iter().for_each(AttemptMeter::request_ended);
         self.dispatch.state.lock().balancer.unseat(self.seat);
     }
 }
@@ -101,14 +120,14 @@ impl Dispatch {
         let mut declined_by = Vec::new();
         let mut failure = None;
         for _ in 0..ATTEMPTS {
-            let (seated, seat) = match self.seat(job, opens, &declined_by) {
+            let (seated, mut seat) = match self.seat(job, opens, &declined_by) {
                 Ok(seated) => seated,
                 Err(unseated) => return Err(failure.unwrap_or(Unopened::Nobody(unseated))),
             };
             let request = OperationRequest {
                 request_id: job.request_id.clone(),
                 operation: job.operation,
-                model: Some(seated.model),
+                model: Some(seated.model.clone()),
                 sample_rate: job.sample_rate,
                 options: job.options.clone(),
                 trace: job.trace,
@@ -117,6 +136,7 @@ impl Dispatch {
             let node = seated.node;
             failure = Some(match tokio::time::timeout(OPEN_LIMIT, opening).await {
                 Ok(Ok(Ok(OperationSession { opened, sender, answers }))) => {
+                    seat.meter = Some(self.session_meter(job, &node, &seated.model));
                     return Ok(OpenedSession { node, opened, sender, answers, seat });
                 }
                 Ok(Ok(Err(error))) if error.retryable() => {
@@ -137,6 +157,17 @@ impl Dispatch {
             declined_by.push((node, seated.epoch));
         }
         Err(failure.unwrap_or(Unopened::Lost))
+    }
+
+    fn session_meter(&self, job: &OperationJob, node: &NodeId, model: &ModelId) -> AttemptMeter {
+        let id = AttemptId {
+            request: job.request_id.clone(),
+            part: 0,
+            attempt: Attempt(0),
+            root: BlockId([0; 16]),
+        };
+        let payer = Payer::new(&job.tenant, job.key.as_deref(), model);
+        AttemptMeter::begin(&self.usage, node, id, &payer, 0)
     }
 
     /// The offered operations, with their models.
@@ -161,7 +192,8 @@ impl Dispatch {
             return Err(SessionRefusal::Away);
         };
         drop(state);
-        let seat = Seating { dispatch: Arc::clone(self), seat: seated.seat, node: seated.node.clone(), link };
+        let node = seated.node.clone();
+        let seat = Seating { dispatch: Arc::clone(self), seat: seated.seat, node, link, meter: None };
         Ok((seated, seat))
     }
 }

@@ -41,8 +41,7 @@ impl Payer {
         usage.count(&self.account, &[(Counter::Requests, 1)]);
     }
 
-    /// Counts processed audio.
-    pub fn audio(&self, usage: &Recorder, milliseconds: u64) {
+    fn audio(&self, usage: &Recorder, milliseconds: u64) {
         usage.count(&self.account, &[(Counter::AudioMs, milliseconds)]);
     }
 }
@@ -157,6 +156,18 @@ impl AttemptMeter {
         self.failed = true;
     }
 
+    /// Audio was processed for the client.
+    pub(super) fn audio(&self, seconds: f64) {
+        self.payer.audio(&self.usage, (seconds * 1e3).round() as u64);
+    }
+
+    /// The request has ended with this attempt.
+    pub(super) fn request_ended(&self) {
+        if !self.failed {
+            self.payer.request_ended(&self.usage);
+        }
+    }
+
     fn pay(&mut self) {
         let Some(started) = self.started.filter(|_| self.paid.is_none()) else { return };
         if !self.payer.pay_prompt() {
@@ -184,6 +195,7 @@ impl Drop for AttemptMeter {
                 let ahead = self.prefill.as_ref().map_or(0, |prefill| prefill.computed);
                 (PaidInput::Tokens(computed), PaidInput::Tokens(ahead))
             }
+            (None, true) if self.delivered == 0 => (PaidInput::Nothing, PaidInput::Nothing),
             (Some(PaidPrompt::Elsewhere), _) | (None, true) => (PaidInput::Tokens(0), PaidInput::Tokens(0)),
             (None, false) => (PaidInput::AsComputed, PaidInput::AsComputed),
         };
@@ -204,7 +216,7 @@ impl PrefillMeter {
     pub(super) fn begin(usage: &Arc<Recorder>, node: &NodeId, id: AttemptId, payer: &Payer) -> Self {
         usage.attempt_began(node, &id, &payer.account);
         usage.count(&payer.account, &[(Counter::Attempts, 1)]);
-        Self { usage: Arc::clone(usage), node: node.clone(), id, computed: 0, input: PaidInput::Tokens(0) }
+        Self { usage: Arc::clone(usage), node: node.clone(), id, computed: 0, input: PaidInput::Nothing }
     }
 
     /// The worker has computed this many tokens of the prompt.

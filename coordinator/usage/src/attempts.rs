@@ -30,6 +30,8 @@ pub struct Ended {
 pub enum PaidInput {
     /// This many, already counted. 0 if another attempt was paid for.
     Tokens(u64),
+    /// Nothing, not of the output either: the attempt was lost or refused.
+    Nothing,
     /// The tokens that the worker computed; they are counted with its record, and the cached ones too: the request
     /// ended at the client's wish before its first token.
     AsComputed,
@@ -184,10 +186,16 @@ fn settle(account: Account, record: &UsageRecord, ended: Ended) -> Charge {
     let input = match ended.input {
         PaidInput::Tokens(tokens) => tokens.min(record.input_tokens),
         PaidInput::AsComputed => record.input_tokens,
+        PaidInput::Nothing => 0,
     };
     let output = ended.delivered.min(record.output_tokens);
-    let (input_ns, input_again_ns) = divide(record.input_ns, input, record.input_tokens);
-    let (output_ns, output_again_ns) = divide(record.output_ns, output, record.output_tokens);
+    let ((input_ns, input_again_ns), (output_ns, output_again_ns)) = match ended.input {
+        PaidInput::Nothing => ((0, record.input_ns), (0, record.output_ns)),
+        PaidInput::Tokens(_) | PaidInput::AsComputed => (
+            divide(record.input_ns, input, record.input_tokens),
+            divide(record.output_ns, output, record.output_tokens),
+        ),
+    };
     let (paid_ns, again_ns) =
         (input_ns.saturating_add(output_ns), input_again_ns.saturating_add(output_again_ns));
     let again = (record.input_tokens - input).saturating_add(record.output_tokens - output);

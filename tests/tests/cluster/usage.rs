@@ -5,7 +5,8 @@ use kvasir_cluster_tests::cluster::{Cluster, CoordinatorNode};
 use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
 
 const TOKENS: u64 = 16;
 const PROMPT: u64 = 40;
@@ -243,4 +244,57 @@ fn an_energy_that_cannot_be_read_is_absent() {
     assert!(total["energy_j"].is_null() && total["energy_device_s"].is_null(), "{total}");
     let csv = binary::stdout(&["usage", "--csv", "--by", "model", "--ops", &ops.to_string()]).unwrap();
     assert!(csv.lines().nth(1).unwrap().ends_with(",,,,1,1"), "{csv}");
+}
+
+/// A second of silence as a WAV file: 16 kHz, one channel, 16 bits.
+fn silence() -> Vec<u8> {
+    let samples = 16_000u32;
+    let size = 2 * samples;
+    let mut wav = b"RIFF".to_vec();
+    wav.extend((36 + size).to_le_bytes());
+    wav.extend(b"WAVEfmt ");
+    wav.extend(16u32.to_le_bytes());
+    wav.extend([1u16, 1].map(u16::to_le_bytes).concat());
+    wav.extend([samples, 2 * samples].map(u32::to_le_bytes).concat());
+    wav.extend([2u16, 16].map(u16::to_le_bytes).concat());
+    wav.extend(b"data");
+    wav.extend(size.to_le_bytes());
+    wav.resize(wav.len() + size as usize, 0);
+    wav
+}
+
+/// Sends a recording, which is not JSON as everything else here.
+fn post_wav(server: SocketAddr, path: &str, wav: &[u8]) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(server)?;
+    stream.set_read_timeout(Some(binary::NODE_TIMEOUT))?;
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nHost: {server}\r\nConnection: close\r\nContent-Type: audio/wav\r\n\
+         Content-Length: {}\r\n\r\n",
+        wav.len()
+    );
+    stream.write_all(&[head.as_bytes(), wav].concat())?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    Ok(answer)
+}
+
+#[test]
+fn audio_counts_by_its_seconds_and_the_time_of_its_model() {
+    let cluster = Cluster::builder("usage-audio", &tiny_model())
+        .flag("--workers", "1")
+        .flag("--operation", "silero-vad")
+        .start()
+        .unwrap();
+    let answer = post_wav(cluster.http(), "/v1/audio/vad", &silence()).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200") || answer.starts_with("HTTP/1.0 200"), "{answer}");
+    let heard = || {
+        let usage = usage(cluster.coordinator().ops, "model").ok()?;
+        let rows = usage["rows"].as_array()?;
+        let row = rows.iter().find(|row| row["model"] == "silero-vad")?;
+        (row["timed_attempts"] == 1).then(|| row.clone())
+    };
+    let row = wait::until("its time is reported", binary::NODE_TIMEOUT, heard).unwrap();
+    assert_eq!((&row["audio_s"], &row["requests"], &row["attempts"]), (&json!(1.0), &json!(1), &json!(1)));
+    let computed = cluster.worker_metric("kvasir_operation_compute_seconds_sum").unwrap();
+    assert!((row["device_s"].as_f64().unwrap() - computed).abs() < 1e-6, "{row}: {computed}");
 }

@@ -63,6 +63,11 @@ impl RequestUsage {
         }
     }
 
+    /// Adds time of an operation without tokens.
+    pub fn took(&self, time: Duration) {
+        self.computed(RowKind::Input, 0, u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    }
+
     /// Adds the energy of `ns` of the device time.
     fn powered(&self, energy_uj: u64, ns: u64) {
         let mut counts = self.counts.lock();

@@ -33,7 +33,7 @@ pub use bundle::Bundle;
 pub use error::Error;
 pub use metrics::{OperationMetrics, SessionEnd};
 pub use session::{AudioModel, Session};
-pub use thread::SessionHandle;
+pub use thread::{Computed, SessionHandle};
 pub use whisper::encode_speech;
 
 use metrics::OperationLabel;

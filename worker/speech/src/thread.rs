@@ -7,8 +7,9 @@ use crate::session::Session;
 use proto::operation::{Operation, OperationOutput};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 /// A request to a session.
@@ -19,11 +20,15 @@ enum SessionRequest {
     Reset,
 }
 
+/// Receives each time that was computed for a session, also for one that its caller has dropped meanwhile.
+pub type Computed = Arc<dyn Fn(Duration) + Send + Sync>;
+
 /// A session on its way to the thread, with a request.
 struct Job {
     session: Box<dyn Session>,
     request: SessionRequest,
     rate: u32,
+    computed: Option<Computed>,
     /// Outputs so far.
     out: Vec<OperationOutput>,
     done: oneshot::Sender<Done>,
@@ -46,6 +51,7 @@ pub struct SessionHandle {
     session: Option<Box<dyn Session>>,
     jobs: Sender<Job>,
     rate: u32,
+    computed: Option<Computed>,
 }
 
 impl ModelThread {
@@ -59,7 +65,7 @@ impl ModelThread {
     }
 
     pub(crate) fn session(&self, session: Box<dyn Session>, rate: u32) -> SessionHandle {
-        SessionHandle { session: Some(session), jobs: self.jobs.clone(), rate }
+        SessionHandle { session: Some(session), jobs: self.jobs.clone(), rate, computed: None }
     }
 }
 
@@ -75,7 +81,7 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
             false if prefer_new => inbox.try_recv().ok().or_else(|| unfinished.pop_front()),
             false => unfinished.pop_front(),
         };
-        let Some(Job { mut session, request, rate, mut out, done }) = job else { return };
+        let Some(Job { mut session, request, rate, computed, mut out, done }) = job else { return };
         // The caller is gone.
         if done.is_closed() {
             continue;
@@ -86,12 +92,15 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
             SessionRequest::Segment { .. } | SessionRequest::Continue | SessionRequest::Reset => 0,
         };
         // A panic ends only this session: `done` is dropped without a result.
-        let computed = catch_unwind(AssertUnwindSafe(|| run_request(session.as_mut(), request, &mut out)));
-        let Ok(more) = computed else { continue };
-        metrics.computed(operation, start.elapsed(), sample_count as f64 / f64::from(rate));
+        let ran = catch_unwind(AssertUnwindSafe(|| run_request(session.as_mut(), request, &mut out)));
+        let took = start.elapsed();
+        computed.iter().for_each(|computed| computed(took));
+        metrics.computed(operation, took, sample_count as f64 / f64::from(rate));
+        let Ok(more) = ran else { continue };
         let result = match more {
             Ok(true) => {
-                unfinished.push_back(Job { session, request: SessionRequest::Continue, rate, out, done });
+                let request = SessionRequest::Continue;
+                unfinished.push_back(Job { session, request, rate, computed, out, done });
                 continue;
             }
             Ok(false) => Ok(out),
@@ -121,6 +130,11 @@ fn run_request(
 }
 
 impl SessionHandle {
+    /// Passes the time that is computed for this session to `computed`, on the model's thread.
+    pub fn count_time(&mut self, computed: Computed) {
+        self.computed = Some(computed);
+    }
+
     /// Takes more samples; returns the resulting outputs.
     ///
     /// # Errors
@@ -150,7 +164,8 @@ impl SessionHandle {
     async fn send(&mut self, request: SessionRequest) -> Result<Vec<OperationOutput>, Error> {
         let session = self.session.take().ok_or(Error::SessionLost)?;
         let (done, result) = oneshot::channel();
-        let job = Job { session, request, rate: self.rate, out: Vec::new(), done };
+        let (rate, computed) = (self.rate, self.computed.clone());
+        let job = Job { session, request, rate, computed, out: Vec::new(), done };
         self.jobs.send(job).map_err(|_| Error::SessionLost)?;
         // The receive fails if the model panicked.
         let Done { session, result } = result.await.map_err(|_| Error::SessionLost)?;
@@ -228,6 +243,18 @@ mod tests {
         let alone = other.segment(true);
         drop(alone);
         drop((thread, other));
+    }
+
+    #[tokio::test]
+    async fn the_time_of_a_session_is_counted() {
+        let thread = ModelThread::start(Operation::Asr, OperationMetrics::default()).unwrap();
+        let mut session = thread.session(Box::new(Slow { name: 1, left: 3 }), 16_000);
+        let (turns, counted) = channel();
+        let turns = parking_lot::Mutex::new(turns);
+        session.count_time(Arc::new(move |took| turns.lock().send(took).unwrap()));
+        session.segment(true).await.unwrap();
+        drop((session, thread));
+        assert_eq!(counted.iter().count(), 3);
     }
 
     #[tokio::test]

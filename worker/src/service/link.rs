@@ -283,7 +283,7 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
                 tokio::spawn(run_call(node.call_begins(), encode::serve(node, connection, call)));
             }
             Ok(Incoming::Operation(call)) => {
-                tokio::spawn(run_call(node.call_begins(), operation::serve(node, *call)));
+                tokio::spawn(run_call(node.call_begins(), operation::serve(node, connection, *call)));
             }
             Ok(Incoming::Shard(call)) => {
                 tokio::spawn(Arc::clone(&node.holdings).answer(call));

@@ -2,12 +2,16 @@
 //! before the next one is read, so a fast sender or slow reader fills only QUIC's windows.
 
 use super::Node;
+use proto::block::BlockId;
+use proto::ids::Attempt;
 use proto::operation::{OperationError, OperationInput, OperationOutput, Pcm};
+use proto::usage::AttemptId;
 use proto::worker::WorkerState;
 use speech::{OpenSession, SessionEnd, SessionHandle};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
-use transport::{OperationCall, OperationInputs, OperationReplier};
+use transport::{Connection, OperationCall, OperationInputs, OperationReplier};
 
 /// How a session ended.
 enum End {
@@ -17,7 +21,11 @@ enum End {
 }
 
 /// Serves the call to its end.
-pub(super) fn serve(node: &Node, call: OperationCall) -> impl Future<Output = ()> + Send + use<> {
+pub(super) fn serve(
+    node: &Node,
+    connection: &Connection,
+    call: OperationCall,
+) -> impl Future<Output = ()> + Send + use<> {
     let OperationCall { request, mut inputs, mut reply } = call;
     let opened = match node.state() {
         WorkerState::Draining => {
@@ -26,6 +34,17 @@ pub(super) fn serve(node: &Node, call: OperationCall) -> impl Future<Output = ()
         }
         WorkerState::Ready | WorkerState::Starting => node.operations.open(&request),
     };
+    let opened = opened.map(|mut session| {
+        let id = AttemptId {
+            request: request.request_id.clone(),
+            part: 0,
+            attempt: Attempt(0),
+            root: BlockId([0; 16]),
+        };
+        let usage = node.usage.attempt(connection, id, session.opened.model.clone());
+        session.handle.count_time(Arc::new(move |took| usage.took(took)));
+        session
+    });
     async move {
         let end = match opened {
             Ok(mut session) => {

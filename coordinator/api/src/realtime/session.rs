@@ -136,7 +136,9 @@ impl Session {
         let samples = shared.samples.load(Ordering::Relaxed);
         let (reason, node) = (ended.reason(), &opened.node);
         tracing::info!(session = %opened.id, operation = %opened.operation, %node, samples, reason, "a session has ended");
-        counting.ended(reason, seconds(samples, opened.reply.sample_rate));
+        let heard = seconds(samples, opened.reply.sample_rate);
+        counting.ended(reason, heard);
+        opened.seat.audio(heard);
         if let Some(mut span) = opened.trace.take() {
             spans::session_ended(&mut span, samples, reason, ended.error(&opened).map(|error| error.code()));
         }

@@ -92,6 +92,18 @@ fn a_request_that_the_client_left_pays_for_what_was_computed() {
 }
 
 #[test]
+fn a_lost_attempt_costs_the_tenant_nothing_even_without_tokens() {
+    let (node, id) = (node(), id("r", 0));
+    let mut attempts = Attempts::default();
+    attempts.began(&node, &id, &account("t"));
+    attempts.ended(0, &node, &id, Ended { input: PaidInput::Nothing, delivered: 0 });
+    let amounts = amounts(&attempts.reported(&node, report(1, 0, vec![record(id, 0, 0)]))[0]);
+    assert_eq!(amounts[&Counter::RecomputedDeviceNs], 1_500);
+    assert_eq!(amounts[&Counter::RecomputedEnergyUj], 300);
+    assert!(!amounts.contains_key(&Counter::DeviceNs));
+}
+
+#[test]
 fn a_record_counts_once() {
     let node = node();
     let mut attempts = Attempts::default();
