@@ -28,6 +28,8 @@ pub(crate) use sealed::Plain;
 pub struct AlignedBuf<T: Plain> {
     ptr: NonNull<T>,
     len: usize,
+    /// Start and bytes of the mapping that it is in. `None`: it is the allocator's.
+    mapping: Option<(NonNull<u8>, usize)>,
 }
 
 // SAFETY: the buffer owns its memory exclusively and `Plain` types are `Send`.
@@ -42,7 +44,7 @@ impl<T: Plain> AlignedBuf<T> {
     /// If the size in bytes exceeds `isize::MAX`.
     pub fn zeroed(len: usize) -> Self {
         let Some(layout) = Self::layout(len) else {
-            return Self { ptr: NonNull::dangling(), len: 0 };
+            return Self { ptr: NonNull::dangling(), len: 0, mapping: None };
         };
         // Fresh pages from the operating system are already zero, so a large buffer takes memory only as it
         // is used. This holds for the command's allocator, mimalloc. Rust's path to glibc writes the zeros
@@ -53,7 +55,7 @@ impl<T: Plain> AlignedBuf<T> {
         if layout.align() == HUGE_PAGE {
             advise_huge_pages(raw, layout.size());
         }
-        Self { ptr, len }
+        Self { ptr, len, mapping: None }
     }
 
     /// Makes the buffer at least `len` long. A buffer that is long enough keeps its memory and contents; a
@@ -75,6 +77,47 @@ impl<T: Plain> AlignedBuf<T> {
     }
 }
 
+impl AlignedBuf<u8> {
+    /// Creates a buffer of `len` zeros in a mapping of its own: pages take memory once they are written, until
+    /// [`discard`](Self::discard) or the end of the buffer gives them back to the system at once.
+    pub fn reserved(len: usize) -> Self {
+        if len < 2 * HUGE_PAGE {
+            return Self::zeroed(len);
+        }
+        let Some(bytes) = len.checked_add(HUGE_PAGE) else { return Self::zeroed(len) };
+        let (protection, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+        );
+        // SAFETY: a new private mapping at an address of the kernel's choice touches no memory that exists.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
+        let Some(start) = NonNull::new(start.cast::<u8>()).filter(|_| start != libc::MAP_FAILED) else {
+            return Self::zeroed(len);
+        };
+        let skipped = start.as_ptr().align_offset(HUGE_PAGE).min(HUGE_PAGE);
+        // SAFETY: the mapping has `len + HUGE_PAGE` bytes, of which less than `HUGE_PAGE` are skipped.
+        let ptr = unsafe { start.add(skipped) };
+        advise_huge_pages(ptr.as_ptr(), len);
+        Self { ptr, len, mapping: Some((start, bytes)) }
+    }
+
+    /// Gives the memory of all whole pages in a range back to the system if the buffer is
+    /// [`reserved`](Self::reserved). The range's contents are then unspecified.
+    pub fn discard(&mut self, range: std::ops::Range<usize>) {
+        if self.mapping.is_none() || range.start >= range.end || range.end > self.len {
+            return;
+        }
+        // SAFETY: sysconf has no preconditions.
+        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(HUGE_PAGE);
+        let (start, end) = (range.start.next_multiple_of(page), range.end / page * page);
+        if start < end {
+            // SAFETY: whole pages inside this private anonymous mapping, which `self` borrows exclusively; they read
+            // as zeros afterwards, which are values. A refusal changes nothing.
+            unsafe { libc::madvise(self.ptr.as_ptr().add(start).cast(), end - start, libc::MADV_DONTNEED) };
+        }
+    }
+}
+
 #[cfg(target_os = "linux")]
 fn advise_huge_pages(start: *mut u8, bytes: usize) {
     // SAFETY: the range is one live allocation of this module; the advice changes no contents. A refusal
@@ -87,7 +130,10 @@ fn advise_huge_pages(_start: *mut u8, _bytes: usize) {}
 
 impl<T: Plain> Drop for AlignedBuf<T> {
     fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.len) {
+        if let Some((start, bytes)) = self.mapping {
+            // SAFETY: mapped in `reserved` with these bytes, and unmapped once. Nothing else refers to it.
+            unsafe { libc::munmap(start.as_ptr().cast(), bytes) };
+        } else if let Some(layout) = Self::layout(self.len) {
             // SAFETY: allocated in `zeroed` with the same layout, and dropped once.
             unsafe { dealloc(self.ptr.as_ptr().cast(), layout) };
         }
@@ -143,6 +189,24 @@ mod tests {
         assert_eq!(large.as_ptr() as usize % HUGE_PAGE, 0);
         assert!(large.iter().all(|&x| x == 0));
         assert!(AlignedBuf::<u8>::zeroed(0).is_empty());
+    }
+
+    #[test]
+    fn discarded_pages_are_zero_and_the_others_stay() {
+        let mut buf = AlignedBuf::<u8>::reserved(3 * HUGE_PAGE + 17);
+        assert_eq!((buf.len(), buf.as_ptr() as usize % HUGE_PAGE), (3 * HUGE_PAGE + 17, 0));
+        assert!(buf.iter().all(|&x| x == 0));
+        buf.fill(7);
+        buf.discard(HUGE_PAGE - 1..2 * HUGE_PAGE + 1);
+        assert!(buf[..HUGE_PAGE].iter().all(|&x| x == 7));
+        assert!(buf[HUGE_PAGE..2 * HUGE_PAGE].iter().all(|&x| x == 0));
+        assert!(buf[2 * HUGE_PAGE..].iter().all(|&x| x == 7));
+        let end = buf.len();
+        buf.discard(end - 1..end + 1);
+        let mut small = AlignedBuf::<u8>::reserved(100);
+        small.fill(7);
+        small.discard(0..100);
+        assert!(small.iter().all(|&x| x == 7), "it has no mapping of its own");
     }
 
     #[test]

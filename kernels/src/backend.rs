@@ -264,6 +264,17 @@ pub trait Backend: Send {
     /// Allocates the KV arena. `group_block_bytes[g]` is the size of a block of group g over all its layers.
     fn create_kv_arena(&mut self, bytes: usize, group_block_bytes: &[usize]) -> Result<(), Error>;
 
+    /// Whether an arena takes memory only where it is written, and [`give_back_kv`](Self::give_back_kv) frees it.
+    fn gives_back_kv(&self) -> bool {
+        false
+    }
+
+    /// Frees the memory of parts of the arena, (offset in units of 64 bytes, bytes), that nothing will read before it is
+    /// written again. No step may be in progress.
+    fn give_back_kv(&mut self, _places: &[(u32, u64)]) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Copies blocks inside the arena, before the next step.
     fn copy_kv(&mut self, copies: &[KvCopy]) -> Result<(), Error>;
 

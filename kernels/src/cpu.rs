@@ -314,8 +314,20 @@ impl Backend for CpuBackend {
     }
 
     fn create_kv_arena(&mut self, bytes: usize, group_block_bytes: &[usize]) -> Result<(), Error> {
-        self.arena = AlignedBuf::zeroed(bytes);
+        self.arena = AlignedBuf::reserved(bytes);
         self.group_block_bytes = group_block_bytes.to_vec();
+        Ok(())
+    }
+
+    fn gives_back_kv(&self) -> bool {
+        true
+    }
+
+    fn give_back_kv(&mut self, places: &[(u32, u64)]) -> Result<(), Error> {
+        for (offset, bytes) in places {
+            let range = arena::checked_range(&self.arena, *offset, *bytes as usize)?;
+            self.arena.discard(range);
+        }
         Ok(())
     }
 

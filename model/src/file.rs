@@ -274,20 +274,28 @@ impl ModelFile {
     }
 
     /// Names of the chunks of tensors, one after the other. Chunks are hashed separately, so that a model with one
-    /// dominant tensor still uses every CPU. A copy is hashed at once, so that there is only one.
-    fn hash<'a>(&self, tensors: impl IntoIterator<Item = &'a TensorInfo>) -> Result<Vec<ChunkId>, Error> {
+    /// dominant tensor still uses every CPU. A copy is hashed at once, so that there is only one. Pages of files leave
+    /// this process's memory when they are hashed.
+    fn hash<'a>(&'a self, tensors: impl IntoIterator<Item = &'a TensorInfo>) -> Result<Vec<ChunkId>, Error> {
         let (mut chunks, mut waiting) = (Vec::new(), Vec::new());
+        let mut hash_all = |waiting: &mut Vec<TensorBytes<'a>>| {
+            chunks.extend(hash_chunks(waiting)?);
+            waiting.drain(..).for_each(|bytes| self.release_tensor(&bytes.info.name));
+            Ok::<_, Error>(())
+        };
         for info in tensors {
             let bytes = self.tensor_bytes(&info.name)?;
             if matches!(bytes.bytes, Bytes::Whole(Cow::Owned(_))) {
-                chunks.extend(hash_chunks(&waiting)?);
-                waiting.clear();
-                chunks.extend(hash_chunks(&[bytes])?);
-            } else {
-                waiting.push(bytes);
+                hash_all(&mut waiting)?;
+            }
+            waiting.push(bytes);
+            let copied =
+                matches!(waiting.last(), Some(TensorBytes { bytes: Bytes::Whole(Cow::Owned(_)), .. }));
+            if copied || waiting.iter().map(|bytes| bytes.info.bytes).sum::<u64>() >= HASHED_AT_ONCE {
+                hash_all(&mut waiting)?;
             }
         }
-        chunks.extend(hash_chunks(&waiting)?);
+        hash_all(&mut waiting)?;
         Ok(chunks)
     }
 
@@ -295,6 +303,9 @@ impl ModelFile {
         self.tensor(name).ok_or_else(|| missing(name))
     }
 }
+
+/// Bytes of tensors after which those that are hashed leave memory.
+const HASHED_AT_ONCE: u64 = 16 << 20;
 
 /// Names of the chunks of tensors, one after the other.
 fn hash_chunks(tensors: &[TensorBytes<'_>]) -> Result<Vec<ChunkId>, Error> {

@@ -10,12 +10,12 @@ use engine::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
 use engine::kv_cache::{BlockLayout, CacheSpec, GroupKind, GroupSpec};
 use engine::kv_events::EventLog;
 use engine::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
-use engine::share::DeviceShare;
+use engine::share::{DeviceShare, ElasticArena};
 use engine::snapshot::Origin;
 use engine::speculation::{Speculation, SpeculativeMethod};
 use engine::tiers::{Tiers, TiersConfig};
 use engine::weights::{Packs, TensorSource};
-use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, KvTypes, SharedBytes};
+use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, KvTypes, MemoryUse, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use metadata::Metadata;
@@ -54,9 +54,9 @@ pub use device::{DeviceChoice, gpu_copy_bandwidth, visible_gpus};
 use drafter::LoadedDrafter;
 pub(crate) use drafter::{digest_of as drafter_digest, offered as offered_drafter};
 pub use encoder::encoder;
-use hosted::HostedSource;
 pub(crate) use hosted::pinned_files;
 pub use hosted::{HostedLoad, SharedDevice, facts, process_bytes};
+use hosted::{HostedSource, elastic_floor};
 use reading::Reading;
 use staged::Staged;
 pub(crate) use stages::{admit_kv, prepare_replica, stage};
@@ -379,15 +379,17 @@ fn prepare_on(
         max_seqs: max_sequences,
         chunk: chunk as u32,
         prefix_cache: options.prefix_cache,
-        pin_bytes: options.pin_bytes,
+        // Pins stay when the arena of a model that shares its device shrinks.
+        pin_bytes: options.pin_bytes.or_else(|| Some(admitted.as_ref()?.pin_bytes())),
         block_layout: options.block_layout,
         ..SchedulerConfig::default()
     };
     // Only used to find the longest sequence that fits. The real scheduler is created with the cluster key.
-    let longest = |cache: CacheSpec| {
-        Scheduler::new(scheduler.clone(), cache, ClusterKey([0; 32]))
-            .map(|probe| probe.max_sequence_tokens() as usize)
-            .map_err(|error| engine::Error::KvMemory { reason: error.to_string() })
+    let longest = |cache: CacheSpec, usable: u64| {
+        let mut probe = Scheduler::new(scheduler.clone(), cache, ClusterKey([0; 32]))
+            .map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
+        probe.shrink_arena_to(usable);
+        Ok::<_, engine::Error>((probe.max_sequence_tokens() as usize, probe.stats().kv_total_bytes))
     };
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(CacheGroup::spec).collect();
     if let Some(joining) = &mut joining {
@@ -398,27 +400,37 @@ fn prepare_on(
         joining.load_adapters(&adapters::for_stages(&adapters))?;
     }
     let mut cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
+    let mut smallest_arena = None;
     if let Some(admitted) = admitted.as_mut().filter(|admitted| !admitted.is_own()) {
-        let fits = |arena_bytes| longest(CacheSpec { arena_bytes, ..cache.clone() }).unwrap_or(0);
-        cache.arena_bytes = admitted.arena(len_limit, fits);
+        cache.arena_bytes = admitted.largest_arena(&decoder, defaults.arena_bytes.value, &cache);
+        let fits = |arena_bytes| longest(cache.clone(), arena_bytes).unwrap_or((0, 0));
+        smallest_arena = Some(admitted.arena(len_limit, fits));
     }
-    let arena_bytes = cache.arena_bytes;
+    let arena_bytes = smallest_arena.unwrap_or(cache.arena_bytes);
     let memory = memory.behind(decoder.backend().memory(), options)?;
     floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
     cache.validate().map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
     let downstream = match joining {
         None => {
-            decoder.allocate_kv(arena_bytes as usize)?;
+            decoder.allocate_kv(cache.arena_bytes as usize)?;
             None
         }
         Some(joining) => Some((joining.begin(&mut decoder, &cache)?, wire)),
     };
-    let max_model_len = len_limit.min(longest(cache.clone())?);
+    let max_model_len = len_limit.min(longest(cache.clone(), arena_bytes)?.0);
     if max_model_len < 2 {
         let reason = format!("{arena_bytes} bytes hold no sequence of two tokens");
         return Err(engine::Error::KvMemory { reason }.into());
     }
-    let share = admitted.map(|admitted| admitted.settle(decoder.backend().memory()));
+    let used = MemoryUse { kv: arena_bytes as usize, ..decoder.backend().memory() };
+    let share = match (admitted, smallest_arena) {
+        (Some(admitted), Some(smallest)) => Some(
+            admitted
+                .settle(used)
+                .with_elastic_arena(ElasticArena { smallest, host: elastic_floor(options)? }),
+        ),
+        (admitted, _) => admitted.map(|admitted| admitted.settle(used)),
+    };
     Ok(Prepared {
         decoder,
         downstream,
@@ -498,8 +510,11 @@ impl Prepared {
     pub fn engine(self, key: ClusterKey, epoch: Epoch) -> Result<Engine, Error> {
         let origin = self.origin();
         let tiers = Tiers::open(&self.tiers, &origin)?;
-        let scheduler = Scheduler::new(self.scheduler, self.cache, key)
+        let mut scheduler = Scheduler::new(self.scheduler, self.cache, key)
             .map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
+        if let Some(elastic) = self.share.as_ref().and_then(DeviceShare::elastic) {
+            scheduler.shrink_arena_to(elastic.smallest);
+        }
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
         let executor: Box<dyn Executor> = match self.downstream {
             Some((downstream, _)) => Box::new(PipelineExecutor::new(self.decoder, downstream)),

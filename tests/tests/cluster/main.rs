@@ -23,6 +23,7 @@ mod operations;
 mod overload;
 mod plans;
 mod security;
+mod several_models;
 mod shards;
 mod shared_prefix;
 mod snapshots;

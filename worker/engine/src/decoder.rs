@@ -190,6 +190,11 @@ impl Decoder {
         Ok(self.backend.create_kv_arena(bytes, &block_bytes)?)
     }
 
+    /// Frees the memory of parts of the arena: see [`kernels::backend::Backend::give_back_kv`].
+    pub(crate) fn give_back_kv(&mut self, places: &[(u32, u64)]) -> Result<(), Error> {
+        Ok(self.backend.give_back_kv(places)?)
+    }
+
     pub fn blocks(&mut self) -> Blocks<'_> {
         Blocks(self)
     }

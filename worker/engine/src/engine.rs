@@ -50,6 +50,7 @@ mod adapters;
 mod draft_model;
 mod drafting;
 mod draw;
+mod elastic;
 mod equal_prompts;
 mod guided;
 mod kv_receive;
@@ -201,6 +202,8 @@ pub struct Engine {
     draft_model: Option<DraftModel>,
     /// Cloned by every traced request: the reference count shows whether there is one.
     recorded: Arc<()>,
+    /// The arena was too small, and the device had no memory for a larger one.
+    lacks_memory: bool,
     /// Dropped last: its memory is free only when all fields above are.
     share: Option<DeviceShare>,
 }
@@ -264,12 +267,14 @@ impl Engine {
             draft_tokens: HashMap::new(),
             draft_model: None,
             recorded: Arc::new(()),
+            lacks_memory: false,
             share: None,
         })
     }
 
     /// Computes its steps in the turns of `share`, which it keeps as long as it holds memory.
     pub fn with_share(self, share: DeviceShare) -> Self {
+        self.metrics.kv_bytes.set(self.scheduler.stats().kv_total_bytes as i64);
         Self { share: Some(share), ..self }
     }
 
@@ -600,6 +605,7 @@ impl Engine {
             // Sequences arrived meanwhile. They are computed in a turn.
             return Ok(StepOutcome::Ran { rows: 0 });
         }
+        self.grow_arena();
         if let Some(plan) = self.plan()? {
             let (rows, targets) = (plan.tokens.len(), self.targets(&plan));
             let spans = self.trace_plan(&plan);

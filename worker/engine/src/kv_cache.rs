@@ -126,6 +126,37 @@ impl KvCache {
         self.extents.as_ref().map_or_else(|| self.pool.total_bytes(), Extents::total_bytes)
     }
 
+    /// Bytes of the arena that may not be used now. 0 with a contiguous layout.
+    pub(crate) fn parked_bytes(&self) -> u64 {
+        self.pool.parked_bytes()
+    }
+
+    /// Bytes by which the usable part of the arena grows and shrinks.
+    pub(crate) fn slab_bytes(&self) -> u64 {
+        self.pool.slab_bytes()
+    }
+
+    /// Whether, since the last call, a larger arena would have saved cached content or admitted a sequence.
+    pub(crate) fn take_short(&self) -> bool {
+        self.pool.take_short()
+    }
+
+    /// Allows the use of `slabs` more slabs of the arena, as far as there are any.
+    pub(crate) fn grow(&mut self, slabs: usize) {
+        self.pool.grow(slabs);
+    }
+
+    /// Forbids the use of up to `slabs` slabs that no sequence uses, and returns their places: (offset in units of 64
+    /// bytes, bytes). Cached content in them is evicted.
+    pub(crate) fn shrink(&mut self, slabs: usize) -> Vec<(u32, u64)> {
+        if self.is_contiguous() {
+            return Vec::new();
+        }
+        let places = self.pool.shrink(slabs, &mut self.evicted);
+        self.forget_evicted();
+        places
+    }
+
     /// For each group kind: (name, arena bytes owned by its groups, bytes of these held by live sequences).
     /// Empty with a contiguous layout, where runs belong to sequences instead of groups.
     pub(crate) fn bytes_by_kind(&self) -> Vec<(&'static str, u64, u64)> {
@@ -222,11 +253,15 @@ impl KvCache {
 
     fn alloc(&mut self, group: usize) -> Option<u32> {
         let block = self.pool.alloc(group, &mut self.evicted)?;
+        self.forget_evicted();
+        Some(block)
+    }
+
+    fn forget_evicted(&mut self) {
         for at in self.evicted.drain(..) {
             self.evictions += 1;
             self.tree.remove_block(at.group, at.block);
         }
-        Some(block)
     }
 
     fn release(&mut self, group: usize, block: u32) {

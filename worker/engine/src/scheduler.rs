@@ -175,6 +175,42 @@ impl Scheduler {
         })
     }
 
+    /// Whether, since the last call, a larger arena would have saved cached content or admitted a sequence.
+    pub(crate) fn take_short(&self) -> bool {
+        self.cache.take_short()
+    }
+
+    /// Bytes of the arena that may not be used now, and the unit in which that changes.
+    pub(crate) fn parked_bytes(&self) -> (u64, u64) {
+        (self.cache.parked_bytes(), self.cache.slab_bytes())
+    }
+
+    /// Allows the use of `bytes` more of the arena, in whole units.
+    pub(crate) fn grow_arena(&mut self, bytes: u64) {
+        self.cache.grow((bytes / self.cache.slab_bytes().max(1)) as usize);
+        // The tenant in turn may fit now.
+        self.short_of_blocks = None;
+    }
+
+    /// Gives up all of the arena but `bytes`, in whole units, as far as no sequence uses it.
+    pub fn shrink_arena_to(&mut self, bytes: u64) {
+        let spare = self.cache.total_bytes().saturating_sub(bytes) / self.cache.slab_bytes().max(1);
+        self.cache.shrink(usize::try_from(spare).unwrap_or(usize::MAX));
+    }
+
+    /// Gives up `bytes` of the arena, rounded up to whole units, as far as no sequence uses them and every sequence fits
+    /// when it is alone. Returns their places: (offset in units of 64 bytes, bytes). The caller publishes the events. No
+    /// step may be in flight.
+    pub fn shrink_arena(&mut self, bytes: u64) -> Vec<(u32, u64)> {
+        let mut places = self.cache.shrink(bytes.div_ceil(self.cache.slab_bytes().max(1)) as usize);
+        let longest = self.sequences.iter().flatten().map(Sequence::longest).max().unwrap_or(0);
+        while !places.is_empty() && !self.cache.possible(longest, self.step_tokens()) {
+            self.cache.grow(1);
+            places.pop();
+        }
+        places
+    }
+
     /// Queues a sequence, or refuses it.
     pub fn submit(&mut self, request: SequenceRequest) -> Result<(), Rejected> {
         if request.prompt.is_empty() {

@@ -5,7 +5,10 @@ use super::{DeviceChoice, EngineOptions, LOGIT_ROWS, Memory, Plan, digest, plan_
 use crate::Error;
 use crate::defaults::{ModelNeeds, STATES_PER_SEQUENCE};
 use engine::budget::{MemoryBudget, Reservation, ReservedBytes};
+use engine::decoder::Decoder;
 use engine::encoder::task;
+use engine::kv_cache::CacheSpec;
+use engine::kv_cache::memory::{HostFloor, MemoryFloor};
 use engine::scheduler::MAX_CONTEXT;
 use engine::share::DeviceShare;
 use engine::turns::Turns;
@@ -20,7 +23,7 @@ use proto::deployment::ModelFacts;
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use text::tokenizer::Tokenizer;
 
 /// Estimate of the bytes that tokenizer, templates and names take for each token of the vocabulary, from resident memory
@@ -87,6 +90,8 @@ struct LoadState {
     /// Thousandths of the layers that are loaded.
     permille: AtomicU32,
     cancelled: AtomicBool,
+    /// Bytes that the model's arena keeps when it is shrunk.
+    smallest_arena: AtomicU64,
     /// Bytes that the load, and then the model, has reserved.
     reserved: Mutex<ReservedBytes>,
 }
@@ -117,6 +122,7 @@ impl HostedLoad {
             own,
             permille: AtomicU32::new(0),
             cancelled: AtomicBool::new(false),
+            smallest_arena: AtomicU64::new(0),
             reserved: Mutex::default(),
         }))
     }
@@ -133,6 +139,14 @@ impl HostedLoad {
     /// Thousandths of the load that are done.
     pub fn permille(&self) -> u32 {
         self.0.permille.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of an arena that the model can give back; `total` and `used` are those of its arena and of its sequences.
+    pub fn spare_arena(&self, total: u64, used: u64) -> u64 {
+        match self.0.smallest_arena.load(Ordering::Relaxed) {
+            0 => 0,
+            smallest => total.saturating_sub(smallest.max(used)),
+        }
     }
 
     /// Bytes that the load has reserved, and then the model; 0 once all its memory is free.
@@ -243,19 +257,35 @@ impl Admitted {
         self.load.0.own
     }
 
-    /// The arena for sequences of `tokens`: the smallest one, grown as long as `longest`, the longest sequence that fits
-    /// into an arena of some bytes, is shorter and the budget allows it.
-    pub(super) fn arena(&mut self, tokens: usize, longest: impl Fn(u64) -> usize) -> u64 {
+    /// Bytes that pinned prefixes may hold.
+    pub(super) fn pin_bytes(&self) -> u64 {
+        self.bytes.arena / 4
+    }
+
+    /// Bytes to which the arena may grow: `computed` if the device can give memory of an arena back, else what it has
+    /// from the start.
+    pub(super) fn largest_arena(&self, decoder: &Decoder, computed: u64, cache: &CacheSpec) -> u64 {
+        let largest = computed.max(self.bytes.arena);
+        let valid = CacheSpec { arena_bytes: largest, ..cache.clone() }.validate().is_ok();
+        // A GPU's driver frees whole allocations only.
+        if valid && decoder.backend().gives_back_kv() { largest } else { self.bytes.arena }
+    }
+
+    /// The smallest arena, for one sequence of `tokens`: grown as long as `longest` is shorter and the budget allows it.
+    /// `longest` returns the longest sequence that fits into some bytes, and these bytes in whole units.
+    pub(super) fn arena(&mut self, tokens: usize, longest: impl Fn(u64) -> (usize, u64)) -> u64 {
         let step = (self.bytes.arena / ARENA_STEPS).next_multiple_of(1 << 16);
         for _ in 0..ARENA_STEPS {
             let capped =
                 self.load.limit().is_none_or(|limit| self.bytes.arena + step > limit / ARENA_DIVISOR);
-            if capped || longest(self.bytes.arena) >= tokens || self.memory.grow(step).is_err() {
+            if capped || longest(self.bytes.arena).0 >= tokens || self.memory.grow(step).is_err() {
                 break;
             }
             self.bytes.arena += step;
         }
-        self.bytes.arena
+        let smallest = longest(self.bytes.arena).1;
+        self.load.0.smallest_arena.store(smallest, Ordering::Relaxed);
+        smallest
     }
 
     /// The model's share, with what it has allocated in the end.
@@ -279,6 +309,16 @@ impl Admitted {
         let LoadState { device, priority, .. } = self.load.0.as_ref();
         DeviceShare::new(device.turns.join(*priority), self.memory)
     }
+}
+
+/// Memory of the host that the growth of arenas must leave free. `None` if they are not in the host's memory.
+pub(super) fn elastic_floor(options: &EngineOptions) -> Result<Option<HostFloor>, Error> {
+    let host = super::host(options)?;
+    let memory = Memory::of(options)?;
+    Ok((!matches!(memory, Memory::Own { .. })).then(|| HostFloor {
+        floor: MemoryFloor { bytes: crate::defaults::floor(host).value },
+        memory: Arc::new(memory),
+    }))
 }
 
 /// Reads the tensors of a load: ends it when it is cancelled, and drops the pages of a file's tensor before the next one

@@ -397,6 +397,52 @@ async fn a_model_waits_until_another_one_has_left_its_room() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_arena_grows_with_use_and_gives_room_to_another_model() {
+    let mut fleet = Fleet::new();
+    let worker = fleet.worker("w0", |_| ()).await;
+    let mut models = [ordered("llama", LLAMA, WantedState::Ready), ordered("qwen", QWEN, WantedState::Ready)];
+    let report = fleet.reach("w0", &models, is(ModelState::Ready)).await;
+    let budget = report.models[0].bytes + report.models[1].facts.unwrap().needed_bytes + (64 << 10);
+    worker.stop().await;
+
+    let worker = fleet.worker("w1", |config| config.hosting.as_mut().unwrap().budget = budget).await;
+    models[1].wanted = WantedState::Asleep;
+    let first = |model: &ModelReport| model.state == ModelState::Ready || model.model.as_str() == "qwen";
+    fleet.reach("w1", &models, first).await;
+    let member = fleet.member("w1.1").unwrap();
+    let kv_total = async || {
+        let api = member.connection.worker_api().await.unwrap();
+        api.status(Context::current()).await.unwrap().load.kv_total
+    };
+    let drawn = generate(&member, "llama", 8).await.unwrap();
+    let smallest = kv_total().await;
+    // Prompts that share nothing stay cached, so the arena grows.
+    for prompt in 0..24_u32 {
+        let tokens: Vec<u32> = (0..400).map(|token| 3 + (token * (prompt + 7) + prompt) % 400).collect();
+        let request = GenerateRequest { model: name("llama"), prompt: tokens.into(), ..request(2) };
+        let mut stream = member.connection.open_generate(&request).await.unwrap();
+        while let Some(frame) = stream.next().await {
+            assert!(!matches!(frame.unwrap(), GenerateFrame::Failed(_)));
+        }
+    }
+    let grown = kv_total().await;
+    assert!(grown >= smallest + (1 << 20), "{smallest} and then {grown} bytes");
+    let report = fleet.reach("w1", &models, |_| true).await;
+    assert!(
+        report.used + report.models[1].facts.unwrap().needed_bytes <= budget,
+        "it is given back: {report:?}"
+    );
+
+    models[1].wanted = WantedState::Ready;
+    let report = fleet.reach("w1", &models, is(ModelState::Ready)).await;
+    assert_eq!(report.models[1].failures, 0);
+    let shrunk = kv_total().await;
+    assert!((smallest..grown).contains(&shrunk), "{smallest}, {grown} and then {shrunk} bytes");
+    assert_eq!(generate(&member, "llama", 8).await.unwrap(), drawn);
+    worker.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failures_are_reported_and_bad_files_are_not_tried_again() {
     let mut fleet = Fleet::new();
     let directory = tempfile::tempdir().unwrap();

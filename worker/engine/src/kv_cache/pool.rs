@@ -9,6 +9,7 @@
 use super::BlockLayout;
 use super::spec::CacheSpec;
 use super::table::OFFSET_UNIT;
+use std::cell::Cell;
 
 const NIL: u32 = u32::MAX;
 /// Number of free blocks of another group, oldest first, that are examined to compare cache ages.
@@ -28,6 +29,10 @@ pub(super) struct BlockPool {
     slabs: Vec<Slab>,
     /// Slabs that no group owns. The last one is taken first.
     free_slabs: Vec<u32>,
+    /// Slabs that may not be used: their memory is not the arena's now.
+    parked: Vec<u32>,
+    /// Whether, since it was last asked, more slabs would have saved cached content or admitted a sequence.
+    short: Cell<bool>,
     groups: Vec<Group>,
     /// Counts frees, to compare ages across groups.
     clock: u64,
@@ -112,6 +117,8 @@ impl BlockPool {
             slab_units: slab_bytes / OFFSET_UNIT,
             slabs: vec![Slab { owner: None, free: 0, hashed: 0 }; count as usize],
             free_slabs,
+            parked: Vec::new(),
+            short: Cell::new(false),
             groups,
             clock: 0,
             compact: false,
@@ -160,14 +167,76 @@ impl BlockPool {
         (bytes(g.owned), bytes(g.owned - g.free))
     }
 
+    /// Bytes of the slabs that may be used.
     pub(super) fn total_bytes(&self) -> u64 {
-        self.slabs.len() as u64 * self.slab_units * OFFSET_UNIT
+        self.usable() as u64 * self.slab_bytes()
+    }
+
+    pub(super) fn slab_bytes(&self) -> u64 {
+        self.slab_units * OFFSET_UNIT
+    }
+
+    fn usable(&self) -> usize {
+        self.slabs.len() - self.parked.len()
+    }
+
+    /// Bytes of the slabs that may not be used.
+    pub(super) fn parked_bytes(&self) -> u64 {
+        self.parked.len() as u64 * self.slab_bytes()
+    }
+
+    /// Whether, since the last call, more slabs would have saved cached content or admitted a sequence.
+    pub(super) fn take_short(&self) -> bool {
+        self.short.take()
+    }
+
+    /// Allows the use of `slabs` more slabs, as far as there are any.
+    pub(super) fn grow(&mut self, slabs: usize) {
+        for _ in 0..slabs {
+            let Some(slab) = self.parked.pop() else { return };
+            // Slabs in use before are preferred.
+            self.free_slabs.insert(0, slab);
+        }
+    }
+
+    /// Forbids the use of up to `slabs` slabs that no block in use is in, and returns their places: (offset in units of
+    /// [`OFFSET_UNIT`], bytes). Their cached content is evicted, the oldest first, and appended to `evicted`.
+    pub(super) fn shrink(&mut self, slabs: usize, evicted: &mut Vec<BlockAt>) -> Vec<(u32, u64)> {
+        let mut places = Vec::new();
+        while places.len() < slabs {
+            if self.free_slabs.is_empty() && !self.free_oldest_slab(evicted) {
+                break;
+            }
+            let slab = self.free_slabs.remove(0);
+            self.parked.push(slab);
+            places.push(((u64::from(slab) * self.slab_units) as u32, self.slab_bytes()));
+        }
+        places
+    }
+
+    /// Evicts the idle slab with the oldest content. Returns whether there was one.
+    fn free_oldest_slab(&mut self, evicted: &mut Vec<BlockAt>) -> bool {
+        let idle = (0..self.groups.len()).filter(|group| self.groups[*group].idle_slabs > 0);
+        let Some((_, group, slab)) = idle.filter_map(|group| self.oldest_idle(group, None)).min() else {
+            return false;
+        };
+        self.evict_slab(group, slab, evicted);
+        true
+    }
+
+    /// Evicts the content of an idle slab, which is then free.
+    fn evict_slab(&mut self, group: usize, slab: u32, evicted: &mut Vec<BlockAt>) {
+        let per_slab = self.groups[group].per_slab;
+        for block in slab * per_slab..(slab + 1) * per_slab {
+            self.evict(group, block, evicted);
+        }
+        self.return_if_empty(group, slab);
     }
 
     /// Whether `needs[group]` blocks fit into the arena when nothing else is held.
     pub(super) fn possible(&self, needs: &[u32]) -> bool {
         let slabs: u64 = self.groups.iter().zip(needs).map(|(g, &n)| u64::from(n.div_ceil(g.per_slab))).sum();
-        slabs <= self.slabs.len() as u64
+        slabs <= self.usable() as u64
     }
 
     /// Whether `needs[group]` blocks can be allocated now in all groups, evicting cached content if
@@ -180,7 +249,11 @@ impl BlockPool {
                 None => spare_slabs += u64::from(g.idle_slabs.min((g.free - need) / g.per_slab)),
             }
         }
-        needed_slabs <= spare_slabs
+        let fits = needed_slabs <= spare_slabs;
+        if !fits {
+            self.short.set(true);
+        }
+        fits
     }
 
     /// Whether `group` must take another slab to get `need` blocks.
@@ -196,6 +269,7 @@ impl BlockPool {
         // Prefer an unowned slab to evicting content, except in compact mode.
         let serves = first.is_some_and(|block| !block.hashed || self.compact);
         if !serves && !self.take_free_slab(group) {
+            self.short.set(true);
             self.take_older_slab(group, evicted);
         }
         let block = self.groups[group].head;
@@ -300,11 +374,7 @@ impl BlockPool {
             .filter_map(|other| self.oldest_idle(other, own_age))
             .min();
         let Some((_, other, slab)) = oldest else { return };
-        let per_slab = self.groups[other].per_slab;
-        for block in slab * per_slab..(slab + 1) * per_slab {
-            self.evict(other, block, evicted);
-        }
-        self.return_if_empty(other, slab);
+        self.evict_slab(other, slab, evicted);
         self.take_free_slab(group);
     }
 
@@ -390,7 +460,7 @@ impl BlockPool {
     /// Whether no group owns a slab.
     #[cfg(test)]
     pub(super) fn is_pristine(&self) -> bool {
-        self.free_slabs.len() == self.slabs.len() && self.slabs.iter().all(|slab| slab.owner.is_none())
+        self.free_slabs.len() == self.usable() && self.slabs.iter().all(|slab| slab.owner.is_none())
     }
 
     /// Free blocks that allocations have examined so far.
@@ -438,6 +508,9 @@ impl BlockPool {
         let mut ranges = Vec::new();
         for (at, slab) in (0u64..).zip(&self.slabs) {
             let Some(owner) = slab.owner else {
+                if self.parked.contains(&(at as u32)) {
+                    continue;
+                }
                 ranges.push(((at * self.slab_units) as u32, self.slab_units * OFFSET_UNIT));
                 continue;
             };

@@ -34,6 +34,11 @@ pub(crate) enum NotAdvanced {
 }
 
 impl SequenceCache {
+    /// Whether a block is still to be copied: the sequence was forked and has computed nothing since.
+    pub(crate) fn awaits_copy(&self) -> bool {
+        !self.tail.is_empty()
+    }
+
     pub(crate) fn len(&self) -> u32 {
         self.len
     }

@@ -44,6 +44,8 @@ impl Scheduler {
                 && parent.in_flight.is_none()
                 && parent.cache.len() + 1 == parent.len()
                 && parent.len() > parent.prompt_len
+                // A fork's last block is copied with its first step. If it ended before, there would be no copy.
+                && !parent.cache.awaits_copy()
         };
         let parent = self.get(slot).filter(here).filter(|_| self.config.prefix_cache);
         let parent = parent.ok_or(ForkRefused::NotHere(of))?;

@@ -47,6 +47,12 @@ pub(super) struct ModelView {
     pub(super) needed: u64,
     /// Bytes of its files that are pinned in host memory.
     pub(super) pinned: u64,
+    /// Bytes of its arena that it can give back.
+    pub(super) spare: u64,
+    /// Whether its arena is being shrunk.
+    pub(super) shrinks: bool,
+    /// Whether its sequences wait for a larger arena.
+    pub(super) lacks: bool,
     /// Bytes to be pinned while it is asleep; 0 if it is not to be pinned, or if they were refused.
     pub(super) to_pin: u64,
     /// No attempt before this instant.
@@ -69,6 +75,8 @@ pub(super) enum Action {
     End(usize),
     Pin(usize),
     Unpin(usize),
+    /// Shrinks the arena by these bytes.
+    Shrink(usize, u64),
     /// Counts a failed attempt: there is no room, and none is about to become free.
     NoRoom(usize),
     Forget(usize),
@@ -89,7 +97,8 @@ pub(super) fn decide(now: Instant, models: &[ModelView], free: u64) -> Vec<Actio
         let leaves = model.target != Target::Wanted(WantedState::Ready);
         match model.stage {
             Stage::Ending => true,
-            Stage::Draining { .. } | Stage::Ready => leaves,
+            Stage::Ready => leaves || model.shrinks,
+            Stage::Draining { .. } => leaves,
             _ => false,
         }
     };
@@ -154,7 +163,8 @@ pub(super) fn decide(now: Instant, models: &[ModelView], free: u64) -> Vec<Actio
         if !loads_next || loads || !due(model) && !model.short_of_room {
             continue;
         }
-        let reclaimable: u64 = pinned.iter().sum();
+        let spare = |other: &ModelView| if other.shrinks { 0 } else { other.spare };
+        let reclaimable = pinned.iter().copied().chain(models.iter().map(spare)).fold(0, u64::saturating_add);
         if free.saturating_add(reclaimable) < model.needed {
             if !freeing && due(model) {
                 actions.push(Action::NoRoom(index));
@@ -172,9 +182,32 @@ pub(super) fn decide(now: Instant, models: &[ModelView], free: u64) -> Vec<Actio
                 actions.push(Action::Unpin(other));
             }
         }
-        actions.push(Action::Load(index));
-        free -= model.needed;
         loads = true;
+        if free >= model.needed {
+            actions.push(Action::Load(index));
+            free -= model.needed;
+            continue;
+        }
+        // Arenas above their smallest size give the rest, the largest first. The load follows when they have.
+        let mut missing = model.needed - free;
+        let mut others: Vec<usize> = (0..models.len()).filter(|other| spare(&models[*other]) > 0).collect();
+        others.sort_by_key(|other| std::cmp::Reverse(models[*other].spare));
+        for other in others {
+            let bytes = models[other].spare.min(missing);
+            if bytes > 0 {
+                actions.push(Action::Shrink(other, bytes));
+                missing -= bytes;
+            }
+        }
+    }
+    // A model whose sequences wait gets a part of the largest arena that does not need all of its own.
+    let shrinks = models.iter().any(|model| model.shrinks);
+    if models.iter().any(|model| model.lacks) && !loads && !shrinks {
+        let largest =
+            (0..models.len()).filter(|index| !models[*index].lacks).max_by_key(|index| models[*index].spare);
+        if let Some(index) = largest.filter(|index| models[*index].spare > 0) {
+            actions.push(Action::Shrink(index, models[index].spare.div_ceil(4)));
+        }
     }
     // What is left after the loads may hold the weights of models that are asleep.
     let waits = |model: &ModelView| {

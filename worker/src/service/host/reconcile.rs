@@ -25,6 +25,10 @@ const TICK: Duration = Duration::from_millis(50);
 const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 /// Pause between two looks at an engine that copies.
 const FLUSH_TICK: Duration = Duration::from_millis(5);
+/// Interval of the question whether sequences wait for memory.
+const LACK_EVERY: Duration = Duration::from_millis(200);
+/// Pause after an arena had less to give than it seemed to have, because sequences were in all of its parts.
+const SPARE_AGAIN: Duration = Duration::from_secs(1);
 /// Weight of the newest load in the measured rate.
 const NEWEST: f64 = 0.5;
 
@@ -36,6 +40,12 @@ enum Event {
     /// The engine has copied its prefixes and may end.
     Flushed,
     Pinned(Result<PinnedFiles, Error>),
+    /// The arena was shrunk, by as much as was wanted or less.
+    Shrunk {
+        enough: bool,
+    },
+    /// Whether sequences wait for a larger arena.
+    Lacks(bool),
 }
 
 struct Reconciler<'a> {
@@ -48,13 +58,23 @@ struct Reconciler<'a> {
     epoch: Epoch,
     /// Bytes per second of earlier loads; 0 before the first.
     rate: f64,
+    /// When engines were last asked whether they lack memory.
+    asked: Option<Instant>,
 }
 
 pub(super) async fn run(host: &Arc<Host>, context: &Arc<NodeContext>) {
     let (events, mut inbox) = mpsc::unbounded_channel();
     let (mut orders, mut released) = (host.orders.subscribe(), host.device.budget.released());
-    let mut reconciler =
-        Reconciler { host, context, records: Vec::new(), events, next_key: 0, epoch: Epoch(0), rate: 0.0 };
+    let mut reconciler = Reconciler {
+        host,
+        context,
+        records: Vec::new(),
+        events,
+        next_key: 0,
+        epoch: Epoch(0),
+        rate: 0.0,
+        asked: None,
+    };
     loop {
         let acted = reconciler.act();
         reconciler.publish();
@@ -96,16 +116,19 @@ impl Reconciler<'_> {
                 _ => record.gone = true,
             }
         }
-        for ordered in ordered {
+        for ordered in &ordered {
             // A record of other files of this model ends first.
             if !self.records.iter().any(|record| record.ordered.model == ordered.model) {
                 let shipping = self.context.shipping.of_model();
                 let config = ShippingConfig { from: Vec::new(), ..self.host.config.shipping.clone() };
                 let shipper = Shipper::new(Arc::clone(&self.context.endpoint), &config, shipping.clone());
-                self.records.push(Record::new(self.next_key, ordered, shipping, shipper));
+                self.records.push(Record::new(self.next_key, ordered.clone(), shipping, shipper));
                 self.next_key += 1;
             }
         }
+        // Reports have the models in the order of the order.
+        let place = |record: &Record| ordered.iter().position(|other| other.model == record.ordered.model);
+        self.records.sort_by_key(|record| (place(record).unwrap_or(usize::MAX), record.key));
     }
 
     /// Takes the next actions. Returns whether there were any.
@@ -127,6 +150,7 @@ impl Reconciler<'_> {
                 }
             }
         }
+        self.ask_for_lacks(now);
         let views: Vec<_> = self.records.iter_mut().map(|record| record.view(now)).collect();
         let actions = decide(now, &views, self.host.device.budget.free());
         for action in &actions {
@@ -147,6 +171,7 @@ impl Reconciler<'_> {
             | Action::Pin(at)
             | Action::Unpin(at)
             | Action::NoRoom(at)
+            | Action::Shrink(at, _)
             | Action::Forget(at) => at,
         };
         let timeout = self.host.config.drain_timeout;
@@ -179,6 +204,7 @@ impl Reconciler<'_> {
                 record.pin = None;
                 self.host.metrics.unpins.inc();
             }
+            Action::Shrink(_, bytes) => self.shrink(at, bytes),
             Action::NoRoom(_) => {
                 let needed = record.found.as_ref().map_or(0, |found| found.facts.needed_bytes);
                 let (free, limit) = (self.host.device.budget.free(), self.host.device.budget.limit());
@@ -279,6 +305,49 @@ impl Reconciler<'_> {
         record.enter(Stage::Ending);
     }
 
+    fn shrink(&mut self, at: usize, bytes: u64) {
+        let Some(record) = self.records.get_mut(at) else { return };
+        let engine = record.running.as_ref().and_then(|running| running.run.node.engine());
+        let Some(engine) = engine.as_ref().and_then(Runner::built_in).cloned() else { return };
+        record.shrinks = true;
+        let (key, events) = (record.key, self.events.clone());
+        tokio::spawn(async move {
+            let freed = match engine.call(move |engine| engine.shrink_arena(bytes)).await {
+                Ok(Ok(freed)) => freed,
+                Ok(Err(error)) => {
+                    tracing::warn!(%error, "cannot shrink a KV cache");
+                    0
+                }
+                // It has given back everything.
+                Err(_) => bytes,
+            };
+            tracing::debug!(freed, bytes, "a KV cache was shrunk for another model");
+            let _ = events.send((key, Event::Shrunk { enough: freed >= bytes }));
+        });
+    }
+
+    /// Asks the engines whether their sequences wait for memory, at most once in [`LACK_EVERY`].
+    fn ask_for_lacks(&mut self, now: Instant) {
+        if self.asked.is_some_and(|asked| now - asked < LACK_EVERY) {
+            return;
+        }
+        self.asked = Some(now);
+        for record in &mut self.records {
+            let engine = record.running.as_ref().and_then(|running| running.run.node.engine());
+            let waits = |engine: &Runner| record.stage == Stage::Ready && engine.load().waiting > 0;
+            let Some(engine) = engine.filter(waits).as_ref().and_then(Runner::built_in).cloned() else {
+                record.lacks = false;
+                continue;
+            };
+            let (key, events) = (record.key, self.events.clone());
+            tokio::spawn(async move {
+                if let Ok(lacks) = engine.call(|engine| engine.lacks_memory()).await {
+                    let _ = events.send((key, Event::Lacks(lacks)));
+                }
+            });
+        }
+    }
+
     fn pin(&mut self, at: usize) {
         let Some(record) = self.records.get_mut(at) else { return };
         let (paths, bytes) = record.to_pin.clone();
@@ -315,6 +384,17 @@ impl Reconciler<'_> {
                     self.host.metrics.unloads.inc();
                     tracing::info!(model = %record.ordered.model, "a model was unloaded");
                     record.end_run(Stage::Found);
+                }
+            }
+            Event::Shrunk { enough } => {
+                if let Some(record) = self.records.get_mut(at) {
+                    record.shrinks = false;
+                    record.spare_from = (!enough).then(|| now + SPARE_AGAIN);
+                }
+            }
+            Event::Lacks(lacks) => {
+                if let Some(record) = self.records.get_mut(at) {
+                    record.lacks = lacks;
                 }
             }
             Event::Pinned(pinned) => {
@@ -428,8 +508,11 @@ impl Reconciler<'_> {
         let models =
             self.records.iter().map(|record| record.report(now, self.rate)).take(MAX_MODELS).collect();
         let own = self.host.own.bytes();
-        *self.host.report.lock() =
-            ModelsReport { budget: budget.limit(), used: budget.reserved(), own, models };
+        let pinned = |record: &Record| record.pin.as_ref().map_or(0, |pin| pin.reservation.bytes());
+        // Without what is given back when a model needs the room.
+        let spare: u64 = self.records.iter().map(|record| record.spare() + pinned(record)).sum();
+        let used = budget.reserved().saturating_sub(spare);
+        *self.host.report.lock() = ModelsReport { budget: budget.limit(), used, own, models };
         let pins = self.records.iter().filter_map(|record| record.pin.as_ref());
         metrics.pinned.set(pins.map(|pin| pin.reservation.bytes()).sum::<u64>().cast_signed());
         metrics.budget.set(budget.limit().cast_signed());

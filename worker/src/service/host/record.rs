@@ -73,6 +73,12 @@ pub(super) struct Record {
     /// Stage after [`Stage::Ending`].
     pub(super) next: Stage,
     pub(super) pin: Option<Pin>,
+    /// Whether its arena is being shrunk.
+    pub(super) shrinks: bool,
+    /// Until then its arena counts as having nothing to give.
+    pub(super) spare_from: Option<Instant>,
+    /// Whether its sequences waited for a larger arena when that was last asked.
+    pub(super) lacks: bool,
     /// Files to be pinned while it is asleep, and their bytes.
     pub(super) to_pin: (Vec<PathBuf>, u64),
 }
@@ -98,6 +104,9 @@ impl Record {
             running: None,
             next: Stage::Found,
             pin: None,
+            shrinks: false,
+            spare_from: None,
+            lacks: false,
             to_pin: (Vec::new(), 0),
         }
     }
@@ -151,6 +160,9 @@ impl Record {
             target: if self.gone { Target::Gone } else { Target::Wanted(self.ordered.wanted) },
             stage: self.stage,
             needed: self.found.as_ref().map_or(0, |found| found.facts.needed_bytes),
+            spare: self.spare(),
+            shrinks: self.shrinks,
+            lacks: self.stage == Stage::Ready && self.lacks,
             pinned: self.pin.as_ref().map_or(0, |pin| pin.reservation.bytes()),
             to_pin: if self.ordered.pin { self.to_pin.1 } else { 0 },
             retry_at: self.retry_at,
@@ -158,10 +170,20 @@ impl Record {
         }
     }
 
-    /// Bytes that the model holds.
+    /// Bytes of its arena that it can give back.
+    pub(super) fn spare(&self) -> u64 {
+        let Some(running) = self.running.as_ref().filter(|_| self.stage == Stage::Ready) else { return 0 };
+        if self.spare_from.is_some_and(|from| Instant::now() < from) {
+            return 0;
+        }
+        let load = running.run.node.engine().map(|engine| engine.load()).unwrap_or_default();
+        running.load.spare_arena(load.kv_total, load.kv_used)
+    }
+
+    /// Bytes that the model holds and gives back only when it ends: without files of a model that is asleep, and without
+    /// the part of its arena that others get when they need it.
     pub(super) fn bytes(&self) -> u64 {
-        let pinned = self.pin.as_ref().map_or(0, |pin| pin.reservation.bytes());
-        self.running.as_ref().map_or(0, |running| running.load.bytes()) + pinned
+        self.running.as_ref().map_or(0, |running| running.load.bytes()).saturating_sub(self.spare())
     }
 
     fn state(&self) -> ModelState {

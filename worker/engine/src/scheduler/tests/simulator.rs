@@ -477,6 +477,21 @@ impl Sim {
         assert!(self.live.is_empty(), "idle with {} sequences left", self.live.len());
     }
 
+    /// Takes up to `slabs` slabs from the arena. Returns whether there were any.
+    pub(super) fn shrink(&mut self, slabs: u64) -> bool {
+        let (before, unit) = (self.scheduler.stats().kv_total_bytes, self.scheduler.parked_bytes().1);
+        let places = self.scheduler.shrink_arena(slabs * unit);
+        self.follow_events();
+        let after = self.scheduler.stats().kv_total_bytes;
+        assert_eq!(before - after, places.iter().map(|(_, bytes)| bytes).sum::<u64>());
+        !places.is_empty()
+    }
+
+    pub(super) fn grow(&mut self, slabs: u64) {
+        let unit = self.scheduler.parked_bytes().1;
+        self.scheduler.grow_arena(slabs * unit);
+    }
+
     pub(super) fn follow_events(&mut self) {
         let events = self.scheduler.take_events();
         for event in &events {

@@ -79,6 +79,7 @@ impl Prompts {
 struct Seen {
     preemptions: u64,
     lone_restarts: u64,
+    shrinks: u64,
     evictions: u64,
     hits: u64,
     waits: u64,
@@ -161,6 +162,12 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
         }
         if rng.chance(1) {
             sim.scheduler.clear_prefixes();
+        }
+        // Uses no draw from the random source, as above.
+        if rng.0 % 4 == 1 && in_flight.is_empty() {
+            seen.shrinks += u64::from(sim.shrink(1 + rng.0 / 4 % 4));
+        } else if rng.0 % 4 == 2 {
+            sim.grow(1 + rng.0 / 4 % 4);
         }
         while in_flight.len() < depth {
             sim.limits = match rng.chance(30) {
@@ -265,6 +272,7 @@ fn storm_of_random_sequences_is_exact_and_leaks_nothing() {
         seen.restores,
         seen.accepted,
         seen.rejected,
+        seen.shrinks,
     ];
     assert!(seen.lone_restarts >= 1 && seen.takeovers >= 20, "{seen:?}");
     assert!(often.iter().all(|&n| n >= 150), "{seen:?}");

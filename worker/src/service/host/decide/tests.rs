@@ -6,7 +6,18 @@ const ASLEEP: Target = Target::Wanted(Asleep);
 const IDENTIFIED: Target = Target::Wanted(Identified);
 
 fn view(target: Target, stage: Stage) -> ModelView {
-    ModelView { target, stage, needed: 100, pinned: 0, to_pin: 0, retry_at: None, short_of_room: false }
+    ModelView {
+        target,
+        stage,
+        needed: 100,
+        pinned: 0,
+        spare: 0,
+        shrinks: false,
+        lacks: false,
+        to_pin: 0,
+        retry_at: None,
+        short_of_room: false,
+    }
 }
 
 #[test]
@@ -84,6 +95,28 @@ fn one_model_at_a_time_is_loaded_and_only_into_free_room() {
     // A smaller one behind it is not held up.
     let small = ModelView { needed: 50, ..found };
     assert_eq!(decide(now, &[refused, small], 60), [Action::Load(1)]);
+}
+
+#[test]
+fn large_arenas_make_room() {
+    let now = Instant::now();
+    let found = view(READY, Stage::Found);
+    let ready = |spare| ModelView { spare, ..view(READY, Stage::Ready) };
+    let shrunk = |actions: &[Action]| actions == [Action::Shrink(1, 50), Action::Shrink(0, 10)];
+    assert!(shrunk(&decide(now, &[ready(30), ready(50), found], 40)));
+    assert_eq!(decide(now, &[ready(30), ready(29), found], 40), [Action::NoRoom(2)]);
+    // What was asked for is waited for and not asked for again.
+    let shrinking = ModelView { shrinks: true, ..ready(50) };
+    assert_eq!(decide(now, &[shrinking, found], 60), []);
+    assert_eq!(decide(now, &[ready(50), found], 100), [Action::Load(1)]);
+    // Weights of models that are asleep go first.
+    let pinned = ModelView { pinned: 40, to_pin: 40, ..view(ASLEEP, Stage::Found) };
+    assert_eq!(decide(now, &[ready(50), pinned, found], 60), [Action::Unpin(1), Action::Load(2)]);
+    // Sequences that wait get a quarter of the largest.
+    let lacks = ModelView { lacks: true, ..ready(0) };
+    assert_eq!(decide(now, &[lacks, ready(10), ready(41)], 0), [Action::Shrink(2, 11)]);
+    assert_eq!(decide(now, &[lacks, shrinking], 0), []);
+    assert_eq!(decide(now, &[lacks, ready(0)], 0), []);
 }
 
 #[test]
