@@ -430,6 +430,9 @@ impl ResponseStream {
             // The stream had begun: it is counted as failed.
             self.metrics.answered(path, error.status().as_u16(), false);
         }
+        if error.status().is_server_error() {
+            self.metrics.failed(&self.model.id);
+        }
         if let Some(mut span) = self.span.take() {
             spans::failed(&mut span, &error);
         }

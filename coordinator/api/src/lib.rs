@@ -617,6 +617,7 @@ async fn admit_within(
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
     let permit = caller.enter(arrived).inspect_err(|error| error.count_limit(&state.metrics))?;
     let body = limits::read_within(request.into_body(), max_bytes).await?;
+    loading::until_known(&state.models, &caller, &body, state.load_wait).await;
     Ok((AdmittedRequest { caller, id, arrived, permit }, body))
 }
 

@@ -1,15 +1,42 @@
 //! Requests for deployed models that no worker has ready. A stream begins at once and tells in comments how far the
 //! model is; any other request waits for a limited time.
 
+use super::auth::Caller;
 use super::error::ApiError;
+use super::fields::Fields;
 use dispatch::Dispatch;
-use dispatch::models::{LoadProgress, Models};
+use dispatch::models::{DeployedModel, LoadProgress, Models};
+use proto::deployment::ModelState;
 use proto::ids::ModelId;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Interval of the comments in a stream.
 pub(super) const COMMENT_EVERY: Duration = Duration::from_secs(5);
+
+/// Interval of looks at a model whose tokenizer is not here yet.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Waits until a deployed model can be planned for: until its files are known and its tokenizer is here. Returns at once
+/// if the request names another model, or one that cannot be loaded; after `wait` planning refuses it.
+pub(super) async fn until_known(models: &Models, caller: &Caller, body: &[u8], wait: Duration) {
+    let until = Instant::now() + wait;
+    let unread = |model: &DeployedModel| {
+        let hopeless = model.refused.is_some() || model.progress.state == ModelState::BadFile;
+        model.active.is_none() && !hopeless
+    };
+    if !models.deployed().models().values().any(unread) {
+        return;
+    }
+    let Ok(fields) = Fields::parse(body, &["model"]) else { return };
+    let Ok(Some(name)) = fields.get::<String>("model") else { return };
+    if !ModelId::parse(name.clone()).is_ok_and(|id| caller.may_use(&id)) {
+        return;
+    }
+    while models.deployed().model(&name).is_some_and(unread) && Instant::now() < until {
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
 
 /// A request's wait for its model.
 #[derive(Debug, Clone)]

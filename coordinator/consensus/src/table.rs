@@ -287,6 +287,9 @@ impl Table {
             Change::ModelPlanned(plan) => self.plan(plan)?,
             Change::ModelDropped(model) => {
                 self.models.remove(&model).ok_or(Refusal::Unknown(Kind::Model))?;
+                if model.is_version() {
+                    Arc::make_mut(&mut self.deployments).unplaced(&model);
+                }
             }
             Change::TenantSet(_)
             | Change::TenantDropped(_)

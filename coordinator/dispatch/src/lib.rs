@@ -18,6 +18,7 @@ mod lost_devices;
 pub mod metrics;
 pub mod models;
 mod operation;
+mod outcomes;
 mod peers;
 mod pool;
 pub mod quota;
@@ -35,6 +36,7 @@ pub use hosts::HostWorker;
 pub use link::SessionId;
 pub use lost_devices::LostDevices;
 pub use operation::{OpenedSession, OperationJob, Seating, Unopened};
+pub use outcomes::{OutcomeReport, Outcomes, VersionCounts};
 pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
@@ -472,9 +474,9 @@ impl Dispatch {
         (state.balancer.index_size(), state.balancer.queue(), state.balancer.inflight())
     }
 
-    /// Finished requests of each model so far.
-    pub fn requests_by_model(&self) -> Vec<(ModelId, u64)> {
-        self.metrics.requests_by_model()
+    /// How requests for versions of deployed models ended.
+    pub fn outcomes(&self) -> &Outcomes {
+        &self.metrics.outcomes
     }
 
     /// The gauges of a scrape.

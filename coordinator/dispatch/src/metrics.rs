@@ -8,6 +8,7 @@ mod operations;
 mod ports;
 pub mod usage;
 
+use crate::Outcomes;
 use crate::models::Models;
 use by_model::ByModel;
 use consensus::telemetry::RaftMetrics;
@@ -58,6 +59,7 @@ pub struct Metrics {
     state: StateGauges,
     handles: RequestMetricHandles,
     history: History,
+    pub(super) outcomes: Outcomes,
     /// When both clocks were first read.
     began: (SystemTime, Instant),
 }
@@ -205,6 +207,7 @@ impl Metrics {
             state: StateGauges::register(r),
             handles: RequestMetricHandles::default(),
             history: History::default(),
+            outcomes: Outcomes::default(),
             began: (SystemTime::now(), Instant::now()),
             registry,
         }
@@ -212,6 +215,7 @@ impl Metrics {
 
     /// Counts a served encoder request. `times`: in the queue, and from arrival to the end.
     pub fn encoded(&self, model: &ModelId, times: (Duration, Duration), tokens: u64, trace: Option<TraceId>) {
+        self.outcomes.finished(model, times.1);
         self.by_model.encoded(model, times, tokens, trace);
     }
 
@@ -226,12 +230,13 @@ impl Metrics {
 
     pub fn served(&self, model: &ModelId, served: Served) {
         self.history.served(&served);
+        self.outcomes.finished(model, served.to_first);
         self.by_model.served(model, &served);
     }
 
-    /// Finished requests of each model so far.
-    pub fn requests_by_model(&self) -> Vec<(ModelId, u64)> {
-        self.by_model.requests()
+    /// Counts a request for a model that ended with an error of the server.
+    pub fn failed(&self, model: &ModelId) {
+        self.outcomes.failed(model);
     }
 
     /// Counts `tokens` tokens that arrived `gap` after the previous ones of the same generation.

@@ -388,6 +388,7 @@ impl Shared {
             GroupMessage::Spending(spending) => self.access.spent_elsewhere(peer, &spending),
             GroupMessage::UsageVersions(versions) => self.dispatch.usage().peer_knows(peer, versions),
             GroupMessage::UsageRows(rows) => self.dispatch.usage().merge(rows),
+            GroupMessage::Outcomes(report) => self.dispatch.outcomes().reported(peer, report),
             GroupMessage::MemberRequest(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
@@ -495,9 +496,11 @@ impl Shared {
             let peers = mesh.peers();
             let settings = self.compare(&peers);
             let versions = self.dispatch.usage().versions();
+            let outcomes = self.dispatch.outcomes().report();
             for peer in peers {
                 mesh.send(&peer, GroupMessage::Settings(settings.clone()));
                 mesh.send(&peer, GroupMessage::UsageVersions(versions.clone()));
+                mesh.send(&peer, GroupMessage::Outcomes(outcomes.clone()));
                 let rows = self.dispatch.usage().rows_for(&peer);
                 if !rows.is_empty() {
                     mesh.send(&peer, GroupMessage::UsageRows(rows));

@@ -6,15 +6,17 @@
 //! new leader or a restarted coordinator continues from the current state.
 
 pub mod decide;
+mod judge;
 mod offers;
 mod uses;
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
-use consensus::table::{Change, Demand, Table};
+use consensus::table::{Change, Demand, Rollout, RolloutEnded, Table};
 use decide::{Host, View, decide, identifiers};
 use dispatch::models::Models;
-use dispatch::{Dispatch, HostWorker};
+use dispatch::{Dispatch, HostWorker, VersionCounts};
+use judge::worse;
 use offers::Offers;
 use parking_lot::Mutex;
 use proto::deployment::{MAX_SOURCES, ModelState, ModelsOrder, ModelsReport, OrderedModel, WantedState};
@@ -55,6 +57,34 @@ struct Seen {
     leads_since: Option<Instant>,
     failed: HashMap<(ModelId, NodeId), Instant>,
     uses: Uses,
+    /// By version of a rollout: the counts of the active version and its own when the rollout was first seen.
+    rollouts: HashMap<ModelId, (VersionCounts, VersionCounts)>,
+}
+
+impl Seen {
+    /// The end of a canary that is worse than its bounds.
+    fn roll_back(&mut self, table: &Table, totals: &BTreeMap<ModelId, VersionCounts>) -> Option<Change> {
+        let counts = |version: &ModelId| totals.get(version).cloned().unwrap_or_default();
+        let mut running = BTreeSet::new();
+        let mut found = None;
+        for (model, deployment) in table.deployments().models() {
+            let Some(Rollout { version: number, canary: Some(bounds) }) = &deployment.rollout else {
+                continue;
+            };
+            let name = |number| deployment.version(number)?.name(model);
+            let (Some(active), Some(canary)) = (name(deployment.active), name(*number)) else { continue };
+            let now = (counts(&active), counts(&canary));
+            let before = self.rollouts.entry(canary.clone()).or_insert_with(|| now.clone());
+            let worse = worse(bounds, &now.0.since(&before.0), &now.1.since(&before.1));
+            running.insert(canary);
+            if let Some(reason) = worse.filter(|_| found.is_none()) {
+                let (model, version) = (model.clone(), *number);
+                found = Some(Change::RolloutEnded(RolloutEnded { model, version, promoted: false, reason }));
+            }
+        }
+        self.rollouts.retain(|canary, _| running.contains(canary));
+        found
+    }
 }
 
 impl Deployments {
@@ -181,8 +211,11 @@ impl Deployments {
                 }
             }
         }
-        let served = self.dispatch.requests_by_model();
-        seen.uses.count(now, served);
+        let totals = self.dispatch.outcomes().totals();
+        seen.uses.count(now, totals.iter().map(|(version, counts)| (version.clone(), counts.requests())));
+        if let Some(change) = seen.roll_back(table, &totals) {
+            return Some(change);
+        }
         let seen = &*seen;
         let is_gone = |node: &NodeId| match seen.workers.get(node) {
             Some(last) => now.saturating_duration_since(*last) > AWAY_AFTER,

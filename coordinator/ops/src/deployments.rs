@@ -36,6 +36,11 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a deployment waits until this coordinator offers the model.
+const HERE_LIMIT: Duration = Duration::from_secs(1);
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 pub(super) fn router() -> Router<Arc<Ops>> {
     Router::new()
@@ -294,6 +299,13 @@ async fn set(
         });
     count(&ops, "deploy_model", &made);
     made?;
+    // The next request here finds the model.
+    let here = async {
+        while ops.models.deployed().model(model.as_str()).is_none() {
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    };
+    let _later = tokio::time::timeout(HERE_LIMIT, here).await;
     let table = agreement.table();
     let revision = table.as_ref().and_then(|table| Some(table.deployments().get(model.as_str())?.revision));
     Ok(Json(json!({"revision": revision})))
@@ -337,7 +349,8 @@ async fn roll_back(
             Change::RolloutEnded(RolloutEnded { model, version, promoted: false, reason })
         }
         None => {
-            let before = deployment.versions.iter().rfind(|version| version.number != deployment.active);
+            let earlier = |version: &&Version| version.number != deployment.active && !version.rolled_back;
+            let before = deployment.versions.iter().rfind(earlier);
             let version = before.ok_or_else(|| unknown(format!("an earlier version of {model}")))?.number;
             Change::RolloutStarted(RolloutStarted { model: model.clone(), version, canary })
         }

@@ -8,6 +8,7 @@ mod clients;
 mod coder;
 mod collector;
 mod dashboard;
+mod deployments;
 mod dialects;
 mod embeddings;
 mod engines;

@@ -28,7 +28,8 @@ pub struct Deployments {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Deployment {
     pub settings: DeploymentSettings,
-    /// Oldest first: the version before the active one, the active one, and that of the rollout.
+    /// Oldest first: the version before the active one, the active one, and that of the rollout or of one that was rolled
+    /// back.
     pub versions: Vec<Version>,
     /// Number of the version that serves.
     pub active: u64,
@@ -74,6 +75,8 @@ pub struct Version {
     pub facts: Option<ModelFacts>,
     /// Why it cannot be served; empty if it can.
     pub failed: String,
+    /// It was rolled back and stays until no worker has it.
+    pub rolled_back: bool,
 }
 
 /// A change from the active version to another one.
@@ -182,16 +185,19 @@ impl Deployment {
         self.version(self.rollout.as_ref().map_or(self.active, |rollout| rollout.version))
     }
 
-    /// Removes versions that are neither active, nor rolled out, nor the last active one.
+    /// Removes versions that are neither active, nor rolled out, nor the last active one. One that was rolled back stays
+    /// until another rollout.
     fn forget(&mut self) {
         let rolled_out = self.rollout.as_ref().map(|rollout| rollout.version);
         let (active, kept) = (self.active, |number| Some(number) == rolled_out);
         let others = self.versions.iter().filter(|version| version.number != active && !kept(version.number));
         // The last one before the active one that could be served.
-        let before = others.filter(|version| version.facts.is_some() && version.failed.is_empty());
+        let before = others
+            .filter(|version| version.facts.is_some() && version.failed.is_empty() && !version.rolled_back);
         let before = before.map(|version| version.number).next_back();
         self.versions.retain(|version| {
-            version.number == active || kept(version.number) || Some(version.number) == before
+            let back = version.rolled_back && rolled_out.is_none();
+            version.number == active || kept(version.number) || Some(version.number) == before || back
         });
     }
 
@@ -258,6 +264,17 @@ impl Deployments {
         deployment.versions.iter().find(of_name).map(|found| (deployment, found))
     }
 
+    /// Removes a version that was rolled back, since no worker has it any more.
+    pub(super) fn unplaced(&mut self, version: &ModelId) {
+        let of_name = |model: &ModelId, known: &Version| known.name(model).as_ref() == Some(version);
+        for (model, deployment) in &mut self.models {
+            deployment.versions.retain(|known| !(known.rolled_back && of_name(model, known)));
+        }
+        if self.find(version).is_none() {
+            self.demand.remove(version);
+        }
+    }
+
     /// Removes the demand for a version, which has got a place.
     pub(super) fn placed(&mut self, version: &ModelId) {
         self.demand.remove(version);
@@ -299,7 +316,10 @@ impl Deployments {
                 if promoted {
                     deployment.active = version;
                 } else {
-                    deployment.versions.retain(|known| known.number != version);
+                    // Without files no worker can have it.
+                    deployment.versions.retain(|known| known.number != version || known.facts.is_some());
+                    let known = deployment.versions.iter_mut().find(|known| known.number == version);
+                    known.into_iter().for_each(|known| known.rolled_back = true);
                 }
                 deployment.end_rollout(reason);
             }
@@ -313,6 +333,8 @@ impl Deployments {
                 if known.facts.is_none() || !known.failed.is_empty() {
                     return Err(Refusal::OutOfRange);
                 }
+                let known = deployment.versions.iter_mut().find(|known| known.number == version);
+                known.into_iter().for_each(|known| known.rolled_back = false);
                 deployment.rollout = Some(Rollout { version, canary });
                 deployment.revision = index;
                 deployment.forget();
@@ -353,7 +375,13 @@ impl Deployments {
         if settings.check().is_err() || canary.is_some_and(|canary| !canary.is_valid()) {
             return Err(Refusal::OutOfRange);
         }
-        let version = |source| Version { number: index, source, facts: None, failed: String::new() };
+        let version = |source| Version {
+            number: index,
+            source,
+            facts: None,
+            failed: String::new(),
+            rolled_back: false,
+        };
         let Some(deployment) = self.models.get_mut(&model) else {
             if from.is_some_and(|from| from != 0) {
                 return Err(Refusal::DeploymentMoved(0));
@@ -416,7 +444,10 @@ impl Deployments {
             Some(twin) => {
                 deployment.versions.retain(|known| known.number != version);
                 let known = deployment.versions.iter_mut().find(|known| known.number == twin);
-                known.into_iter().for_each(|known| known.failed.clear());
+                known.into_iter().for_each(|known| {
+                    known.failed.clear();
+                    known.rolled_back = false;
+                });
                 match &mut deployment.rollout {
                     Some(rollout) if rollout.version == version && twin == deployment.active => {
                         deployment.end_rollout("the files are those of the active version".to_owned());

@@ -157,17 +157,6 @@ impl ByModel {
         Arc::clone(models.entry(model.clone()).or_insert_with(|| Arc::new(OfModel::new(model))))
     }
 
-    /// Finished requests of each model so far.
-    pub(super) fn requests(&self) -> Vec<(ModelId, u64)> {
-        let models = self.models.read();
-        let requests = |of: &OfModel| {
-            let counted =
-                [&of.stopped, &of.cut, &of.cancelled].map(|cell| cell.0.get().map_or(0, Counter::get));
-            counted.iter().sum()
-        };
-        models.iter().map(|(model, of)| (model.clone(), requests(of))).collect()
-    }
-
     /// Counts a served encoder request.
     pub(super) fn encoded(
         &self,

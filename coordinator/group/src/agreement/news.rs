@@ -7,6 +7,7 @@ use consensus::Incarnation;
 use consensus::core::RaftRole;
 use consensus::message::{Frame, GroupId};
 use consensus::table::GroupMember;
+use dispatch::OutcomeReport;
 use dispatch::quota::Spending;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
@@ -38,6 +39,8 @@ pub(super) enum GroupMessage {
     UsageVersions(Versions),
     /// Rows of usage that the receiver lacks.
     UsageRows(Vec<OwnerRows>),
+    /// How requests for versions of deployed models ended at the sender.
+    Outcomes(OutcomeReport),
 }
 
 /// A coordinator's status. Variants are only appended.

@@ -14,6 +14,9 @@ use proto::deployment::{ModelReport, ModelSource, ModelState, ModelsReport};
 use proto::ids::{ModelId, NodeId};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Milliseconds without a request after which a version that is no longer active sleeps. Other coordinators choose the
+/// new version a little later, and requests that were planned before still arrive.
+const RETIRED_AFTER: u64 = 2000;
 /// Attempts of one worker to find or load a version before another one is asked.
 const ATTEMPTS: u32 = 3;
 
@@ -182,9 +185,18 @@ impl<'a> View<'a> {
         })
     }
 
-    /// Ends a rollout without a canary once the new version is ready where the old one is, or as far as there is room.
+    /// Ends a rollout whose files cannot be loaded, and one without a canary once the new version is ready where the old
+    /// one is, or as far as there is room.
     fn end_rollout(&self) -> Option<Change> {
         self.deployments().find_map(|(model, deployment)| {
+            let digest =
+                deployment.rollout.as_ref().and_then(|rollout| deployment.version(rollout.version)?.facts);
+            let blocked = digest.and_then(|facts| self.table.blocked().get(&facts.digest));
+            if let (Some(blocked), Some(Rollout { version, .. })) = (blocked, &deployment.rollout) {
+                let reason = cut(format!("its files cannot be loaded: {}", blocked.reason));
+                let (model, version) = (model.clone(), *version);
+                return Some(Change::RolloutEnded(RolloutEnded { model, version, promoted: false, reason }));
+            }
             let Rollout { version: number, canary: None } = deployment.rollout.as_ref()? else { return None };
             let version = deployment.version(*number)?;
             let name = version.name(model)?;
@@ -213,25 +225,31 @@ impl<'a> View<'a> {
         })
     }
 
+    /// Whether the version is neither active nor rolled out.
+    fn is_retired(&self, version: &ModelId) -> bool {
+        self.table.deployments().find(version).is_none_or(|(deployment, found)| {
+            let rolled_out = deployment.rollout.as_ref().map(|rollout| rollout.version);
+            found.number != deployment.active && Some(found.number) != rolled_out
+        })
+    }
+
     fn is_ready(&self, node: &NodeId, version: &ModelId) -> bool {
         let report = self.host(node).and_then(|host| host.report_of(version));
         report.is_some_and(|report| report.state == ModelState::Ready)
     }
 
-    /// Puts an idle replica to sleep, and versions that are neither active nor rolled out.
+    /// Puts an idle replica to sleep. Of a version that is neither active nor rolled out, all replicas.
     fn remove_idle(&self) -> Option<Change> {
         self.table.models().iter().find_map(|(version, plan)| {
-            let (deployment, found) = self.table.deployments().find(version)?;
-            let rolled_out = deployment.rollout.as_ref().map(|rollout| rollout.version);
-            if found.number != deployment.active && Some(found.number) != rolled_out {
-                return Some(Change::ModelDropped(version.clone()));
-            }
+            let (deployment, _) = self.table.deployments().find(version)?;
             let settings = &deployment.settings;
-            let above = plan.placement.len() > usize::from(settings.min);
-            if !above || settings.idle_s == 0 || self.queued.get(version).is_some_and(|queued| *queued > 0) {
+            let retired = self.is_retired(version);
+            let above = retired || plan.placement.len() > usize::from(settings.min);
+            let never = settings.idle_s == 0 && !retired;
+            if !above || never || self.queued.get(version).is_some_and(|queued| *queued > 0) {
                 return None;
             }
-            let after = u64::from(settings.idle_s) * 1000;
+            let after = if retired { RETIRED_AFTER } else { u64::from(settings.idle_s) * 1000 };
             let idle = |node: &&NodeId| self.idle(node, version).is_some_and(|idle| idle >= after);
             let node = plan
                 .placement
@@ -293,11 +311,13 @@ impl<'a> View<'a> {
         let Wanted { name, deployment, version } = wanted;
         let (min, max) = (usize::from(deployment.settings.min), usize::from(deployment.settings.max));
         let places = self.places(name);
+        let demanded = matches!(self.table.deployments().demand().get(name), Some(Demand::Wanted(_)));
         if version.number != deployment.active {
             let Some(rollout) =
                 deployment.rollout.as_ref().filter(|rollout| rollout.version == version.number)
             else {
-                return 0;
+                // Requests that were planned while it was active.
+                return places.len().max(usize::from(demanded));
             };
             let active = deployment.version(deployment.active).and_then(|active| active.name(model));
             let serving = active.map_or(0, |active| self.places(&active).len());
@@ -307,7 +327,6 @@ impl<'a> View<'a> {
             };
         }
         let queued = self.queued.get(name).copied().unwrap_or(0);
-        let demanded = matches!(self.table.deployments().demand().get(name), Some(Demand::Wanted(_)));
         let first = usize::from(demanded || queued > 0 && !places.is_empty());
         let all_busy = !places.is_empty()
             && queued > 0
@@ -383,10 +402,12 @@ impl<'a> View<'a> {
             .filter_map(|(version, plan)| {
                 let (deployment, _) = self.table.deployments().find(version)?;
                 let settings = &deployment.settings;
-                let spare = plan.placement.len() > usize::from(settings.min);
+                let retired = self.is_retired(version);
+                let spare = retired || plan.placement.len() > usize::from(settings.min);
                 let idle = self.idle(&host.name, version)?;
                 let queued = self.queued.get(version).is_some_and(|queued| *queued > 0);
-                let may = spare && !queued && settings.priority <= wanted.deployment.settings.priority;
+                let lower = retired || settings.priority <= wanted.deployment.settings.priority;
+                let may = spare && !queued && lower;
                 // How often it is used, and by how long ago the last use was where that is equal.
                 let value = (self.uses)(version) + 1.0 / (1.0 + idle as f64);
                 may.then_some((value, version))

@@ -67,6 +67,7 @@ impl Offers {
         let mut state = self.state.lock();
         let state = &mut *state;
         let known = |name: &ModelId| table.deployments().find(name).is_some();
+        self.dispatch.outcomes().retain(known);
         state.offered.retain(|name, _| known(name));
         state.later.retain(|name, at| known(name) && *at > now);
         state.refused.retain(|name, _| known(name));
@@ -91,8 +92,18 @@ impl Offers {
             };
             let share =
                 deployment.rollout.as_ref().and_then(|rollout| Some((rollout.version, rollout.canary?)));
+            // Requests go to a canary only while a worker has it ready.
             let canary = share.and_then(|(number, canary)| Some((canary.permille, offered(number)?)));
-            let active = offered(deployment.active);
+            let canary = canary.filter(|(_, canary)| self.dispatch.serves(&canary.id));
+            // Until the tokenizer of a new version is here, the one before serves.
+            let rolled_out = deployment.rollout.as_ref().map(|rollout| rollout.version);
+            let earlier = deployment
+                .versions
+                .iter()
+                .rev()
+                .filter(|version| Some(version.number) != rolled_out && !version.rolled_back);
+            let active = offered(deployment.active)
+                .or_else(|| earlier.map(|version| version.number).find_map(offered));
             let progress = progress(model, deployment, table, hosts);
             let refused = self.expect(model, deployment, table, &mut state.refused);
             deployed.push((model.clone(), DeployedModel { active, canary, progress, refused }));

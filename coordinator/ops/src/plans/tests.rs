@@ -26,7 +26,8 @@ fn two(cut: usize, next: usize, layers: usize) -> Value {
 fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit() {
     let models = models(&[("m", "llama/llama-f32.gguf"), ("g", "gemma4/gemma4-f32.gguf")]);
     let layers = models.get("m").unwrap().costs.as_ref().unwrap().layers();
-    let plan = checked(&models.get("m").unwrap(), serde_json::from_value(two(1, 1, layers)).unwrap()).unwrap();
+    let plan =
+        checked(&models.get("m").unwrap(), serde_json::from_value(two(1, 1, layers)).unwrap()).unwrap();
     assert_eq!(plan.replicas[0][1].layers, (1, layers as u32), "whether there is a w1 is not asked");
     let many = |count: usize, layers: [usize; 2]| -> Vec<Value> {
         (0..count).map(|at| json!({"worker": format!("w{at}"), "layers": layers})).collect()

@@ -216,11 +216,12 @@ impl WorkerPool {
         let serving = self.serving(&request.model);
         let eligible: Vec<(&Member, &Load)> =
             serving.filter(|(m, load)| state.accepts(m) && offers(m, load)).collect();
-        if eligible.is_empty() && self.expects(now, &request.model) {
+        // A deployed model is always expected. If all workers that have it declined the request, no other will take it.
+        let declined = !state.declined_by.is_empty() && self.serves(&request.model);
+        if eligible.is_empty() && !declined && self.expects(now, &request.model) {
             return PlacementOutcome::Blocked(state);
         }
         if eligible.is_empty() {
-            let declined = !state.declined_by.is_empty() && self.serves(&request.model);
             let refusal = if declined { Refusal::AttemptsFailed } else { Refusal::NoWorker };
             actions.push(Action::Refuse(state.ticket, refusal));
             return PlacementOutcome::Done;

@@ -427,8 +427,11 @@ fn a_new_version_replaces_the_old_one_once_it_is_ready() {
     cluster.settle();
     cluster.set("a", Some(ModelSource::File("/b".into())), DeploymentSettings { min: 1, ..settings() });
     cluster.follow();
-    let changes = cluster.settle();
+    let mut changes = cluster.settle();
     let new = id("a").version(&facts("b", 0).digest).unwrap();
+    assert_eq!(cluster.places(&version("a")), ["w0"], "requests may still arrive for it");
+    cluster.report("w0", &version("a")).idle_ms = RETIRED_AFTER;
+    changes.extend(cluster.settle());
     let at = |wanted: &dyn Fn(&Change) -> bool| changes.iter().position(wanted).unwrap();
     let placed = at(&|change| matches!(change, Change::ModelPlanned(plan) if plan.model == new));
     let promoted = at(&|change| matches!(change, Change::RolloutEnded(ended) if ended.promoted));
