@@ -260,7 +260,7 @@ fn http() {
         outcomes.push(outcome(plan::count_tokens(body, &sources)));
         outcomes.push(outcome(plan::tokenize(body, &sources)));
         outcomes.push(outcome(plan::detokenize(body, &sources)));
-        outcomes.push(outcome(plan::prefix(body, offered, 512)));
+        outcomes.push(outcome(plan::prefix(body, &offered, 512)));
         outcomes.push(outcome(embeddings::plan(body, &sources)));
         outcomes.push(outcome(rerank::plan(body, &sources)));
         // The API that reads furthest has the outcome that matters.

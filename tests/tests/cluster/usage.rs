@@ -144,8 +144,7 @@ fn usage_is_the_sum_of_what_was_served_and_outlives_its_nodes() {
         .max_by_key(|worker| http::metric(worker.ops, "vllm:num_requests_running").unwrap_or(0.0) as u64);
     signal::kill_now(victim.unwrap().pid);
     let rest = events.all().unwrap();
-    let ended =
-        std::iter::once(&first).chain(&rest).filter(|event| event["usage"].is_object()).last().unwrap();
+    let ended = std::iter::once(&first).chain(&rest).rfind(|event| event["usage"].is_object()).unwrap();
     assert_eq!(ended["usage"]["completion_tokens"], 400);
     counted = count("team-a", ended);
     all_have(&cluster, &counted);
