@@ -314,6 +314,7 @@ impl Drop for Coordinator {
         for task in &self.tasks {
             task.abort();
         }
+        self.usage.close();
     }
 }
 

@@ -7,7 +7,9 @@ use proto::ids::NodeId;
 use proto::log::Repeats;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use tokio::sync::Mutex;
 use tokio::time::MissedTickBehavior;
 
 /// A coordinator that is killed loses at most the usage of this time, and of one write.
@@ -19,7 +21,9 @@ static UNSAVED: Repeats = Repeats::new();
 #[derive(Debug, Clone)]
 pub(crate) struct UsageFile {
     recorder: Arc<Recorder>,
-    store: Option<Arc<Store>>,
+    /// `None` without a data directory, and once it is closed. Locked while a write runs.
+    store: Arc<Mutex<Option<Store>>>,
+    closed: Arc<AtomicBool>,
 }
 
 impl UsageFile {
@@ -30,11 +34,11 @@ impl UsageFile {
             Some(directory) => {
                 let (store, saved) = Store::open(directory)?;
                 recorder.restore(saved);
-                Some(Arc::new(store))
+                Some(store)
             }
             None => None,
         };
-        Ok(Self { recorder, store })
+        Ok(Self { recorder, store: Arc::new(Mutex::new(store)), closed: Arc::default() })
     }
 
     pub(crate) fn recorder(&self) -> &Arc<Recorder> {
@@ -53,18 +57,32 @@ impl UsageFile {
 
     /// Writes what has changed since the last call.
     pub(crate) async fn save(&self) {
+        let mut store = Arc::clone(&self.store).lock_owned().await;
         let unsaved = self.recorder.take_unsaved();
-        let Some(store) = self.store.clone().filter(|_| !unsaved.is_empty()) else { return };
-        let recorder = Arc::clone(&self.recorder);
+        if unsaved.is_empty() {
+            return;
+        }
+        let (recorder, closed) = (Arc::clone(&self.recorder), Arc::clone(&self.closed));
         // A panic of the task is logged there.
         let _ended = tokio::task::spawn_blocking(move || {
-            if let Err(error) = store.save(&unsaved) {
+            if let Some(Err(error)) = store.as_ref().map(|store| store.save(&unsaved)) {
                 if let Some(left_out) = UNSAVED.due(error.to_string()) {
                     tracing::error!(%error, left_out, "the usage of tenants cannot be written; it is tried again every second");
                 }
                 recorder.not_saved(unsaved);
             }
+            if closed.load(Ordering::SeqCst) {
+                *store = None;
+            }
         })
         .await;
+    }
+
+    /// Closes the file, after a write that runs now. The next coordinator with this directory may be in this process.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        if let Ok(mut store) = self.store.try_lock() {
+            *store = None;
+        }
     }
 }

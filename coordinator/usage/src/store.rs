@@ -4,6 +4,8 @@ use crate::book::Unsaved;
 use crate::row::{Owner, Row, RowKey};
 use proto::codec::{Cap, CodecError, decode, encode};
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -66,7 +68,11 @@ impl Store {
     fn load(path: &Path) -> Result<(Self, Vec<SavedOwner>), Trouble> {
         // redb panics on some damaged files; this turns the panic into an error.
         let opened = catch_unwind(AssertUnwindSafe(|| {
-            let database = Database::builder().set_cache_size(CACHE_BYTES).create(path);
+            // The names of tenants are not for other users.
+            let file =
+                OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
+            let file = file.map_err(|error| Trouble::Refused(disk(path, error)))?;
+            let database = Database::builder().set_cache_size(CACHE_BYTES).create_file(file);
             let mut database = database.map_err(|error| unopened(path, error))?;
             database.check_integrity().map_err(|error| unopened(path, error))?;
             let format = begin(&database).map_err(|error| unopened(path, error))?;

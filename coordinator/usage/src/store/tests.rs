@@ -2,6 +2,7 @@ use super::*;
 use crate::book::{Book, Dimension, Limits};
 use crate::row::{Account, Counter};
 use proto::ids::NodeId;
+use std::os::unix::fs::PermissionsExt;
 
 const NOW: u64 = 1_796_000_400;
 
@@ -20,6 +21,7 @@ fn rows_come_back_after_a_restart_and_dropped_ones_do_not() {
     let directory = tempfile::tempdir().unwrap();
     let (store, saved) = Store::open(directory.path()).unwrap();
     assert_eq!(saved, []);
+    assert_eq!(std::fs::metadata(directory.path().join(FILE)).unwrap().permissions().mode() & 0o77, 0);
     let mut first = book(1);
     count(&mut first, "t");
     store.save(&first.take_unsaved()).unwrap();
