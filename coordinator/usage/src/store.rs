@@ -3,6 +3,7 @@
 use crate::book::Unsaved;
 use crate::row::{Owner, Row, RowKey};
 use proto::codec::{Cap, CodecError, decode, encode};
+use redb::backends::FileBackend;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
@@ -72,7 +73,8 @@ impl Store {
             let file =
                 OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
             let file = file.map_err(|error| Trouble::Refused(disk(path, error)))?;
-            let database = Database::builder().set_cache_size(CACHE_BYTES).create_file(file);
+            let file = FileBackend::new(file).map_err(|error| unopened(path, error))?;
+            let database = Database::builder().set_cache_size(CACHE_BYTES).create_with_backend(file);
             let mut database = database.map_err(|error| unopened(path, error))?;
             database.check_integrity().map_err(|error| unopened(path, error))?;
             let format = begin(&database).map_err(|error| unopened(path, error))?;
