@@ -54,8 +54,7 @@ pub struct DeploymentSettings {
     pub nodes: Vec<String>,
     /// Longest sequence, in tokens; 0: the model's own limit.
     pub context: u32,
-    /// Weight of the model in a device's turns; also, models of lower priority lose their room first. 1 to
-    /// [`MAX_PRIORITY`].
+    /// Weight of the model in a device's turns, 1 to 1000; models of lower priority also lose their room first.
     pub priority: u32,
 }
 
