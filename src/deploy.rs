@@ -120,6 +120,7 @@ pub(crate) struct Deploy {
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models undeploy chat --ops 127.0.0.1:9090")]
 pub(crate) struct Undeploy {
+    /// Name of the deployed model.
     name: String,
     #[command(flatten)]
     access: Access,
@@ -129,6 +130,7 @@ pub(crate) struct Undeploy {
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models set chat --replicas 1:3 --ops 127.0.0.1:9090")]
 pub(crate) struct Set {
+    /// Name of the deployed model.
     name: String,
     #[command(flatten)]
     settings: Settings,
@@ -140,6 +142,7 @@ pub(crate) struct Set {
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models promote chat --ops 127.0.0.1:9090")]
 pub(crate) struct Promote {
+    /// Name of the deployed model.
     name: String,
     #[command(flatten)]
     access: Access,
@@ -149,6 +152,7 @@ pub(crate) struct Promote {
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models rollback chat --ops 127.0.0.1:9090")]
 pub(crate) struct Rollback {
+    /// Name of the deployed model.
     name: String,
     #[command(flatten)]
     access: Access,
