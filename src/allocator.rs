@@ -9,6 +9,7 @@ const PURGE_DELAY: c_int = 15;
 
 unsafe extern "C" {
     fn mi_option_set_default(option: c_int, value: c_long);
+    fn mi_collect(force: bool);
     #[cfg(test)]
     fn mi_option_get(option: c_int) -> c_long;
 }
@@ -22,6 +23,13 @@ pub(crate) fn keep_free_memory(time: Duration) {
     // option's number and stores a number of its own. A concurrent reader sees the old or the new value,
     // because it is one word written at once.
     unsafe { mi_option_set_default(PURGE_DELAY, millis) }
+}
+
+/// Returns unused memory to the kernel now, also that of threads that have ended.
+pub(crate) fn free_memory() {
+    // SAFETY: mimalloc, the linked global allocator, has this function with this type. It may be called by any thread
+    // at any time and frees nothing that is in use.
+    unsafe { mi_collect(true) }
 }
 
 #[cfg(test)]

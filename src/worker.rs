@@ -1,5 +1,6 @@
 //! `kvasir worker`: one engine of a cluster.
 
+use crate::allocator;
 use crate::config::{self, Bind, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
 use crate::doctor::watch_worker;
@@ -357,6 +358,7 @@ impl WorkerSettings {
                     shipping: ShippingConfig { store, from: Vec::new(), lanes: shipping.lanes },
                     resolver: Arc::new(HubResolver),
                     drain_timeout: drain,
+                    free_memory: allocator::free_memory,
                 })
             }
         };

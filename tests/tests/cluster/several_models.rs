@@ -12,7 +12,7 @@ use pki::ca::Authority;
 use proto::adapter::AdapterReport;
 use proto::block::{BlockId, ClusterKey};
 use proto::deployment::{
-    HostReport, ModelSource, ModelState, ModelsOrder, ModelsReport, OrderedModel, WantedState,
+    HostReport, ModelReport, ModelSource, ModelState, ModelsOrder, ModelsReport, OrderedModel, WantedState,
 };
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{GenerateFrame, GenerateRequest, Sampling, Stop, TenantShare, TokenIds};
@@ -260,10 +260,11 @@ fn start(directory: &Path, endpoint: &Endpoint, authority: &Authority) -> Worker
     let identity = directory.join("identity");
     let issued = authority.issue(Role::Worker, NodeId::new("w0").unwrap(), SystemTime::now()).unwrap();
     issued.save(&identity).unwrap();
+    let memory = std::env::var("KVASIR_WAKE_MEMORY").unwrap_or_else(|_| "1GiB".to_owned());
     let log = File::create(directory.join("worker.log")).unwrap();
     let mut command = binary::command(&["worker", "--quic", "127.0.0.1:0", "--ops", "127.0.0.1:0"]).unwrap();
     command
-        .args(["--identity", identity.to_str().unwrap(), "--threads", "2", "--memory", "1GiB"])
+        .args(["--identity", identity.to_str().unwrap(), "--threads", "2", "--memory", &memory])
         .args(["--coordinators", &endpoint.address().to_string()])
         .env("KVASIR_HOME", directory.join("home"))
         .env("KVASIR_LOG_FORMAT", "json")
@@ -272,7 +273,8 @@ fn start(directory: &Path, endpoint: &Endpoint, authority: &Authority) -> Worker
     Worker(command.spawn().unwrap())
 }
 
-async fn run(directory: &Path, orders: usize) {
+/// A coordinator that accepts all connections of workers.
+fn coordinate() -> (Authority, Arc<Endpoint>, Arc<Mutex<Seen>>) {
     let now = SystemTime::now();
     let authority = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
     let identity = authority.issue(Role::Coordinator, NodeId::new("c0").unwrap(), now).unwrap();
@@ -286,30 +288,46 @@ async fn run(directory: &Path, orders: usize) {
             tokio::spawn(serve(connection, Arc::clone(&accepted)));
         }
     });
-    let mut models: Vec<OrderedModel> = (0..8)
-        .map(|n: u32| {
-            let path: PathBuf = directory.join(format!("m{n}.gguf"));
-            write_model(&path, 2 + n % 5, if n % 4 == 3 { GgmlType::F32 } else { GgmlType::F16 }, n.into());
-            OrderedModel {
-                model: ModelId::new(format!("m{n}")).unwrap(),
-                source: ModelSource::File(path.to_str().unwrap().to_owned()),
-                digest: None,
-                wanted: WantedState::Identified,
-                context: 0,
-                pin: false,
-                priority: 1 + n,
-                holders: Vec::new(),
-            }
-        })
-        .collect();
+    (authority, endpoint, seen)
+}
+
+/// Starts a worker and waits until it takes orders.
+async fn site(directory: &Path) -> (Site, Worker) {
+    let (authority, endpoint, seen) = coordinate();
     let worker = start(directory, &endpoint, &authority);
-    let sampler = Sampler::start(worker.0.id());
-    let mut site = Site { seen, version: 0 };
+    let site = Site { seen, version: 0 };
     let deadline = Instant::now() + TIMEOUT;
     while site.seen.lock().unwrap().host.is_none() {
         assert!(Instant::now() < deadline, "the worker does not take orders");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+    (site, worker)
+}
+
+fn ordered(name: &str, path: &Path, priority: u32) -> OrderedModel {
+    OrderedModel {
+        model: ModelId::new(name).unwrap(),
+        source: ModelSource::File(path.to_str().unwrap().to_owned()),
+        digest: None,
+        wanted: WantedState::Identified,
+        context: 0,
+        pin: false,
+        priority,
+        holders: Vec::new(),
+    }
+}
+
+async fn run(directory: &Path, orders: usize) {
+    let mut models: Vec<OrderedModel> = (0..8)
+        .map(|n: u32| {
+            let path: PathBuf = directory.join(format!("m{n}.gguf"));
+            write_model(&path, 2 + n % 5, if n % 4 == 3 { GgmlType::F32 } else { GgmlType::F16 }, n.into());
+            ordered(&format!("m{n}"), &path, 1 + n)
+        })
+        .collect();
+    let (mut site, worker) = site(directory).await;
+    let sampler = Sampler::start(worker.0.id());
+    let deadline = Instant::now() + TIMEOUT;
     let idle = pss(worker.0.id()).unwrap();
     let needed: Vec<u64> = loop {
         let report = site.order(&models).await;
@@ -361,8 +379,7 @@ async fn run(directory: &Path, orders: usize) {
         loop {
             let report = site.order(&ordered).await;
             let reached_by = |ordered: &OrderedModel| {
-                let report = report.models.iter().find(|report| report.model == ordered.model);
-                report.is_some_and(|report| match ordered.wanted {
+                find(&report, ordered).is_some_and(|report| match ordered.wanted {
                     WantedState::Ready => report.state == ModelState::Ready,
                     _ => report.bytes == 0,
                 })
@@ -395,4 +412,51 @@ fn all_models_together_stay_within_the_budget() {
     let directory = tempfile::tempdir().unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     runtime.block_on(run(directory.path(), orders));
+}
+
+fn find<'a>(report: &'a ModelsReport, model: &OrderedModel) -> Option<&'a ModelReport> {
+    report.models.iter().find(|report| report.model == model.model)
+}
+
+/// Prints how long the models in `KVASIR_WAKE_MODELS`, paths with commas between, take from an order until they are
+/// ready: the first time, then five times after they have slept.
+#[test]
+#[ignore = "measures real models, see docs/measurements/several-models.md"]
+fn models_wake() {
+    let paths = std::env::var("KVASIR_WAKE_MODELS").unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (mut site, _worker) = site(directory.path()).await;
+        for (n, path) in paths.split(',').enumerate() {
+            let mut model = ordered(&format!("m{n}"), Path::new(path), 1);
+            model.context = 2048;
+            let facts = loop {
+                let report = site.order(std::slice::from_ref(&model)).await;
+                if let Some(facts) = find(&report, &model).and_then(|report| report.facts) {
+                    break facts;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            };
+            model.digest = Some(facts.digest);
+            let mut times = Vec::new();
+            for _ in 0..6 {
+                for wanted in [WantedState::Ready, WantedState::Asleep] {
+                    model.wanted = wanted;
+                    let began = Instant::now();
+                    let state =
+                        if wanted == WantedState::Ready { ModelState::Ready } else { ModelState::Asleep };
+                    while find(&site.order(std::slice::from_ref(&model)).await, &model)
+                        .is_none_or(|report| report.state != state)
+                    {
+                        tokio::time::sleep(Duration::from_millis(2)).await;
+                    }
+                    if wanted == WantedState::Ready {
+                        times.push(began.elapsed().as_millis());
+                    }
+                }
+            }
+            println!("{path}: needs {} MiB, ready after {times:?} ms", facts.needed_bytes >> 20);
+        }
+    });
 }

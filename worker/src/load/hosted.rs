@@ -31,8 +31,9 @@ use text::tokenizer::Tokenizer;
 const VOCABULARY_BYTES: u64 = 256;
 /// Estimate of what an engine needs beside weights, caches and buffers: stacks, queues, the ring of KV events.
 const ENGINE_BYTES: u64 = 12 << 20;
-/// Estimate of what a process needs beside its models once it serves: code, connections, queues.
-const PROCESS_BYTES: u64 = 24 << 20;
+/// What a process needs beside its models once it serves, more than at its start: code, connections, queues, and what its
+/// allocator keeps. 85 MiB after the files of eight models were read, docs/measurements/several-models.md.
+const PROCESS_BYTES: u64 = 96 << 20;
 /// Divisor of the arena: the bytes of block lists and of the prefix tree.
 const TREE_DIVISOR: u64 = 32;
 /// The smallest arena takes at most this part of the budget, whatever the model's longest sequence.
@@ -48,8 +49,9 @@ pub struct SharedDevice {
     /// `None` if another device computes.
     pool: Option<Arc<Pool>>,
     /// Memory of the process without models.
-    #[expect(dead_code, reason = "it is held")]
-    process: Arc<Reservation>,
+    process: Arc<Mutex<Reservation>>,
+    /// The least that it is. 0: the device's memory is not the process's.
+    least: u64,
 }
 
 impl SharedDevice {
@@ -64,7 +66,19 @@ impl SharedDevice {
             _ => None,
         };
         let budget = MemoryBudget::new(budget);
-        Ok(Self { process: Arc::new(budget.record(process)), budget, turns: Turns::default(), pool })
+        let least = process;
+        let process = Arc::new(Mutex::new(budget.record(process)));
+        Ok(Self { process, least, budget, turns: Turns::default(), pool })
+    }
+
+    /// Counts memory of the process that no reservation covers, so that models do not get it. `resident`: all that it
+    /// has.
+    pub(crate) fn count_process(&self, resident: u64) {
+        if self.least > 0 {
+            let mut process = self.process.lock();
+            let models = self.budget.reserved().saturating_sub(process.bytes());
+            process.settle(resident.saturating_sub(models).max(self.least));
+        }
     }
 }
 

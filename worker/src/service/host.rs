@@ -42,6 +42,8 @@ pub struct HostingConfig {
     pub resolver: Arc<dyn ModelResolver>,
     /// Time for running requests to finish when a model is unloaded.
     pub drain_timeout: Duration,
+    /// Has the allocator return memory to the system. Called on blocking threads when a model has ended.
+    pub free_memory: fn(),
 }
 
 /// Finds models by catalog name or address on this machine, and downloads them. Called on blocking threads.

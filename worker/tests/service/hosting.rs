@@ -173,6 +173,7 @@ impl Fleet {
                 shipping: ShippingConfig::default(),
                 resolver: Arc::new(Shelf::default()),
                 drain_timeout: TIMEOUT,
+                free_memory: || {},
             }),
             floor: None,
         };

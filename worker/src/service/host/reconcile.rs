@@ -29,6 +29,8 @@ const FLUSH_TICK: Duration = Duration::from_millis(5);
 const LACK_EVERY: Duration = Duration::from_millis(200);
 /// Pause after an arena had less to give than it seemed to have, because sequences were in all of its parts.
 const SPARE_AGAIN: Duration = Duration::from_secs(1);
+/// Interval of counting the process's memory.
+const COUNT_EVERY: Duration = Duration::from_millis(500);
 /// Weight of the newest load in the measured rate.
 const NEWEST: f64 = 0.5;
 
@@ -58,6 +60,8 @@ struct Reconciler<'a> {
     epoch: Epoch,
     /// Bytes per second of earlier loads; 0 before the first.
     rate: f64,
+    /// When the memory of the process was last counted.
+    counted: Option<Instant>,
     /// When engines were last asked whether they lack memory.
     asked: Option<Instant>,
 }
@@ -74,6 +78,7 @@ pub(super) async fn run(host: &Arc<Host>, context: &Arc<NodeContext>) {
         epoch: Epoch(0),
         rate: 0.0,
         asked: None,
+        counted: None,
     };
     loop {
         let acted = reconciler.act();
@@ -143,12 +148,17 @@ impl Reconciler<'_> {
                 && let Some(running) = record.running.take_if(|running| running.has_ended())
             {
                 self.context.instances.remove(running.number);
+                drop(tokio::task::spawn_blocking(self.host.config.free_memory));
                 record.slept |= record.next == Stage::Found;
                 record.enter(record.next);
                 if let Some(found) = record.found.take_if(|_| record.next == Stage::Unknown) {
                     self.context.holdings.remove(&record.ordered.model, &found.path);
                 }
             }
+        }
+        if self.counted.is_none_or(|counted| now - counted >= COUNT_EVERY) {
+            self.counted = Some(now);
+            self.host.device.count_process(engine::memory::resident_bytes());
         }
         self.ask_for_lacks(now);
         let views: Vec<_> = self.records.iter_mut().map(|record| record.view(now)).collect();
