@@ -174,7 +174,7 @@ impl AttemptMeter {
             self.paid = Some(PaidPrompt::Elsewhere);
             return;
         }
-        // What the prefill worker computed for this request is in this worker's cache.
+        // This worker's cache has the blocks that the prefill worker computed for this request.
         let ahead = self.prefill.as_ref().map_or(0, |prefill| prefill.computed);
         let cached = started.cached.saturating_sub(ahead);
         self.paid = Some(PaidPrompt::Here(self.prompt.saturating_sub(cached).saturating_sub(ahead)));

@@ -287,7 +287,7 @@ async fn set(
     let canary = requested.canary.map(CanaryRequest::share).transpose()?;
     subject.set(format!("{model} {}", source.as_ref().map_or("", ModelSource::as_str)));
     let reread = requested.reread;
-    // What stays unchanged is what was just read.
+    // Absent settings keep the values that were just read, so the change holds for that revision only.
     let from = requested.from.or(Some(current.map_or(0, |current| current.revision)));
     let change = DeploymentSet { model: model.clone(), settings, source, reread, canary, from };
     let made =

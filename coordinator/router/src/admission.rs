@@ -57,7 +57,7 @@ pub struct TenantView {
 }
 
 pub trait Waiting {
-    /// What the request is for. A request that cannot be placed holds back only requests of its own kind.
+    /// The model, or another target. A request that cannot be placed holds back only requests of its own kind.
     type Kind: Eq + Clone + std::fmt::Debug;
     fn kind(&self) -> Self::Kind;
     /// Prompt tokens.

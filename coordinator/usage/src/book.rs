@@ -59,7 +59,7 @@ pub struct Unsaved {
     pub rows: Vec<(RowKey, Option<Row>)>,
 }
 
-/// What a query groups by.
+/// Groups of a query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dimension {
     Tenant,

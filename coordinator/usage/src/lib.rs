@@ -1,4 +1,4 @@
-//! Who used what: tokens, device time and energy by tenant, key and model.
+//! Usage: tokens, device time and energy by tenant, key and model.
 //!
 //! - [`row`]: accounts, counters and the rows that hold them
 //! - [`book`]: the rows of all coordinators, and how they are merged

@@ -83,7 +83,7 @@ impl Recorder {
         self.state.lock().peers.insert(peer.clone(), versions);
     }
 
-    /// What a peer lacks, in one bounded message. Empty if it has not reported what it knows.
+    /// The rows that a peer lacks, in one bounded message. Empty if it has not reported its rows.
     pub fn rows_for(&self, peer: &NodeId) -> Vec<OwnerRows> {
         let mut state = self.state.lock();
         state.book.number_changes();

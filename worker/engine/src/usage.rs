@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a request has used of this worker.
+/// Usage of one request at this worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestUsed {
     /// Computed input tokens, again computed ones included.

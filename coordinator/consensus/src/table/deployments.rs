@@ -251,7 +251,7 @@ impl Deployments {
         self.models.iter().find_map(|(id, deployment)| (id.as_str() == model).then_some(deployment))
     }
 
-    /// What requests ask for, by the version's name.
+    /// The demand of requests, by the version's name.
     pub fn demand(&self) -> &BTreeMap<ModelId, Demand> {
         &self.demand
     }

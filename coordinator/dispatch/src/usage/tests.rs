@@ -77,7 +77,7 @@ fn request() -> impl Strategy<Value = RequestPlan> {
     })
 }
 
-/// What the workers have computed.
+/// Sums of the work of all workers.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Sums {
     tokens: u64,
