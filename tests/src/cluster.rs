@@ -15,6 +15,11 @@ use tempfile::TempDir;
 /// Two clusters at once on two cores would disturb each other's timing.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
+/// Waits until no cluster runs, and excludes clusters while the value exists.
+pub fn exclude_clusters() -> MutexGuard<'static, ()> {
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// `up.json`, as `kvasir up` writes it.
 #[derive(Debug, Clone, Deserialize)]
 pub struct UpFile {
@@ -103,8 +108,7 @@ impl Builder {
 
     /// Waits until no other test has a cluster, starts this one, and waits until it is ready.
     pub fn start(self) -> anyhow::Result<Cluster> {
-        let lock = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        self.start_in(Some(lock))
+        self.start_in(Some(exclude_clusters()))
     }
 
     /// Starts a second cluster in a test that has already started `other`.

@@ -20,6 +20,7 @@ pub mod machine;
 pub mod nvml;
 pub mod quantised;
 pub mod random;
+pub mod replay;
 pub mod signal;
 pub mod testnet;
 pub mod wait;

@@ -2,12 +2,10 @@
 //!
 //! A coordinator of the test sends random orders; `KVASIR_MODEL_ORDERS` sets their number, by default 25.
 
+use crate::random_model::Shape;
 use kvasir_cluster_tests::binary;
-use kvasir_cluster_tests::fixtures;
 use kvasir_cluster_tests::random::Random;
-use metadata::Value;
-use model::gguf::writer::Writer;
-use model::{GgmlType, ModelFile};
+use model::GgmlType;
 use pki::ca::Authority;
 use proto::adapter::AdapterReport;
 use proto::block::{BlockId, ClusterKey};
@@ -32,65 +30,20 @@ use transport::{Connection, Endpoint, EndpointConfig, Incoming};
 
 const BUDGET: u64 = 1 << 30;
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Hidden elements and those of feed-forward layers.
-const WIDTHS: (u64, u64) = (1024, 2816);
-const CONTEXT: u32 = 2048;
 
-/// A model of the Llama family with random weights: the tiny one's tokenizer, `layers` layers of a real shape.
-fn write_model(path: &Path, layers: u32, ty: GgmlType, seed: u64) {
-    let tiny = fixtures::Manifest::read().unwrap().tiny("llama").unwrap().path();
-    let tiny = ModelFile::open(tiny).unwrap();
-    let (hidden, feed_forward) = WIDTHS;
-    let mut metadata = tiny.metadata().clone();
-    for (key, value) in [
-        ("block_count", layers),
-        ("context_length", CONTEXT),
-        ("embedding_length", hidden as u32),
-        ("feed_forward_length", feed_forward as u32),
-        ("attention.head_count", 16),
-        ("attention.head_count_kv", 8),
-        ("attention.key_length", 64),
-        ("attention.value_length", 64),
-        ("rope.dimension_count", 64),
-    ] {
-        metadata.insert(format!("llama.{key}"), Value::U32(value));
+/// A model of a real shape.
+fn shape(layers: u32, ty: GgmlType) -> Shape {
+    Shape {
+        layers,
+        hidden: 1024,
+        feed_forward: 2816,
+        heads: 16,
+        kv_heads: 8,
+        head: 64,
+        context: 2048,
+        ty,
+        output: false,
     }
-    let vocab = 448;
-    let mut writer = Writer::new(metadata).unwrap();
-    writer.tensor("token_embd.weight", GgmlType::F32, &[hidden, vocab]).unwrap();
-    for layer in 0..layers {
-        let mut add = |name: &str, ty, dims: &[u64]| {
-            writer.tensor(&format!("blk.{layer}.{name}.weight"), ty, dims).unwrap();
-        };
-        add("attn_norm", GgmlType::F32, &[hidden]);
-        add("ffn_norm", GgmlType::F32, &[hidden]);
-        add("attn_q", ty, &[hidden, hidden]);
-        add("attn_k", ty, &[hidden, hidden / 2]);
-        add("attn_v", ty, &[hidden, hidden / 2]);
-        add("attn_output", ty, &[hidden, hidden]);
-        add("ffn_gate", ty, &[hidden, feed_forward]);
-        add("ffn_up", ty, &[hidden, feed_forward]);
-        add("ffn_down", ty, &[feed_forward, hidden]);
-    }
-    writer.tensor("output_norm.weight", GgmlType::F32, &[hidden]).unwrap();
-    let mut random = Random::new(seed);
-    let mut out = std::io::BufWriter::new(File::create(path).unwrap());
-    let data = |info: &model::header::TensorInfo| -> Vec<u8> {
-        let elements: u64 = info.dims().iter().product();
-        // Small values of either sign, in a pattern that no other tensor has.
-        let small: Vec<u16> = (0..4093)
-            .map(|_| (random.below(0x800) as u16 + 0x2000) | (random.below(2) as u16) << 15)
-            .collect();
-        let values = small.iter().cycle().take(elements as usize);
-        match info.ty() {
-            GgmlType::F32 => {
-                values.flat_map(|bits| (f32::from(*bits as i16) / 1e6 + 1e-3).to_le_bytes()).collect()
-            }
-            GgmlType::F16 => values.flat_map(|bits| bits.to_le_bytes()).collect(),
-            other => panic!("{other:?}"),
-        }
-    };
-    writer.write(&mut out, data).unwrap();
 }
 
 #[derive(Default)]
@@ -321,7 +274,8 @@ async fn run(directory: &Path, orders: usize) {
     let mut models: Vec<OrderedModel> = (0..8)
         .map(|n: u32| {
             let path: PathBuf = directory.join(format!("m{n}.gguf"));
-            write_model(&path, 2 + n % 5, if n % 4 == 3 { GgmlType::F32 } else { GgmlType::F16 }, n.into());
+            let ty = if n % 4 == 3 { GgmlType::F32 } else { GgmlType::F16 };
+            shape(2 + n % 5, ty).write(&path, n.into());
             ordered(&format!("m{n}"), &path, 1 + n)
         })
         .collect();

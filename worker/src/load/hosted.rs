@@ -71,6 +71,11 @@ impl SharedDevice {
         Ok(Self { process, least, budget, turns: Turns::default(), pool })
     }
 
+    /// Bytes that the process takes without models. They are a part of the budget.
+    pub(crate) fn process_bytes(&self) -> u64 {
+        self.process.lock().bytes()
+    }
+
     /// Counts memory of the process that no reservation covers, so that models do not get it. `resident`: all that it
     /// has.
     pub(crate) fn count_process(&self, resident: u64) {

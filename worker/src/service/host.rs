@@ -91,7 +91,8 @@ impl Host {
     pub(super) fn new(config: HostingConfig) -> Result<Self, crate::Error> {
         let device = SharedDevice::new(&config.engine, config.budget, config.process)?;
         let own = HostedLoad::own(&device);
-        let report = Mutex::new(ModelsReport { budget: config.budget, ..ModelsReport::default() });
+        let budget = config.budget.saturating_sub(device.process_bytes());
+        let report = Mutex::new(ModelsReport { budget, ..ModelsReport::default() });
         Ok(Self {
             config,
             device,

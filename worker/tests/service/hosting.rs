@@ -398,6 +398,16 @@ async fn a_model_waits_until_another_one_has_left_its_room() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn coordinators_do_not_place_models_in_the_memory_of_the_process() {
+    const PROCESS: u64 = 4 << 20;
+    let mut fleet = Fleet::new();
+    let worker = fleet.worker("w0", |config| config.hosting.as_mut().unwrap().process = PROCESS).await;
+    let report = fleet.reach("w0", &[], |_| true).await;
+    assert!(report.budget <= BUDGET - PROCESS && report.used == 0, "{report:?}");
+    worker.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_arena_grows_with_use_and_gives_room_to_another_model() {
     let mut fleet = Fleet::new();
     let worker = fleet.worker("w0", |_| ()).await;

@@ -521,8 +521,10 @@ impl Reconciler<'_> {
         let pinned = |record: &Record| record.pin.as_ref().map_or(0, |pin| pin.reservation.bytes());
         // Without what is given back when a model needs the room.
         let spare: u64 = self.records.iter().map(|record| record.spare() + pinned(record)).sum();
-        let used = budget.reserved().saturating_sub(spare);
-        *self.host.report.lock() = ModelsReport { budget: budget.limit(), used, own, models };
+        let process = self.host.device.process_bytes();
+        let used = budget.reserved().saturating_sub(spare + process);
+        let for_models = budget.limit().saturating_sub(process);
+        *self.host.report.lock() = ModelsReport { budget: for_models, used, own, models };
         let pins = self.records.iter().filter_map(|record| record.pin.as_ref());
         metrics.pinned.set(pins.map(|pin| pin.reservation.bytes()).sum::<u64>().cast_signed());
         metrics.budget.set(budget.limit().cast_signed());

@@ -1,0 +1,347 @@
+//! More models than fit: twelve at three workers with room for two each, under skewed traffic at three coordinators,
+//! with kills. `KVASIR_TRAFFIC_REQUESTS` sets the number of requests, by default a sample.
+//!
+//! Every model generates other tokens, so an answer of a wrong model is found.
+
+mod loads;
+mod site;
+
+use crate::random_model::{Shape, VOCABULARY};
+use kvasir_cluster_tests::random::Random;
+use kvasir_cluster_tests::{binary, cluster, http, replay, wait};
+use loads::{LoadEvent, LoadKind};
+use model::GgmlType;
+use serde_json::{Value, json};
+use site::{COORDINATORS, Member, Site, WORKERS};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+const MODELS: usize = 12;
+/// Models that a worker has room for.
+const SLOTS: usize = 2;
+/// `--memory` of a worker: two models of 110 MiB, what the process itself takes (120 to 170 MiB), and less than a third.
+const MEMORY: u64 = 420 << 20;
+/// Clients that wait for an answer each before they send the next request.
+const CLIENTS: usize = 16;
+const PROMPTS: usize = 4;
+const TOKENS: usize = 8;
+/// Requests of the sample that every run of the tests sends.
+const SAMPLE: usize = 160;
+/// Most loads in a thousand of those of the offline optimum, from [`LONG`] requests on. In a shorter trace the first
+/// loads of all models count too much.
+const MOST_LOADS: usize = 1400;
+const LONG: usize = 1000;
+/// Most refused requests in a thousand.
+const MOST_REFUSED: usize = 20;
+/// A request that was not answered by so many coordinators in turn is lost.
+const MOST_TRIES: usize = 100;
+
+const REFUSALS: [(u16, &str); 6] = [
+    (429, "queue_full"),
+    (503, "no_worker"),
+    (503, "model_loading"),
+    (503, "worker_lost"),
+    (503, "no_quorum"),
+    (503, "deadline_exceeded"),
+];
+
+fn model(index: usize) -> String {
+    format!("m{index}")
+}
+
+/// Small weights and large caches, so that room is a matter of models and files are small.
+fn write_models(directory: &Path) -> Vec<PathBuf> {
+    let shape = Shape {
+        layers: 2,
+        hidden: 64,
+        feed_forward: 128,
+        heads: 8,
+        kv_heads: 8,
+        head: 128,
+        context: 10240,
+        ty: GgmlType::F16,
+        output: true,
+    };
+    let write = |index: usize| {
+        let path = directory.join(format!("{}.gguf", model(index)));
+        shape.write(&path, 29 + index as u64);
+        path
+    };
+    (0..MODELS).map(write).collect()
+}
+
+/// The models of all requests: Zipf with exponent 1.
+fn zipf(requests: usize) -> Vec<usize> {
+    let mut random = Random::new(29);
+    // Multiples of 1/27720, which 1 to 12 divide.
+    let weights =
+        [(); MODELS].map(|()| 27720).iter().zip(1..).map(|(all, rank)| all / rank).collect::<Vec<u64>>();
+    let total = weights.iter().sum();
+    let drawn = |random: &mut Random| {
+        let mut at = random.below(total);
+        weights.iter().take_while(|weight| at.checked_sub(**weight).map(|left| at = left).is_some()).count()
+    };
+    (0..requests).map(|_| drawn(&mut random)).collect()
+}
+
+fn body(model: &str, prompt: usize, stream: bool) -> Value {
+    let prompt: Vec<u64> = (0..6).map(|at| 5 + (prompt as u64 * 131 + at * 37) % (VOCABULARY - 10)).collect();
+    json!({"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": true, "stream": stream})
+}
+
+/// The end of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Outcome {
+    Answered(String),
+    Refused(u16, String),
+}
+
+fn text(value: &Value) -> String {
+    value["choices"][0]["text"].as_str().unwrap_or_default().to_owned()
+}
+
+/// The refusal in the body of an error. `status`: that of the answer; `None` in a stream, whose errors have none.
+fn refusal(status: Option<u16>, body: &Value) -> Outcome {
+    let code = body["error"]["code"].as_str().unwrap_or_default();
+    let documented = REFUSALS.iter().find(|(_, known)| *known == code).map_or(500, |(status, _)| *status);
+    Outcome::Refused(status.unwrap_or(documented), code.to_owned())
+}
+
+/// Sends a request and reads its whole answer.
+///
+/// # Errors
+/// If the connection ends before that.
+fn ask(server: SocketAddr, body: &Value) -> anyhow::Result<Outcome> {
+    let answer = http::post(server, "/v1/completions", body)?;
+    let (status, whole) = (answer.status, answer.text()?);
+    if status != 200 {
+        return Ok(refusal(Some(status), &serde_json::from_str(&whole)?));
+    }
+    if body["stream"] == false {
+        return Ok(Outcome::Answered(text(&serde_json::from_str(&whole)?)));
+    }
+    let mut answered = String::new();
+    for data in whole.lines().filter_map(|line| line.strip_prefix("data: ")) {
+        if data == "[DONE]" {
+            return Ok(Outcome::Answered(answered));
+        }
+        let event: Value = serde_json::from_str(data)?;
+        if event.get("error").is_some() {
+            return Ok(refusal(None, &event));
+        }
+        answered += &text(&event);
+    }
+    anyhow::bail!("the stream was cut off")
+}
+
+/// By model and prompt: what a worker answers that has this model alone.
+fn expected(directory: &Path, files: &[PathBuf]) -> Vec<Vec<String>> {
+    let of_file = |file: &PathBuf| {
+        site::alone(directory, file, |server| {
+            let name = file.file_stem().unwrap().to_str().unwrap();
+            let of_prompt = |prompt| match ask(server, &body(name, prompt, false)).unwrap() {
+                Outcome::Answered(text) => text,
+                refused => panic!("{refused:?}"),
+            };
+            (0..PROMPTS).map(of_prompt).collect::<Vec<String>>()
+        })
+    };
+    let answers: Vec<Vec<String>> = files.iter().map(of_file).collect();
+    for prompt in 0..PROMPTS {
+        let different: BTreeSet<&String> = answers.iter().map(|of_model| &of_model[prompt]).collect();
+        assert_eq!(different.len(), MODELS, "models answer alike: {answers:#?}");
+    }
+    answers
+}
+
+fn deploy(site: &Site, directory: &Path, files: &[PathBuf]) {
+    let mut fleet = String::new();
+    for (index, file) in files.iter().enumerate() {
+        fleet += &format!("[models.{}]\nfile = {:?}\n", model(index), file.to_str().unwrap());
+    }
+    let path = directory.join("fleet.toml");
+    std::fs::write(&path, fleet).unwrap();
+    let ops = site.coordinator(0).ops.to_string();
+    let apply = || binary::stdout(&["apply", "-f", path.to_str().unwrap(), "--ops", &ops]).ok();
+    wait::until("the models are deployed", binary::NODE_TIMEOUT, apply).unwrap();
+    for index in 0..COORDINATORS {
+        let listed = || {
+            let models = http::get(site.coordinator(index).http, "/v1/models").ok()?.ok().ok()?;
+            let known = models["data"].as_array()?.iter().filter(|model| model["max_model_len"].is_u64());
+            (known.count() == MODELS).then_some(())
+        };
+        wait::until("all models are listed", binary::NODE_TIMEOUT, listed).unwrap();
+    }
+}
+
+/// A worker that was killed: its models, and how many events each worker had then.
+struct Killed {
+    worker: usize,
+    held: BTreeSet<String>,
+    events: [usize; WORKERS],
+}
+
+impl Killed {
+    /// Kills a worker. `since`: its events when it was started.
+    fn kill(site: &Site, worker: usize, since: usize) -> Self {
+        site.kill(Member::Worker(worker));
+        let held = loads::held(&loads::of_worker(site, worker)[since..]);
+        Self { worker, held, events: std::array::from_fn(|worker| loads::of_worker(site, worker).len()) }
+    }
+
+    /// The first load of each of its models since then: without the kill they would not have left then.
+    fn forced(&self, events: &[Vec<LoadEvent>; WORKERS]) -> usize {
+        let later = events.iter().zip(self.events).flat_map(|(events, at)| &events[at..]);
+        let again = later.filter(|event| event.kind == LoadKind::Begun && self.held.contains(&event.model));
+        again.map(|event| &event.model).collect::<BTreeSet<_>>().len()
+    }
+}
+
+/// Kills a worker while it loads a model. `first`: the worker that was killed before.
+fn kill_while_loading(site: &Site, first: &Killed) -> Killed {
+    let before: [usize; WORKERS] = std::array::from_fn(|worker| loads::of_worker(site, worker).len());
+    let loading = || {
+        (0..WORKERS).find(|worker| {
+            let events = loads::of_worker(site, *worker);
+            events.len() > before[*worker] && events.last().is_some_and(|last| last.kind == LoadKind::Begun)
+        })
+    };
+    let worker = wait::until("a worker loads a model", binary::NODE_TIMEOUT, loading).unwrap();
+    let since = if worker == first.worker { first.events[worker] } else { 0 };
+    Killed::kill(site, worker, since)
+}
+
+struct Run {
+    ended: Vec<(Outcome, Duration)>,
+    /// The coordinators of tries that ended without an answer.
+    failed_tries: Vec<usize>,
+    killed: Vec<Killed>,
+    killed_coordinator: usize,
+}
+
+/// Sends the requests of the trace in its order, and kills nodes on the way.
+fn run(site: &Site, trace: &[usize]) -> Run {
+    let (next, failed_tries) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let ended = Mutex::new(BTreeMap::new());
+    let client = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::SeqCst);
+            let Some(wanted) = trace.get(at) else { return };
+            let body = body(&model(*wanted), at % PROMPTS, at % 3 == 0);
+            let began = Instant::now();
+            let outcome = (at..at + MOST_TRIES).find_map(|front| {
+                let front = front % COORDINATORS;
+                let outcome = ask(site.coordinator(front).http, &body);
+                if outcome.is_err() {
+                    failed_tries.lock().unwrap().push(front);
+                }
+                outcome.ok()
+            });
+            let outcome = outcome.unwrap_or_else(|| panic!("request {at} is lost"));
+            ended.lock().unwrap().insert(at, (outcome, began.elapsed()));
+        }
+    };
+    let progress = |percent: usize| {
+        let reached = || (ended.lock().unwrap().len() * 100 >= trace.len() * percent).then_some(());
+        wait::until("requests are answered", Duration::from_secs(600), reached).unwrap();
+    };
+    let (killed, killed_coordinator) = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS).map(|_| scope.spawn(client)).collect();
+        progress(20);
+        let first = Killed::kill(site, 0, 0);
+        progress(35);
+        site.start_again(Member::Worker(0));
+        progress(45);
+        let leader = site.leader();
+        site.kill(Member::Coordinator(leader));
+        progress(60);
+        site.start_again(Member::Coordinator(leader));
+        progress(70);
+        let second = kill_while_loading(site, &first);
+        site.start_again(Member::Worker(second.worker));
+        clients.into_iter().for_each(|client| client.join().unwrap());
+        (vec![first, second], leader)
+    });
+    let ended = ended.into_inner().unwrap().into_values().collect();
+    Run { ended, failed_tries: failed_tries.into_inner().unwrap(), killed, killed_coordinator }
+}
+
+fn percentile(sorted: &[Duration], percent: usize) -> Duration {
+    sorted[(sorted.len() * percent / 100).min(sorted.len() - 1)]
+}
+
+#[test]
+fn more_models_than_fit_are_served_through_kills() {
+    let requests = std::env::var("KVASIR_TRAFFIC_REQUESTS").map_or(SAMPLE, |text| text.parse().unwrap());
+    let _alone = cluster::exclude_clusters();
+    let directory = binary::target().join("test-logs/model-traffic");
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::create_dir_all(&directory).unwrap();
+    let files = write_models(&directory);
+    let expected = expected(&directory, &files);
+    let site = Site::start(&directory, MEMORY);
+    deploy(&site, &directory, &files);
+    let trace = zipf(requests);
+    let began = Instant::now();
+    let run = run(&site, &trace);
+    let took = began.elapsed();
+
+    let mut refusals: BTreeMap<(u16, &str), usize> = BTreeMap::new();
+    for (at, (outcome, _)) in run.ended.iter().enumerate() {
+        match outcome {
+            Outcome::Answered(text) => assert_eq!(*text, expected[trace[at]][at % PROMPTS], "request {at}"),
+            Outcome::Refused(status, code) => {
+                assert!(REFUSALS.contains(&(*status, code.as_str())), "request {at}: {outcome:?}");
+                *refusals.entry((*status, code.as_str())).or_default() += 1;
+            }
+        }
+    }
+    assert_eq!(run.ended.len(), requests);
+    let elsewhere = run.failed_tries.iter().find(|front| **front != run.killed_coordinator);
+    assert_eq!(elsewhere, None, "coordinators that were not killed have ended connections");
+    let events: [Vec<LoadEvent>; WORKERS] = std::array::from_fn(|worker| loads::of_worker(&site, worker));
+    let forced: usize = run.killed.iter().map(|killed| killed.forced(&events)).sum();
+    let loads = loads::begun(&site) - forced;
+    let slots = WORKERS * SLOTS;
+    let (optimum, lru) = (replay::belady(&trace, slots), replay::lru(&trace, slots));
+    let mut times: Vec<Duration> = run.ended.iter().map(|(_, time)| *time).collect();
+    times.sort_unstable();
+    println!(
+        "{requests} requests in {took:.1?}: {loads} loads and {forced} forced by kills; optimum {optimum}, LRU {lru}; \
+         p50 {:.3?}, p95 {:.3?}, most {:.3?}; refused {refusals:?}; {} tries elsewhere",
+        percentile(&times, 50),
+        percentile(&times, 95),
+        percentile(&times, 100),
+        run.failed_tries.len(),
+    );
+    let refused: usize = refusals.values().sum();
+    assert!(refused * 1000 <= requests * MOST_REFUSED, "{refused} of {requests} requests were refused");
+    for (worker, events) in events.iter().enumerate() {
+        // Counters begin anew with a process.
+        let ready = events.iter().filter(|event| event.kind == LoadKind::Ready).count();
+        let counted =
+            ["kvasir_model_loads_total", "kvasir_model_wakes_total"].map(|name| site.metric(worker, name));
+        let started_again = run.killed.iter().any(|killed| killed.worker == worker);
+        assert!(
+            started_again || counted.iter().sum::<f64>() == ready as f64,
+            "w{worker}: {ready}, {counted:?}"
+        );
+    }
+    assert!(
+        requests < LONG || loads * 1000 <= optimum * MOST_LOADS,
+        "{loads} loads, and the optimum is {optimum}"
+    );
+    assert!(loads <= lru, "{loads} loads, and LRU has {lru}");
+    for index in 0..COORDINATORS {
+        let quiet = || {
+            let ops = site.coordinator(index).ops;
+            let held = ["kvasir_inflight_requests", "kvasir_queue_requests"];
+            held.iter().all(|name| http::metric(ops, name).is_ok_and(|held| held == 0.0)).then_some(())
+        };
+        wait::until("nothing is left", binary::NODE_TIMEOUT, quiet).unwrap();
+    }
+}
