@@ -225,12 +225,17 @@ pub(crate) fn print(access: &Access, json: bool, out: &mut impl Write) -> anyhow
         writeln!(out, "{}", json!({"deployments": deployments}))?;
         return Ok(());
     }
+    write!(out, "{}", table(&deployments))?;
+    Ok(())
+}
+
+/// The deployments, one line each.
+pub(crate) fn table(deployments: &[Value]) -> String {
     let mut rows = vec![
         ["MODEL", "STATE", "REPLICAS", "WORKERS", "IDLE", "VERSION", "REASON"].map(str::to_owned).to_vec(),
     ];
     rows.extend(deployments.iter().map(row));
-    write!(out, "{}", columns(&rows))?;
-    Ok(())
+    columns(&rows)
 }
 
 fn row(deployment: &Value) -> Vec<String> {

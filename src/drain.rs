@@ -81,10 +81,11 @@ impl Target {
         answer.success().map(drop)
     }
 
-    /// Current state of the worker; `None` if it has left.
+    /// Current state of the worker with all its models; `None` if it has left.
     fn look(&self) -> anyhow::Result<Option<Worker>> {
         let cluster = Cluster::fetch(&self.access)?;
-        Ok(cluster.workers.into_iter().find(|worker| worker.id == self.node))
+        let found = cluster.whole_workers().into_iter().find(|whole| whole.worker.id == self.node);
+        Ok(found.map(|whole| whole.total()))
     }
 
     /// Waits until the worker has no work or has left.
@@ -166,7 +167,7 @@ fn unknown_worker(node: &str, cluster: &Cluster) -> String {
             "{node} is a coordinator; only workers can be drained. A coordinator drains when it is stopped"
         );
     }
-    let ids: Vec<&str> = cluster.workers.iter().map(|worker| worker.id.as_str()).collect();
+    let ids: Vec<&str> = cluster.whole_workers().iter().map(|whole| whole.worker.id.as_str()).collect();
     let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
     format!("no worker has the id {node:?}; known workers: {ids}")
 }
@@ -186,6 +187,20 @@ mod tests {
         assert!(is_idle(&worker("draining", 0, 0)));
         assert!(!is_idle(&worker("ready", 0, 0)), "it may still be sent something");
         assert!(!is_idle(&worker("draining", 1, 0)) && !is_idle(&worker("draining", 0, 1)));
+    }
+
+    #[test]
+    fn a_worker_is_idle_once_its_instances_are() {
+        let total = |reported: &str, running: u64| {
+            let cluster: Cluster = serde_json::from_value(json!({"workers": [
+                {"id": "w0", "epoch": 1, "state": "draining", "reported": "draining", "kv_used": 0, "kv_total": 1},
+                {"id": "w0.1", "instance_of": "w0", "epoch": 1, "state": "draining", "reported": reported, "kv_used": 0,
+                 "kv_total": 1, "running": running}]}))
+            .unwrap();
+            cluster.whole_workers()[0].total()
+        };
+        assert!(is_idle(&total("draining", 0)));
+        assert!(!is_idle(&total("draining", 1)) && !is_idle(&total("ready", 0)));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::access::Access;
 use crate::columns::columns;
+use crate::deploy;
 use anyhow::Context;
 use proto::served_model::BUILT_IN;
 use serde::Deserialize;
@@ -13,6 +14,8 @@ const PATH: &str = "/admin/v1/cluster";
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Shows the nodes of a cluster, their models and their load.
+///
+/// The models that a worker holds beside its own are below it, as its instances; its own line has the load of all.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir status\n  kvasir status --ops 10.0.0.7:9090 --json")]
 pub(crate) struct Status {
@@ -31,6 +34,9 @@ pub(crate) struct Cluster {
     pub(crate) coordinators: Vec<Coordinator>,
     #[serde(default)]
     pub(crate) workers: Vec<Worker>,
+    /// Deployed models, as `/admin/v1/deployments` lists them.
+    #[serde(default)]
+    deployments: Vec<serde_json::Value>,
     #[serde(default)]
     shipping: Vec<Shipment>,
     #[serde(default)]
@@ -68,9 +74,12 @@ pub(crate) struct Coordinator {
     certificate_ends: Option<i64>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Worker {
     pub(crate) id: String,
+    /// The worker of which this is an instance: a model that it holds beside others.
+    #[serde(default)]
+    instance_of: Option<String>,
     pub(crate) epoch: u64,
     pub(crate) state: String,
     /// State reported by the worker itself.
@@ -86,7 +95,7 @@ pub(crate) struct Worker {
     #[serde(default)]
     cpus_sleep: bool,
     #[serde(default)]
-    models: Vec<String>,
+    pub(crate) models: Vec<String>,
     /// Engine of its models.
     #[serde(default)]
     engine: Option<String>,
@@ -120,7 +129,7 @@ pub(crate) struct Worker {
 }
 
 /// An operation that a worker offers with one model.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Deserialize)]
 pub(crate) struct Offer {
     pub(crate) operation: String,
     pub(crate) model: String,
@@ -215,7 +224,52 @@ pub(crate) struct Queue {
     pub(crate) inflight: u64,
 }
 
+/// A worker with its instances, by number.
+pub(crate) struct WholeWorker<'a> {
+    pub(crate) worker: &'a Worker,
+    pub(crate) instances: Vec<&'a Worker>,
+}
+
+impl WholeWorker<'_> {
+    /// The worker with the load of its instances added. It drains once all of them do.
+    pub(crate) fn total(&self) -> Worker {
+        let mut total = self.worker.clone();
+        for instance in &self.instances {
+            for (sum, more) in [
+                (&mut total.running, instance.running),
+                (&mut total.waiting, instance.waiting),
+                (&mut total.inflight, instance.inflight),
+                (&mut total.kv_used, instance.kv_used),
+                (&mut total.kv_total, instance.kv_total),
+            ] {
+                *sum = sum.saturating_add(more);
+            }
+            total.queue_s = total.queue_s.max(instance.queue_s);
+            if instance.reported.as_deref().is_some_and(|reported| reported != "draining") {
+                total.reported.clone_from(&instance.reported);
+            }
+        }
+        total
+    }
+}
+
 impl Cluster {
+    /// The workers, each with its instances.
+    pub(crate) fn whole_workers(&self) -> Vec<WholeWorker<'_>> {
+        let known = |id: &str| self.workers.iter().any(|worker| worker.id == id);
+        let is_instance = |worker: &Worker| worker.instance_of.as_deref().is_some_and(known);
+        let instances = |of: &Worker| {
+            let is_of = |worker: &&Worker| worker.instance_of.as_deref() == Some(of.id.as_str());
+            let mut instances: Vec<&Worker> = self.workers.iter().filter(is_of).collect();
+            let number =
+                |worker: &Worker| worker.id.rsplit_once('.').and_then(|(_, n)| n.parse::<u16>().ok());
+            instances.sort_by_key(|worker| number(worker));
+            instances
+        };
+        let workers = self.workers.iter().filter(|worker| !is_instance(worker));
+        workers.map(|worker| WholeWorker { worker, instances: instances(worker) }).collect()
+    }
+
     /// Queries the coordinator's current view.
     pub(crate) fn fetch(access: &Access) -> anyhow::Result<Self> {
         let body = access.text("GET", PATH, TIMEOUT)?;
@@ -283,10 +337,10 @@ fn table(cluster: &Cluster) -> String {
         row.resize(7, "-".into());
         rows.push(row);
     }
-    for node in &cluster.workers {
+    let row = |name: String, node: &Worker| {
         let mib = |bytes: u64| bytes >> 20;
-        rows.push(vec![
-            node.id.clone(),
+        vec![
+            name,
             node.state.clone(),
             node.epoch.to_string(),
             node.running.to_string(),
@@ -294,9 +348,16 @@ fn table(cluster: &Cluster) -> String {
             format!("{} of {} MiB", mib(node.kv_used), mib(node.kv_total)),
             format!("{} ms ago", node.last_progress_ms),
             node.models.join(","),
-        ]);
+        ]
+    };
+    for whole in cluster.whole_workers() {
+        rows.push(row(whole.worker.id.clone(), &whole.total()));
+        rows.extend(whole.instances.iter().map(|node| row(format!("  {}", node.id), node)));
     }
     let mut text = columns(&rows);
+    if !cluster.deployments.is_empty() {
+        text += &format!("\n{}\n", deploy::table(&cluster.deployments));
+    }
     text += &certificates(cluster, SystemTime::now());
     for Differing { setting, coordinators, unready } in &cluster.settings {
         let so = if *unready { ", and is not ready until they are equal" } else { "" };
@@ -368,6 +429,27 @@ fn table(cluster: &Cluster) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn instances_are_below_their_worker_and_deployed_models_have_a_state() {
+        let cluster: Cluster = serde_json::from_str(
+            r#"{"workers":[{"id":"w0.10","instance_of":"w0","epoch":1,"state":"ready","models":["code@1"],"kv_used":1048576,"kv_total":4194304,"running":2},
+                {"id":"w0.2","instance_of":"w0","epoch":1,"state":"ready","models":["chat@2"],"kv_used":0,"kv_total":2097152,"running":1},
+                {"id":"w0","epoch":1,"state":"ready","kv_used":0,"kv_total":0},
+                {"id":"w1.1","instance_of":"w1","epoch":1,"state":"ready","kv_used":0,"kv_total":0}],
+                "deployments":[{"model":"chat","state":"loading","progress":43.0,"eta_s":12.0,"min":0,"max":1,"idle_s":600,
+                "reason":"","versions":[],"rollout":null}]}"#,
+        )
+        .unwrap();
+        let text = table(&cluster);
+        let first = |line: &str| line.split("  ").find(|cell| !cell.is_empty()).map(str::to_owned);
+        let nodes: Vec<_> = text.lines().skip(1).take(4).filter_map(first).collect();
+        assert_eq!(nodes, ["w0", "w0.2", "w0.10", "w1.1"], "{text}");
+        let whole = text.lines().find(|line| line.starts_with("w0 ")).unwrap();
+        assert!(whole.contains(" 3 ") && whole.contains("1 of 6 MiB"), "{text}");
+        assert!(text.contains("\n  w0.2 ") && text.contains("chat@2"), "{text}");
+        assert!(text.contains("loading 43 %, 12 s left"), "{text}");
+    }
 
     #[test]
     fn the_table_shows_every_node_and_ignores_keys_of_later_versions() {

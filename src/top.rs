@@ -77,9 +77,12 @@ impl Sample {
     }
 }
 
-/// Metric samples, summed over all labels except `worker`.
+/// Metric samples, summed over all labels except `worker`, and over all except `worker` and `model`.
 #[derive(Debug, Default)]
-struct Series(HashMap<(String, Option<String>), f64>);
+struct Series(HashMap<(String, Place), f64>);
+
+/// Where a sample is from: a worker, and a model that it holds beside its own.
+type Place = (Option<String>, Option<String>);
 
 impl Series {
     /// Parses the text format; ignores other lines.
@@ -89,16 +92,26 @@ impl Series {
             let Some((name, value)) = line.rsplit_once(' ') else { continue };
             let Ok(value) = value.parse::<f64>() else { continue };
             let (name, labels) = name.split_once('{').unwrap_or((name, ""));
-            let worker = labels.split("worker=\"").nth(1).and_then(|rest| rest.split('"').next());
-            *series.entry((name.to_owned(), worker.map(str::to_owned))).or_default() += value;
+            let label = |name: &str| {
+                let rest = labels.split_once(&format!("{name}=\""))?.1;
+                Some(rest.split('"').next().unwrap_or_default().to_owned())
+            };
+            let (worker, model) = (label("worker"), label("model"));
+            if model.is_some() {
+                *series.entry((name.to_owned(), (worker.clone(), model))).or_default() += value;
+            }
+            *series.entry((name.to_owned(), (worker, None))).or_default() += value;
         }
         Self(series)
     }
 
-    fn get(&self, name: &str, worker: Option<&str>) -> f64 {
-        self.0.get(&(name.to_owned(), worker.map(str::to_owned))).copied().unwrap_or(0.0)
+    fn get(&self, name: &str, place: &Place) -> f64 {
+        self.0.get(&(name.to_owned(), place.clone())).copied().unwrap_or(0.0)
     }
 }
+
+/// The coordinator's own samples.
+const ALL: Place = (None, None);
 
 /// Changes between two samples.
 struct Since<'a> {
@@ -109,25 +122,25 @@ struct Since<'a> {
 
 impl Since<'_> {
     /// Increase of a counter. A counter that was reset counts from 0.
-    fn grown(&self, name: &str, worker: Option<&str>) -> f64 {
-        let (before, now) = (self.before.get(name, worker), self.now.get(name, worker));
+    fn grown(&self, name: &str, place: &Place) -> f64 {
+        let (before, now) = (self.before.get(name, place), self.now.get(name, place));
         if now < before { now } else { now - before }
     }
 
-    fn rate(&self, name: &str, worker: Option<&str>) -> String {
-        format!("{:.1}", self.grown(name, worker) / self.seconds)
+    fn rate(&self, name: &str, place: &Place) -> String {
+        format!("{:.1}", self.grown(name, place) / self.seconds)
     }
 
     /// Mean of a histogram's observations between the samples, in ms.
     fn mean_ms(&self, name: &str) -> String {
-        let count = self.grown(&format!("{name}_count"), None);
-        let sum = self.grown(&format!("{name}_sum"), None);
+        let count = self.grown(&format!("{name}_count"), &ALL);
+        let sum = self.grown(&format!("{name}_sum"), &ALL);
         if count > 0.0 { format!("{:.0} ms", 1e3 * sum / count) } else { "-".into() }
     }
 
-    fn percent(&self, part: &str, whole: &str, worker: Option<&str>) -> String {
-        let whole = self.grown(whole, worker);
-        if whole > 0.0 { format!("{:.0} %", 100.0 * self.grown(part, worker) / whole) } else { "-".into() }
+    fn percent(&self, part: &str, whole: &str, place: &Place) -> String {
+        let whole = self.grown(whole, place);
+        if whole > 0.0 { format!("{:.0} %", 100.0 * self.grown(part, place) / whole) } else { "-".into() }
     }
 }
 
@@ -153,29 +166,40 @@ fn screen(before: &Sample, now: &Sample) -> String {
         "PROGRESS",
     ];
     let mut workers = vec![head.map(str::to_owned).to_vec()];
-    // The busiest workers come first.
-    let mut hottest: Vec<&Worker> = cluster.workers.iter().collect();
-    hottest.sort_by(|a, b| b.queue_s.total_cmp(&a.queue_s).then_with(|| a.id.cmp(&b.id)));
-    workers.extend(hottest.into_iter().map(|worker| {
-        let of = Some(worker.id.as_str());
+    let generated = |worker: &Worker| {
         let first =
             before.cluster.workers.iter().find(|was| was.id == worker.id && was.epoch == worker.epoch);
-        let generated = worker.generated_tokens
-            - first.map_or(0, |was| was.generated_tokens.min(worker.generated_tokens));
+        worker.generated_tokens - first.map_or(0, |was| was.generated_tokens.min(worker.generated_tokens))
+    };
+    let row = |name: String, worker: &Worker, place: &Place, generated: u64| {
         vec![
-            worker.id.clone(),
+            name,
             worker.state.clone(),
             format!("{:.2} s", worker.queue_s),
             worker.running.to_string(),
             worker.waiting.to_string(),
             format!("{} %", (100 * worker.kv_used).checked_div(worker.kv_total).unwrap_or(0)),
-            since.rate("kvasir_prefill_tokens_computed_total", of),
+            since.rate("kvasir_prefill_tokens_computed_total", place),
             format!("{:.1}", generated as f64 / seconds),
-            since.rate("kvasir_steps_total", of),
-            since.percent("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", of),
+            since.rate("kvasir_steps_total", place),
+            since.percent("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", place),
             format!("{} ms ago", worker.last_progress_ms),
         ]
-    }));
+    };
+    // The busiest workers come first.
+    let mut hottest: Vec<_> = cluster.whole_workers().into_iter().map(|w| (w.total(), w)).collect();
+    hottest.sort_by(|(a, _), (b, _)| b.queue_s.total_cmp(&a.queue_s).then_with(|| a.id.cmp(&b.id)));
+    for (total, whole) in &hottest {
+        let of_instances: u64 = whole.instances.iter().map(|instance| generated(instance)).sum();
+        let place = (Some(total.id.clone()), None);
+        workers.push(row(total.id.clone(), total, &place, generated(whole.worker) + of_instances));
+        for instance in &whole.instances {
+            let model = instance.models.first();
+            let name = format!("  {}", model.unwrap_or(&instance.id));
+            let place = (Some(total.id.clone()), model.cloned());
+            workers.push(row(name, instance, &place, generated(instance)));
+        }
+    }
     let queue = &cluster.queue;
     let operations = operations(cluster);
     format!(
@@ -184,9 +208,9 @@ fn screen(before: &Sample, now: &Sample) -> String {
         queue.requests,
         queue.tokens,
         queue.inflight,
-        since.rate("vllm:request_success_total", None),
-        since.rate("vllm:prompt_tokens_total", None),
-        since.rate("vllm:generation_tokens_total", None),
+        since.rate("vllm:request_success_total", &ALL),
+        since.rate("vllm:prompt_tokens_total", &ALL),
+        since.rate("vllm:generation_tokens_total", &ALL),
         since.mean_ms("vllm:time_to_first_token_seconds"),
         columns(&workers),
         columns(&coordinators),
@@ -266,11 +290,36 @@ mod tests {
     }
 
     #[test]
-    fn series_are_summed_over_all_labels_but_the_worker() {
-        let series = Series::read("a{m=\"1\"} 2\na{m=\"2\"} 3\na{worker=\"w\",m=\"1\"} 7\nnonsense\n# a 9\n");
-        assert_eq!(
-            (series.get("a", None), series.get("a", Some("w")), series.get("b", None)),
-            (5.0, 7.0, 0.0)
+    fn series_are_summed_over_all_labels_but_the_worker_and_its_models() {
+        let series = Series::read(
+            "a{m=\"1\"} 2\na{m=\"2\"} 3\na{worker=\"w\",m=\"1\"} 7\na{worker=\"w\",model=\"c@1\",m=\"1\"} 4\n\
+             nonsense\n# a 9\n",
         );
+        let worker = || Some("w".to_owned());
+        assert_eq!((series.get("a", &ALL), series.get("b", &ALL)), (5.0, 0.0));
+        assert_eq!(series.get("a", &(worker(), None)), 11.0);
+        assert_eq!(series.get("a", &(worker(), Some("c@1".into()))), 4.0);
+    }
+
+    #[test]
+    fn a_worker_has_the_sums_of_its_instances_which_are_below_it() {
+        let at = Instant::now();
+        let sample = |at: Instant, steps: u32, tokens: u32| {
+            let cluster = serde_json::json!({"workers": [
+                {"id": "w0.1", "instance_of": "w0", "epoch": 2, "state": "ready", "models": ["chat@1"], "kv_used": 1,
+                 "kv_total": 4, "running": 3, "queue_s": 0.5, "generated_tokens": tokens},
+                {"id": "w0", "epoch": 1, "state": "ready", "kv_used": 0, "kv_total": 4, "generated_tokens": 2 * tokens}]});
+            let metrics = format!(
+                "kvasir_steps_total{{worker=\"w0\"}} {steps}\nkvasir_steps_total{{worker=\"w0\",model=\"chat@1\"}} {steps}\n"
+            );
+            Sample { at, cluster: serde_json::from_value(cluster).unwrap(), series: Series::read(&metrics) }
+        };
+        let screen = screen(&sample(at, 10, 0), &sample(at + Duration::from_secs(2), 30, 40));
+        let cells = |start: &str| -> Vec<String> {
+            let line = screen.lines().find(|line| line.starts_with(start)).unwrap();
+            line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).map(str::to_owned).collect()
+        };
+        assert_eq!(cells("w0 ")[2..9], ["0.50 s", "3", "0", "12 %", "0.0", "60.0", "20.0"]);
+        assert_eq!(cells("  chat@1")[2..9], ["0.50 s", "3", "0", "25 %", "0.0", "20.0", "10.0"]);
     }
 }

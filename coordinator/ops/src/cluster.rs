@@ -1,7 +1,8 @@
 //! The JSON of `kvasir status --json`. Keys are only ever added.
 
-use super::Ops;
+use super::{Ops, deployments};
 use consensus::table::ModelBlocked;
+use dispatch::HostWorker;
 use dispatch::metrics::state_name;
 use group::agreement::{Difference, Standing};
 use group::replicas::ReplicaView;
@@ -9,7 +10,7 @@ use proto::ids::{ModelId, NodeId};
 use proto::shard::ShippingReport;
 use router::balancer::{OfferView, WorkerView};
 use serde_json::{Value, json};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 /// Whether any model is planned over several workers.
 pub(crate) fn has_stages(ops: &Ops) -> bool {
@@ -26,6 +27,7 @@ pub(crate) fn asleep(metrics: &[(NodeId, String)]) -> HashSet<NodeId> {
 /// The whole status. `asleep`: the result of [`asleep`].
 pub(crate) fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
     let workers = ops.dispatch.workers();
+    let hosts = hosts(ops);
     let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
     let (index, queue, inflight) = ops.dispatch.sizes();
     let models: Vec<Value> = ops
@@ -43,8 +45,10 @@ pub(crate) fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
         .collect();
     json!({
         "coordinators": coordinators(ops),
-        "workers": workers.iter().map(|view| worker(ops, view, &planned, asleep)).collect::<Vec<_>>(),
+        "workers": workers.iter().map(|view| worker(ops, view, &planned, asleep, &hosts)).collect::<Vec<_>>(),
         "models": models,
+        // As `/admin/v1/deployments` lists them.
+        "deployments": deployments::all(ops),
         "adapters": adapters(ops),
         "replicas": replicas(&workers, &planned),
         "shipping": ops.dispatch.shipments().all().iter().map(shipment).collect::<Vec<_>>(),
@@ -99,7 +103,23 @@ fn coordinators(ops: &Ops) -> Vec<Value> {
     agreement.standings().into_iter().map(value).collect()
 }
 
-fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView], asleep: &HashSet<NodeId>) -> Value {
+/// The workers that load models by order: labels, and bytes for all models, in all and in use.
+fn hosts(ops: &Ops) -> HashMap<NodeId, Value> {
+    let reports = ops.deployments.as_ref().map(|deployments| deployments.reports()).unwrap_or_default();
+    let host = |host: HostWorker| {
+        let used = reports.get(&host.node).map(|report| report.used);
+        (host.node, json!({"labels": host.report.labels, "budget": host.report.budget, "used": used}))
+    };
+    ops.dispatch.hosts().into_iter().map(host).collect()
+}
+
+fn worker(
+    ops: &Ops,
+    view: &WorkerView,
+    planned: &[ReplicaView],
+    asleep: &HashSet<NodeId>,
+    hosts: &HashMap<NodeId, Value>,
+) -> Value {
     let register = &view.member.register;
     let quarantined = ops.dispatch.lost_devices().quarantined(&register.node);
     let report = view.report.as_ref();
@@ -107,6 +127,9 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView], asleep: &HashSe
     let silent = u64::try_from(view.silent.as_millis()).unwrap_or(u64::MAX);
     json!({
         "id": register.node.as_str(),
+        // The worker of which this is an instance: a model that it holds beside others.
+        "instance_of": register.node.is_instance().then(|| register.node.worker()),
+        "host": hosts.get(&register.node),
         "epoch": register.epoch.0,
         "state": state_name(view.state()),
         // The state that the worker reported. Once this is `draining`, it refuses new work from any

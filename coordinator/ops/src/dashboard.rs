@@ -9,6 +9,7 @@ mod feed;
 mod paths;
 mod requests;
 mod snapshot;
+mod traffic;
 mod why;
 
 pub use feed::Feed;
@@ -31,7 +32,7 @@ const SCRIPT: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
 /// The page's files: path, content type, content.
-const FILES: [(&str, &str, &str); 14] = [
+const FILES: [(&str, &str, &str); 16] = [
     ("/", HTML, include_str!("dashboard/page/index.html")),
     ("/dashboard/icon.svg", SVG, include_str!("dashboard/page/icon.svg")),
     ("/dashboard/style.css", CSS, include_str!("dashboard/page/style.css")),
@@ -41,6 +42,8 @@ const FILES: [(&str, &str, &str); 14] = [
     ("/dashboard/feed.js", SCRIPT, include_str!("dashboard/page/feed.js")),
     ("/dashboard/chart.js", SCRIPT, include_str!("dashboard/page/chart.js")),
     ("/dashboard/fleet.js", SCRIPT, include_str!("dashboard/page/fleet.js")),
+    ("/dashboard/models.js", SCRIPT, include_str!("dashboard/page/models.js")),
+    ("/dashboard/usage.js", SCRIPT, include_str!("dashboard/page/usage.js")),
     ("/dashboard/topology.js", SCRIPT, include_str!("dashboard/page/topology.js")),
     ("/dashboard/traffic.js", SCRIPT, include_str!("dashboard/page/traffic.js")),
     ("/dashboard/requests.js", SCRIPT, include_str!("dashboard/page/requests.js")),

@@ -13,9 +13,10 @@
 //! `{"permille", "min_requests"?, "max_errors_permille"?, "max_ttft_percent"?}`. A change with `from` is refused if the
 //! deployment has another revision; 0 means that it must be new.
 //!
-//! D is the settings with `{"model","revision","state","progress","eta_s","reason","versions":[V],"rollout","last_rollout"}`,
-//! V is `{"version","id","source","digest","active","failed","needed_bytes","workers":[{"worker","wanted","state","progress","eta_s","failures","reason","bytes","idle_s"}]}`.
-//! Any coordinator may be called.
+//! D is the settings with `{"model","revision","state","progress","eta_s","reason","waiting","versions":[V],"rollout","last_rollout"}`,
+//! V is `{"version","id","source","digest","active","failed","rolled_back","needed_bytes","requests","errors","ttft_p50_s","workers":[{"worker","wanted","state","progress","eta_s","failures","reason","bytes","idle_s"}]}`.
+//! `waiting` are the requests in this coordinator's queue. `requests`, those that failed (`errors`) and the median time
+//! to first token are of all coordinators, each since its start. Any coordinator may be called.
 
 use super::keys::body;
 use super::{Ops, Subject, count, to_api_error};
@@ -29,6 +30,7 @@ use consensus::table::{
     CanaryShare, Change, Deployment, DeploymentDropped, DeploymentSet, DeploymentSettings, Refusal,
     RolloutEnded, RolloutStarted, Table, Version,
 };
+use dispatch::VersionCounts;
 use group::agreement::{Agreement, ChangeError};
 use proto::deployment::{MAX_SOURCE, ModelReport, ModelSource, ModelsReport};
 use proto::ids::{ModelId, NodeId};
@@ -145,13 +147,34 @@ impl SetRequest {
 }
 
 async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
+    Json(json!({"deployments": all(&ops)}))
+}
+
+/// What workers and clients tell of the deployed models.
+struct Seen {
+    reports: BTreeMap<NodeId, ModelsReport>,
+    /// Ended requests by version.
+    outcomes: BTreeMap<ModelId, VersionCounts>,
+    /// Waiting requests by version.
+    queued: BTreeMap<ModelId, usize>,
+}
+
+/// All deployments, by name.
+pub(crate) fn all(ops: &Ops) -> Vec<Value> {
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
-    let reports = ops.deployments.as_ref().map(|deployments| deployments.reports()).unwrap_or_default();
+    let Some(table) = table.filter(|table| !table.deployments().models().is_empty()) else {
+        return Vec::new();
+    };
+    let seen = Seen {
+        reports: ops.deployments.as_ref().map(|deployments| deployments.reports()).unwrap_or_default(),
+        outcomes: ops.dispatch.outcomes().totals(),
+        queued: ops.dispatch.look(|balancer| balancer.queued_by_model()),
+    };
     let known = ops.models.deployed();
-    let deployments = table.iter().flat_map(|table| {
-        let (reports, known) = (&reports, &known);
-        table.deployments().models().iter().map(move |(model, deployment)| {
-            let mut object = deployment_json(model, deployment, table, reports);
+    let deployments = table.deployments().models().iter();
+    deployments
+        .map(|(model, deployment)| {
+            let mut object = deployment_json(model, deployment, &table, &seen);
             if let (Some(object), Some(known)) = (object.as_object_mut(), known.model(model.as_str())) {
                 let progress = &known.progress;
                 object.insert("state".into(), progress.state.name().into());
@@ -162,25 +185,21 @@ async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
             }
             object
         })
-    });
-    Json(json!({"deployments": deployments.collect::<Vec<_>>()}))
+        .collect()
 }
 
 fn percent(permille: u16) -> Value {
     if permille == 0 { Value::Null } else { (f64::from(permille) / 10.0).into() }
 }
 
-fn deployment_json(
-    model: &ModelId,
-    deployment: &Deployment,
-    table: &Table,
-    reports: &BTreeMap<NodeId, ModelsReport>,
-) -> Value {
+fn deployment_json(model: &ModelId, deployment: &Deployment, table: &Table, seen: &Seen) -> Value {
     let DeploymentSettings { min, max, idle_s, pin, nodes, context, priority } = &deployment.settings;
     let versions = deployment.versions.iter().map(|version| {
         let active = version.number == deployment.active;
-        version_json(model, version, active, table, reports)
+        version_json(model, version, active, table, seen)
     });
+    let names = deployment.versions.iter().filter_map(|version| version.name(model));
+    let waiting: usize = names.filter_map(|name| seen.queued.get(&name)).sum();
     let rollout = deployment.rollout.as_ref().map(|rollout| {
         let canary = rollout.canary.map(|canary| {
             let CanaryShare { permille, min_requests, max_errors_permille, max_ttft_percent } = canary;
@@ -207,26 +226,21 @@ fn deployment_json(
         "progress": null,
         "eta_s": null,
         "reason": "",
+        "waiting": waiting,
         "versions": versions.collect::<Vec<_>>(),
         "rollout": rollout,
         "last_rollout": deployment.last_rollout,
     })
 }
 
-fn version_json(
-    model: &ModelId,
-    version: &Version,
-    active: bool,
-    table: &Table,
-    reports: &BTreeMap<NodeId, ModelsReport>,
-) -> Value {
+fn version_json(model: &ModelId, version: &Version, active: bool, table: &Table, seen: &Seen) -> Value {
     let id = version.name(model);
     let reported = id.as_ref().unwrap_or(model);
     let placement = id.as_ref().and_then(|id| table.models().get(id)).map(|plan| plan.placement.as_slice());
     let wanted = |node: &NodeId| placement.is_some_and(|placement| placement.contains(node));
     let report_of =
         |report: &ModelsReport| report.models.iter().find(|report| report.model == *reported).cloned();
-    let known = reports.iter().filter_map(|(node, report)| Some((node, report_of(report)?)));
+    let known = seen.reports.iter().filter_map(|(node, report)| Some((node, report_of(report)?)));
     let workers = known.map(|(node, report)| {
         let ModelReport { state, permille, eta_ms, failures, reason, bytes, idle_ms, .. } = report;
         json!({
@@ -241,6 +255,7 @@ fn version_json(
             "idle_s": (idle_ms > 0).then(|| idle_ms as f64 / 1000.0),
         })
     });
+    let outcomes = id.as_ref().and_then(|id| seen.outcomes.get(id));
     let (kind, source) = match &version.source {
         ModelSource::File(path) => ("file", path),
         ModelSource::Fetch(address) => ("fetch", address),
@@ -252,7 +267,11 @@ fn version_json(
         "digest": version.facts.map(|facts| hex(&facts.digest)),
         "active": active,
         "failed": version.failed,
+        "rolled_back": version.rolled_back,
         "needed_bytes": version.facts.map(|facts| facts.needed_bytes),
+        "requests": outcomes.map_or(0, VersionCounts::requests),
+        "errors": outcomes.map_or(0, |counts| counts.failed),
+        "ttft_p50_s": outcomes.and_then(VersionCounts::median_first_token).map(|time| time.as_secs_f64()),
         "workers": workers.collect::<Vec<_>>(),
     })
 }

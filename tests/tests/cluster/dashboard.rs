@@ -1,8 +1,11 @@
 //! The dashboard in a browser: it shows the cluster's activity, its buttons work, and the keyboard reaches
 //! all controls. Screenshots are kept in the log directory.
 
+use crate::deployments::{changed, command, deployment};
+use crate::tiny_model;
 use kvasir_cluster_tests::browser::{Browser, keys};
 use kvasir_cluster_tests::cluster::Cluster;
+use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -317,5 +320,140 @@ fn an_operator_sees_which_worker_is_hot_and_why_and_drains_it() {
     let others = "return performance.getEntriesByType('resource').map(({ name }) => name)\
                   .filter((name) => !name.startsWith(location.origin))";
     assert_eq!(browser.script(others).unwrap(), json!([]), "asked of others");
+    assert_eq!(browser.complaints().unwrap(), Vec::<String>::new());
+}
+
+/// Deployments: one with a canary, one on demand, one that nobody asks for, one whose file cannot be used.
+fn deploy_models(cluster: &Cluster) {
+    let ops = cluster.coordinator().ops;
+    let folder = cluster.data_dir().join("models");
+    std::fs::create_dir_all(&folder).unwrap();
+    let [first, second] = [("chat-1.gguf", 0.01), ("chat-2.gguf", 0.02)]
+        .map(|(name, value)| changed(&folder, name, value).to_str().unwrap().to_owned());
+    let code = folder.join("code.gguf");
+    std::fs::copy(Manifest::read().unwrap().tiny("qwen2").unwrap().path(), &code).unwrap();
+    let code = code.to_str().unwrap().to_owned();
+    let broken = folder.join("draft.gguf");
+    std::fs::write(&broken, "not a model").unwrap();
+    let deploy = |model: &str, file: &str, more: &[&str]| {
+        let arguments = [&["models", "deploy", model, "--file", file], more].concat();
+        command(ops, &arguments);
+    };
+    deploy("chat", &first, &["--replicas", "1:2", "--priority", "10"]);
+    deploy("code", &code, &["--idle", "30m", "--pin"]);
+    deploy("notes", &code, &["--nodes", "zone=b"]);
+    deploy("draft", broken.to_str().unwrap(), &[]);
+    let state = |model: &str, wanted: &str| {
+        let found = || deployment(ops, model).filter(|now| now["state"] == wanted);
+        wait::until(wanted, binary::NODE_TIMEOUT, found).unwrap();
+    };
+    state("chat", "ready");
+    state("draft", "bad_file");
+    deploy("chat", &second, &["--canary", "50%"]);
+    let canary = || {
+        let now = deployment(ops, "chat")?;
+        let versions = now["versions"].as_array()?;
+        let canary = versions.iter().find(|version| version["version"] == now["rollout"]["version"])?;
+        canary["workers"].as_array()?.iter().any(|worker| worker["state"] == "ready").then_some(())
+    };
+    wait::until("the canary is ready", binary::NODE_TIMEOUT, canary).unwrap();
+}
+
+/// A look of one model that is being loaded, drawn by the page's own module.
+const LOADING: &str = r##"
+    const version = { version: 7, id: "big@0", source: { fetch: "big" }, digest: null, active: true, failed: "", requests: 0, errors: 0,
+        ttft_p50_s: null, rolled_back: false, workers: [{ worker: "spark-1", wanted: true, state: "loading", progress: 43, bytes: 0, failures: 1, reason: "" }] };
+    const big = { model: "big", min: 0, max: 1, idle_s: 600, pin: false, nodes: [], context: 0, priority: 1, state: "loading",
+        progress: 43, eta_s: 12, reason: "", waiting: 3, versions: [version], rollout: null, last_rollout: "" };
+    return import("/dashboard/models.js").then(({ drawModels }) => {
+        drawModels({ models: [], cluster: { models: [], replicas: [], deployments: [big] } });
+        return document.querySelector("tr[data-model='big']").textContent;
+    });
+"##;
+
+#[test]
+fn models_are_shown_with_state_place_versions_traffic_and_use() {
+    let cluster = Cluster::builder("dashboard-models", &tiny_model()).start().unwrap();
+    let browser = Browser::start().unwrap();
+    browser.resize(1440, 1000, 1.0).unwrap();
+    browser.prefer_dark(false).unwrap();
+    deploy_models(&cluster);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for client in 0..4u64 {
+            let (cluster, stop) = (&cluster, &stop);
+            scope.spawn(move || {
+                for round in (0..).take_while(|_| !stop.load(Ordering::Relaxed)) {
+                    let prompt: Vec<u64> =
+                        (0..40).map(|at| 5 + (client * 31 + round * 17 + at * 3) % 200).collect();
+                    let model = if client == 0 { "code" } else { "chat" };
+                    let body =
+                        json!({"model": model, "prompt": prompt, "max_tokens": 64, "ignore_eos": true});
+                    http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
+                }
+            });
+        }
+        let seen = catch_unwind(AssertUnwindSafe(|| {
+            browser.open(&format!("http://{}/", cluster.coordinator().ops)).unwrap();
+            let row = |model: &str| format!("document.querySelector(\"tr[data-model='{model}']\")");
+            for (model, state) in
+                [("chat", "ready"), ("code", "ready"), ("notes", "absent"), ("draft", "bad_file")]
+            {
+                browser.wait_for(state, &format!("{}?.dataset.state === '{state}'", row(model))).unwrap();
+            }
+            browser.wait_for("the reason", &format!("/GGUF/.test({}.textContent)", row("draft"))).unwrap();
+            let versions =
+                "[...document.querySelectorAll('#models-rows .version')].map((row) => row.textContent)";
+            browser
+                .wait_for(
+                    "both versions with their requests",
+                    &format!("{versions}.length === 2 && /active/.test({versions}[0]) && /canary 50 %/.test({versions}[1]) && {versions}.every((text) => /first token \\d/.test(text))"),
+                )
+                .unwrap();
+            let rate = |column: u32| {
+                format!("/[1-9]/.test({}.children[{column}].querySelector('b').textContent)", row("chat"))
+            };
+            browser.wait_for("its rates", &format!("{} && {}", rate(3), rate(4))).unwrap();
+            // The two workers, and under each the models that it holds.
+            let under = "[...document.querySelectorAll('#workers tr')].every((row, at, all) => row.dataset.worker ? true : row.dataset.instance.startsWith(all.slice(0, at).findLast((other) => other.dataset.worker).dataset.worker + '.'))";
+            browser
+                .wait_for(
+                    "instances under their workers",
+                    &format!("document.querySelectorAll('#workers tr[data-worker]').length === 2 && document.querySelectorAll('#workers tr.instance').length === 3 && {under}"),
+                )
+                .unwrap();
+            let boxes =
+                "[...document.querySelectorAll('#topology .worker title')].map((title) => title.textContent)";
+            browser
+                .wait_for(
+                    "one box for each worker",
+                    &format!("{boxes}.length === 2 && {boxes}.some((text) => /; .*code/.test(text))"),
+                )
+                .unwrap();
+            // Usage is written when requests end, and read every ten seconds.
+            browser
+                .wait_for("usage of both models", "['chat@', 'code@'].every((name) => [...document.querySelectorAll('#usage-rows tr')].some((row) => row.textContent.includes(name))) && /total/.test(document.querySelector('#usage-rows').textContent)")
+                .unwrap();
+            let device = format!("/\\d/.test({}.children[6].querySelector('b').textContent)", row("chat"));
+            browser.wait_for("its device time", &device).unwrap();
+            browser
+                .script("document.querySelector('#models').scrollIntoView({behavior: 'instant'})")
+                .unwrap();
+            browser.screenshot(&picture("models")).unwrap();
+        }));
+        stop.store(true, Ordering::Relaxed);
+        seen.unwrap_or_else(|panic| resume_unwind(panic));
+    });
+    let text = browser.script(LOADING).unwrap();
+    for expected in ["loading", "43 %, ready in 12 s", "spark-1 loading 43 %", "3 waiting"] {
+        assert!(text.as_str().unwrap().contains(expected), "{expected} not in {text}");
+    }
+    browser.resize(390, 844, 2.0).unwrap();
+    let wide = "return document.scrollingElement.scrollWidth - document.documentElement.clientWidth";
+    assert_eq!(browser.script(wide).unwrap(), 0, "a phone has to scroll sideways");
+    let cut = "const nav = document.querySelector('.bar nav'); return nav.scrollWidth - nav.clientWidth";
+    assert_eq!(browser.script(cut).unwrap(), 0, "the sections' links fit one line");
+    browser.script("document.querySelector('#models').scrollIntoView({behavior: 'instant'})").unwrap();
+    browser.screenshot(&picture("models-phone")).unwrap();
     assert_eq!(browser.complaints().unwrap(), Vec::<String>::new());
 }

@@ -14,7 +14,7 @@ fn coordinators(cluster: &Cluster) -> Vec<CoordinatorNode> {
 }
 
 /// A command to a coordinator. Coordinators that have just started, or lost their leader, may not agree at once.
-fn command(ops: SocketAddr, arguments: &[&str]) -> String {
+pub(crate) fn command(ops: SocketAddr, arguments: &[&str]) -> String {
     let ops = ops.to_string();
     let all: Vec<&str> = arguments.iter().copied().chain(["--ops", ops.as_str()]).collect();
     let made = || match binary::stdout(&all) {
@@ -25,7 +25,7 @@ fn command(ops: SocketAddr, arguments: &[&str]) -> String {
 }
 
 /// The deployment of a model, as a coordinator knows it.
-fn deployment(ops: SocketAddr, model: &str) -> Option<Value> {
+pub(crate) fn deployment(ops: SocketAddr, model: &str) -> Option<Value> {
     let listed: Value =
         serde_json::from_str(&command(ops, &["models", "list", "--deployed", "--json"])).unwrap();
     listed["deployments"].as_array()?.iter().find(|deployment| deployment["model"] == model).cloned()
@@ -47,7 +47,7 @@ fn ask(http: SocketAddr, model: &str) -> anyhow::Result<(u16, String)> {
 }
 
 /// A file of its own: the model with the values of its last weights replaced.
-fn changed(folder: &Path, name: &str, value: f32) -> PathBuf {
+pub(crate) fn changed(folder: &Path, name: &str, value: f32) -> PathBuf {
     let mut bytes = std::fs::read(tiny_model()).unwrap();
     let last = bytes.len() - 64;
     bytes[last..].copy_from_slice(&value.to_le_bytes().repeat(16));

@@ -3,6 +3,7 @@
 use super::engines::{Engine, Engines, GpuSummary};
 use super::paths::{Path, Paths};
 use super::requests::{Clock, request, rounded};
+use super::traffic::{Totals, Traffic};
 use super::why::{Common, Facts, verdict};
 use crate::{Ops, cluster};
 use dispatch::metrics::history::Moment;
@@ -33,6 +34,7 @@ type Holders = Vec<(NodeId, u32, u32)>;
 #[derive(Debug, Default)]
 pub(super) struct Observer {
     engines: Engines,
+    traffic: Traffic,
     seen: u64,
 }
 
@@ -53,7 +55,8 @@ fn decisions(balancer: &Balancer, after: u64) -> (u64, Decisions) {
 impl Observer {
     /// Starts with all current requests as already reported.
     pub(super) fn new(ops: &Ops) -> Self {
-        Self { engines: Engines::default(), seen: ops.dispatch.look(|balancer| balancer.recent().changes()) }
+        let seen = ops.dispatch.look(|balancer| balancer.recent().changes());
+        Self { engines: Engines::default(), traffic: Traffic::default(), seen }
     }
 
     /// The complete current state; of requests and history only what is new.
@@ -66,6 +69,7 @@ impl Observer {
             Some((node.clone(), member.member.register.epoch, Engine::read(text)))
         });
         self.engines.take(clock.now, engines.collect());
+        self.traffic.take(clock.now, Totals::read(&workers, ops.dispatch.outcomes().totals()));
         let (prompts, tenants, (seen, requests)) = ops.dispatch.look(|balancer| {
             let prompts: Vec<RequestedPrompt> = balancer.recent().prompts().cloned().collect();
             (prompts, balancer.tenants(), decisions(balancer, self.seen))
@@ -87,6 +91,7 @@ impl Observer {
             "verdict": {"worker": worker, "level": level.name(), "text": text},
             "cluster": cluster::view(ops, &cluster::asleep(&metrics)),
             "workers": workers.iter().zip(&facts).map(|(view, of)| self.worker(view, of, &facts)).collect::<Vec<_>>(),
+            "models": self.traffic.view(),
             "raft": raft(ops),
             "tenants": tenant_views(&tenants, &paths, &ops.keys.tenant_usage()),
             "prefixes": paths.all.iter().zip(&holders).map(|(path, held)| prefix(path, held, &prompts)).collect::<Vec<_>>(),
@@ -115,6 +120,8 @@ impl Observer {
             .map(|(_, shipment)| (shipment.present, shipment.wanted));
         Facts {
             id: node.to_string(),
+            models: view.member.register.models.iter().map(|model| model.id.clone()).collect(),
+            instance_of: node.is_instance().then(|| node.worker().to_owned()),
             state: view.state(),
             draining: view.member.draining,
             queue_s: view.queue_seconds,

@@ -1,6 +1,7 @@
 //! Which worker is hot, and why: facts in, a level and a sentence out.
 
 use dispatch::metrics::state_name;
+use proto::ids::ModelId;
 use proto::worker::WorkerState;
 use std::fmt::Write;
 use std::time::Duration;
@@ -59,6 +60,10 @@ pub(super) struct Common {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Facts {
     pub(super) id: String,
+    /// Its models. Work for a model can only go to other workers with it.
+    pub(super) models: Vec<ModelId>,
+    /// The worker of which this is an instance.
+    pub(super) instance_of: Option<String>,
     pub(super) state: WorkerState,
     /// Whether operators set it to drain.
     pub(super) draining: bool,
@@ -85,6 +90,20 @@ pub(super) struct Facts {
 }
 
 impl Facts {
+    /// The worker, or the model and the worker of an instance.
+    fn name(&self) -> String {
+        match (&self.instance_of, self.models.first()) {
+            (Some(worker), Some(model)) => format!("{} at {worker}", model.name()),
+            _ => self.id.clone(),
+        }
+    }
+
+    /// Whether it serves a model of `other`. Without any models, all workers are equal.
+    fn shares_a_model(&self, other: &Self) -> bool {
+        let both = self.models.iter().any(|model| other.models.contains(model));
+        both || self.models.is_empty() && other.models.is_empty()
+    }
+
     fn accepts_work(&self) -> bool {
         self.state == WorkerState::Ready && !self.draining
     }
@@ -178,9 +197,12 @@ impl Facts {
                 100.0 * self.kv
             ));
         }
-        let others: Vec<&Self> = fleet.iter().filter(|other| other.id != self.id).collect();
+        let same: Vec<&Self> = fleet.iter().filter(|other| self.shares_a_model(other)).collect();
+        let others: Vec<&Self> = same.iter().copied().filter(|other| other.id != self.id).collect();
         if others.is_empty() {
-            return Some("it is the only worker".to_owned());
+            let whole = fleet.iter().all(|other| other.id == self.id);
+            let only = if whole { "it is the only worker" } else { "no other worker has its model" };
+            return Some(only.to_owned());
         }
         let available =
             others.iter().filter(|other| other.accepts_work() && other.level() != Level::Stuck).count();
@@ -194,8 +216,7 @@ impl Facts {
             return Some(format!("it is slow: {:.0} prompt tokens/s, others {median:.0}", self.prefill_rate));
         }
         // A prefix that all workers hold does not attract requests to one of them.
-        let common =
-            self.common.as_ref().filter(|common| common.share >= 0.3 && common.holders < fleet.len());
+        let common = self.common.as_ref().filter(|common| common.share >= 0.3 && common.holders < same.len());
         if let Some(common) = common {
             let held = match common.holders {
                 0 | 1 => "only it holds that".to_owned(),
@@ -226,7 +247,7 @@ pub(super) fn verdict(fleet: &[Facts], waiting: usize) -> (Option<String>, Level
     let queued =
         if waiting > 0 { format!(" {} for a worker.", count_waiting(waiting)) } else { String::new() };
     if let Some(stuck) = fleet.iter().find(|facts| facts.level() == Level::Stuck) {
-        let text = format!("{} does not get on. {}{queued}", stuck.id, stuck.why(fleet));
+        let text = format!("{} does not get on. {}{queued}", stuck.name(), stuck.why(fleet));
         return (Some(stuck.id.clone()), Level::Stuck, text);
     }
     let available: Vec<&Facts> = fleet.iter().filter(|facts| facts.accepts_work()).collect();
@@ -246,8 +267,8 @@ pub(super) fn verdict(fleet: &[Facts], waiting: usize) -> (Option<String>, Level
                 format!("All workers are hot: {} of work ahead each.{queued}", seconds(mean)),
             );
         }
-        Level::Hot => format!("{} is hot. {}", hottest.id, hottest.why(fleet)),
-        Level::Busy => format!("{} is the busiest. {}", hottest.id, hottest.why(fleet)),
+        Level::Hot => format!("{} is hot. {}", hottest.name(), hottest.why(fleet)),
+        Level::Busy => format!("{} is the busiest. {}", hottest.name(), hottest.why(fleet)),
         Level::Normal => {
             let running = available.iter().map(|facts| u64::from(facts.running)).sum();
             let text = format!("No worker is hot: {} in all, hardly any wait.", count(running, "sequence"));
@@ -292,6 +313,8 @@ mod tests {
     fn idle(id: &str) -> Facts {
         Facts {
             id: id.to_owned(),
+            models: vec![ModelId::new("m").unwrap()],
+            instance_of: None,
             state: WorkerState::Ready,
             draining: false,
             queue_s: 0.0,
@@ -349,6 +372,22 @@ mod tests {
         assert!(hot("w1").why(&[hot("w1")]).contains("the only worker"));
         let out = Facts { draining: true, ..idle("w0") };
         assert!(hot("w1").why(&[hot("w1"), out]).contains("no other worker takes work"));
+    }
+
+    #[test]
+    fn an_instance_is_named_by_its_model_and_compared_with_those_of_the_same_model() {
+        let instance = |id: &str, model: &str, facts: fn(&str) -> Facts| Facts {
+            models: vec![ModelId::new(model).unwrap().version(&[7; 32]).unwrap()],
+            instance_of: id.split_once('.').map(|(worker, _)| worker.to_owned()),
+            ..facts(id)
+        };
+        let alone = [idle("w0"), instance("w0.1", "chat", hot), instance("w1.1", "code", idle)];
+        let (worker, _, text) = verdict(&alone, 0);
+        assert_eq!(worker.as_deref(), Some("w0.1"));
+        assert!(text.starts_with("chat at w0 is hot. ") && text.ends_with("no other worker has its model."));
+        let two = [alone[1].clone(), instance("w1.2", "chat", idle), alone[2].clone()];
+        let slow = Facts { prefill_rate: 100.0, ..two[0].clone() };
+        assert!(slow.why(&two).contains("it is slow: 100 prompt tokens/s, others 1000"));
     }
 
     #[test]

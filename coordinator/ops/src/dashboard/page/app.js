@@ -4,10 +4,12 @@ import { byId, el, keyed, percent, say, short, time, whole } from "./dom.js";
 import { follow, headers, key, refusal, useKey } from "./feed.js";
 import { drawFleet } from "./fleet.js";
 import { drawGroup } from "./group.js";
+import { drawModels } from "./models.js";
 import { offerModels, startPlayground } from "./playground.js";
 import { drawRequests, startRequests } from "./requests.js";
 import { drawTopology } from "./topology.js";
 import { drawTraffic } from "./traffic.js";
+import { startUsage } from "./usage.js";
 
 const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
 
@@ -135,6 +137,7 @@ function drawn(picture) {
   drawFigures(picture);
   drawFleet(picture, drain);
   drawTopology(picture);
+  drawModels(look);
   drawTraffic(picture);
   drawRequests(picture);
   drawGroup(picture);
@@ -144,5 +147,6 @@ function drawn(picture) {
 startTheme();
 startKey();
 startRequests();
+startUsage(() => drawModels(null));
 startPlayground({ askForKey, toast });
 follow(drawn, connection);

@@ -12,6 +12,45 @@ function byHeat(a, b) {
 }
 
 /**
+ * The workers of a look, each with its `instances`: the models that it holds beside its own. Load and caches of a worker
+ * are those of all its models; level and reason are of the hottest one.
+ */
+export function workersOf({ cluster, workers }) {
+  const known = new Map(cluster.workers.map((worker) => [worker.id, worker]));
+  const all = workers.map((worker) => ({ ...known.get(worker.id), ...worker }));
+  const there = new Set(all.map(({ id }) => id));
+  const isInstance = ({ instance_of: of }) => there.has(of);
+  return all.filter((worker) => !isInstance(worker)).map((worker) => withInstances(worker, all.filter((other) => other.instance_of === worker.id)));
+}
+
+function withInstances(worker, found) {
+  if (found.length === 0) return { ...worker, instances: [] };
+  const instances = found.toSorted((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
+  const parts = [worker, ...instances];
+  const sum = (of) => parts.reduce((all, part) => all + (of(part) ?? 0), 0);
+  const hottest = parts.toSorted(byHeat)[0];
+  const [model] = hottest.models ?? [];
+  return {
+    ...worker,
+    instances,
+    level: hottest.level,
+    heat: hottest.heat,
+    why: hottest === worker || hottest.level === "idle" ? worker.why : `${nameOf(model)}: ${hottest.why}`,
+    hottest: hottest.hottest ?? worker.hottest,
+    queue_s: Math.max(...parts.map(({ queue_s: queue }) => queue)),
+    sequences: sum((part) => part.sequences),
+    waiting: sum((part) => part.waiting),
+    inflight: sum((part) => part.inflight),
+    pending_tokens: sum((part) => part.pending_tokens),
+    // The worker's own metrics contain those of its instances.
+    kv: { ...worker.kv, used: sum(({ kv }) => kv.used), total: sum(({ kv }) => kv.total) },
+  };
+}
+
+/** A model without the digest of its version. */
+export const nameOf = (model) => model?.split("@")[0] ?? "no model";
+
+/**
  * Order of the rows: hottest first. While a button has keyboard focus or the pointer is over the buttons, the
  * order is kept. Otherwise a row that moves would lose the focus, Tab would skip a worker, and a click could
  * hit another worker's button.
@@ -24,28 +63,30 @@ function order(body) {
 }
 
 export function drawFleet({ look }, drain) {
-  const known = new Map(look.cluster.workers.map((worker) => [worker.id, worker]));
   const body = byId("workers");
-  const workers = look.workers.map((worker) => ({ ...known.get(worker.id), ...worker })).sort(order(body));
+  const workers = workersOf(look).sort(order(body));
   body.classList.toggle("none", workers.length === 0);
-  keyed(body, workers, ({ id }) => id, (worker) => makeRow(worker, drain), drawRow);
+  const rows = workers.flatMap((worker) => [worker, ...worker.instances]);
+  keyed(body, rows, ({ id }) => id, (worker) => makeRow(worker, drain), drawRow);
   drawPools(workers);
   drawShipping(look.cluster.shipping);
 }
 
-function makeRow({ id }, drain) {
+function makeRow({ id, instances }, drain) {
+  const whole = instances !== undefined;
   const cell = (label, ...children) => el("td", { "data-label": label }, children);
   const row = { level: el("span", { class: "level" }), about: el("small"), load: el("span", { class: "fill" }), queue: el("b"), does: el("small"), kv: el("div"), kvText: el("small"), rate: el("b"), prefill: el("small"), prefix: el("code"), prefixText: el("small"), why: el("span"), gpu: el("small"), button: el("button", { type: "button", class: "quiet" }) };
   row.button.addEventListener("click", () => drain(id, !row.draining));
   row.meter = el("div", { class: "gauge", role: "img" }, row.load);
-  row.row = el("tr", { "data-worker": id },
-    el("th", { scope: "row" }, el("div", { class: "name" }, el("b", {}, id), row.level), row.about),
+  row.name = el(whole ? "b" : "span", {}, id);
+  row.row = el("tr", whole ? { "data-worker": id } : { "data-instance": id, class: "instance" },
+    el("th", { scope: "row" }, el("div", { class: "name" }, row.name, row.level), row.about),
     cell("Work ahead", el("div", { class: "stack" }, el("div", { class: "reading" }, row.queue, row.meter), row.does)),
     cell("KV cache", el("div", { class: "stack" }, row.kv, row.kvText)),
     el("td", { "data-label": "Tokens/s", class: "number" }, el("div", { class: "stack" }, row.rate, row.prefill)),
     cell("Hottest prefix", el("div", { class: "stack" }, row.prefix, row.prefixText)),
     el("td", { "data-label": "Why", class: "why" }, el("div", { class: "stack" }, row.why, row.gpu)),
-    el("td", { class: "actions" }, row.button));
+    el("td", { class: "actions" }, whole && row.button));
   row.nodes = [row.row];
   return row;
 }
@@ -54,10 +95,14 @@ function drawRow(row, worker) {
   row.row.dataset.level = worker.level;
   say(row.level, WORDS[worker.level]);
   row.level.dataset.level = worker.level;
+  const instance = worker.instances === undefined;
+  if (instance) say(row.name, nameOf(worker.models?.[0]));
   const role = worker.role && worker.role !== "both" ? `${worker.role}, ` : "";
   const layers = worker.layers ? `layers ${worker.layers[0]}–${worker.layers[1]}` : "no layers";
   const offers = (worker.operations ?? []).map(({ operation, model, sessions }) => `${operation} (${model}${sessions > 0 ? `, ${whole(sessions)} open` : ""})`);
-  say(row.about, [`${role}${worker.models?.join(", ") || "no model"}, ${layers}`, ...offers].join("; "));
+  const own = worker.models?.length > 0 || !worker.host ? `${role}${worker.models?.join(", ") || "no model"}, ${layers}` : null;
+  const more = instance ? [] : [worker.instances.length > 0 && `${whole(worker.instances.length)} deployed`, worker.host && `${worker.host.used === null ? "" : `${bytes(worker.host.used)} of `}${bytes(worker.host.budget)} for models`, worker.host?.labels.join(", ")];
+  say(row.about, instance ? `instance ${worker.id}, ${layers}` : [own, ...more, ...offers].filter(Boolean).join("; "));
   row.row.title = worker.numeric_class ?? "";
   say(row.queue, time(worker.queue_s));
   row.load.style.setProperty("--share", worker.heat);

@@ -9,7 +9,9 @@ let running = null;
 
 export function offerModels(models) {
   const select = byId("model");
-  const ids = models.filter(({ task }) => task === null || task === "generate").map(({ id }) => id);
+  // Versions of a deployed model are asked for by its name.
+  const generating = models.filter(({ task }) => task === null || task === "generate");
+  const ids = [...new Set(generating.map(({ id }) => id.split("@")[0]))];
   if ([...select.options].map(({ value }) => value).join() === ids.join()) return;
   const before = select.value;
   select.replaceChildren(...ids.map((id) => el("option", { value: id }, id)));

@@ -1,6 +1,7 @@
 // Coordinators, workers and the stages of replicas, with the requests and bytes between them.
 
 import { byId, bytes, svg, time } from "./dom.js";
+import { nameOf, workersOf } from "./fleet.js";
 
 const [BOX, HEIGHT, GAP, ROW] = [132, 46, 62, 66];
 const LEFT = 30;
@@ -8,11 +9,13 @@ const LEFT = 30;
 export function drawTopology({ look }) {
   const parent = byId("topology");
   const { coordinators, replicas } = look.cluster;
-  const workers = new Map(look.workers.map((worker) => [worker.id, worker]));
-  const members = new Map(look.cluster.workers.map((worker) => [worker.id, worker]));
+  const all = workersOf(look);
+  const workers = new Map(all.flatMap((worker) => [...worker.instances, worker]).map((worker) => [worker.id, worker]));
+  const instances = new Set(all.flatMap((worker) => worker.instances.map(({ id }) => id)));
   const placed = new Set(replicas.flatMap(({ stages }) => stages.map(({ worker }) => worker)));
-  const lines = replicas.map(({ model, state, stages }) => ({ model, state, stages }));
-  for (const { id, models } of look.cluster.workers) if (!placed.has(id)) lines.push({ model: models[0] ?? "", state: "free", stages: [{ worker: id, layers: null }] });
+  // A model that a worker holds beside others is in the worker's box.
+  const lines = replicas.filter(({ stages }) => stages.length > 1 || !instances.has(stages[0].worker)).map(({ model, state, stages }) => ({ model, state, stages }));
+  for (const { id, models } of all) if (!placed.has(id)) lines.push({ model: models?.[0] ?? "", state: "free", stages: [{ worker: id, layers: null }] });
   lines.sort((a, b) => a.stages[0].worker.localeCompare(b.stages[0].worker, "en", { numeric: true }));
   const longest = Math.max(1, ...lines.map(({ stages }) => stages.length));
   const rows = Math.max(coordinators.length, lines.length, 1);
@@ -20,7 +23,7 @@ export function drawTopology({ look }) {
   const [width, height] = [first + longest * (BOX + GAP), rows * ROW + 8];
   const y = (row, of) => 8 + ((row + 0.5) * rows * ROW) / of - HEIGHT / 2;
   const leader = coordinators.find(({ role }) => role === "leader");
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${coordinators.length} coordinators, ${look.workers.length} workers` });
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${coordinators.length} coordinators, ${all.length} workers` });
   const links = svg("g");
   const boxes = svg("g");
   drawing.append(links, boxes);
@@ -36,7 +39,7 @@ export function drawTopology({ look }) {
   lines.forEach(({ model, state, stages }, row) => {
     const at = y(row, lines.length);
     const middle = at + HEIGHT / 2;
-    const head = members.get(stages[0].worker);
+    const head = workers.get(stages[0].worker);
     const busy = head?.inflight > 0;
     const from = y(Math.max(here, 0), coordinators.length) + HEIGHT / 2;
     const start = LEFT + BOX;
@@ -47,8 +50,11 @@ export function drawTopology({ look }) {
       const x = first + index * (BOX + GAP);
       const known = workers.get(worker);
       const range = layers ? `layers ${layers[0]}–${layers[1]}` : "no layers";
-      const note = stages.length > 1 ? `${range}${state === "serving" ? "" : `, ${state}`}` : known ? `${time(known.queue_s)} ahead` : state;
-      boxes.append(box(x, at, worker, note, `worker ${known?.level ?? "out"}`, `${worker}: ${model}, ${range}`));
+      const held = known?.instances?.map(({ models }) => nameOf(models?.[0])) ?? [];
+      const models = [...(model ? [`${model}, ${range}`] : []), ...held];
+      const several = held.length > 0 ? `${models.length} models, ` : "";
+      const note = stages.length > 1 ? `${range}${state === "serving" ? "" : `, ${state}`}` : known ? `${several}${time(known.queue_s)} ahead` : state;
+      boxes.append(box(x, at, worker, note, `worker ${known?.level ?? "out"}`, `${worker}: ${models.join("; ") || "no model"}`));
       if (index > 0) {
         const flows = told.find(({ stage }) => stage === String(index))?.received_per_s;
         links.append(svg("path", { class: flows > 0 ? "link active" : "link", d: `M${x - GAP} ${middle}H${x}` }));
