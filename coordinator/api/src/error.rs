@@ -101,6 +101,9 @@ pub enum ApiError {
     /// The key is unknown, and the agreed keys are not known here yet.
     #[error("this coordinator has not read all keys yet; try again")]
     KeysUnknown,
+    /// The model is unknown, and the deployed models are not known here yet.
+    #[error("this coordinator has not read all deployed models yet; try again")]
+    ModelsUnknown,
     /// A limit of the key or of its tenant is reached.
     #[error(
         "the limit of this {} is reached: {} {}",
@@ -176,9 +179,8 @@ impl ApiError {
             Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::QueueFull { .. } | Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::KeysUnknown | Self::ModelLoading { .. } | Self::ModelUnavailable { .. } => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::KeysUnknown | Self::ModelsUnknown => StatusCode::SERVICE_UNAVAILABLE,
+            Self::ModelLoading { .. } | Self::ModelUnavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
             Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded | Self::NoQuorum => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -212,7 +214,7 @@ impl ApiError {
             | Self::NotOffered { .. }
             | Self::OperationAway { .. } => "no_worker",
             Self::WorkerLost => "worker_lost",
-            Self::NoQuorum | Self::KeysUnknown => "no_quorum",
+            Self::NoQuorum | Self::KeysUnknown | Self::ModelsUnknown => "no_quorum",
             Self::NotFinite | Self::Internal => "internal",
         }
     }
@@ -236,6 +238,7 @@ impl ApiError {
                 | Self::NotOffered { .. }
                 | Self::OperationAway { .. }
                 | Self::KeysUnknown
+                | Self::ModelsUnknown
                 | Self::NoQuorum
         )
     }
@@ -273,7 +276,7 @@ impl ApiError {
             // Rounded up, so that the client does not return too early.
             Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
             Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
-            Self::Connections { .. } => Some(1),
+            Self::Connections { .. } | Self::ModelsUnknown => Some(1),
             Self::ModelLoading { progress, .. } => Some(progress.retry_after().as_secs_f64().ceil() as u64),
             Self::ModelUnavailable { .. } => Some(5),
             Self::NotOffered { .. } | Self::OperationAway { .. } => Some(1),
@@ -390,6 +393,7 @@ mod tests {
             ApiError::InvalidApiKey,
             ApiError::Forbidden,
             ApiError::KeysUnknown,
+            ApiError::ModelsUnknown,
             ApiError::RateLimited(exceeded),
             ApiError::QueueFull { retry_after: second },
             ApiError::NoWorker,

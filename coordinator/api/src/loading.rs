@@ -17,21 +17,29 @@ pub(super) const COMMENT_EVERY: Duration = Duration::from_secs(5);
 /// Interval of looks at a model whose tokenizer is not here yet.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+/// Longest wait for the agreed table, which a coordinator reads after its start.
+const TABLE_WAIT: Duration = Duration::from_secs(5);
+
 /// Waits until a deployed model can be planned for: until its files are known and its tokenizer is here. Returns at once
-/// if the request names another model, or one that cannot be loaded; after `wait` planning refuses it.
+/// if the request names another model, or one that cannot be loaded; after `wait` planning refuses it. While deployed
+/// models may be missing here, waits for a model that is not found, too.
 pub(super) async fn until_known(models: &Models, caller: &Caller, body: &[u8], wait: Duration) {
-    let until = Instant::now() + wait;
+    let now = Instant::now();
+    let (until, table_until) = (now + wait, now + wait.min(TABLE_WAIT));
     let unread = |model: &DeployedModel| {
         let hopeless = model.refused.is_some() || model.progress.state == ModelState::BadFile;
         model.active.is_none() && !hopeless
     };
-    if !models.deployed().models().values().any(unread) {
+    if !models.is_incomplete() && !models.deployed().models().values().any(unread) {
         return;
     }
     let Ok(fields) = Fields::parse(body, &["model"]) else { return };
     let Ok(Some(name)) = fields.get::<String>("model") else { return };
     if !ModelId::parse(name.clone()).is_ok_and(|id| caller.may_use(&id)) {
         return;
+    }
+    while models.is_incomplete() && models.get(&name).is_none() && Instant::now() < table_until {
+        tokio::time::sleep(LOOK_EVERY).await;
     }
     while models.deployed().model(&name).is_some_and(unread) && Instant::now() < until {
         tokio::time::sleep(LOOK_EVERY).await;
@@ -83,5 +91,32 @@ impl Loading {
             }
             (error, _) => error,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::auth::Keys;
+    use proto::block::ClusterKey;
+
+    #[tokio::test]
+    async fn a_request_waits_for_the_table_of_a_coordinator_that_has_just_started() {
+        let models = Arc::new(Models::open(&[], false).unwrap());
+        models.set_incomplete(true);
+        let caller = Keys::new(&[], ClusterKey([1; 32]), None).unwrap().local();
+        let until_known = move |wait| {
+            let (models, caller) = (Arc::clone(&models), caller.clone());
+            (Arc::clone(&models), async move {
+                until_known(&models, &caller, br#"{"model":"m"}"#, wait).await;
+            })
+        };
+        until_known(Duration::ZERO).1.await;
+        let (models, waiting) = until_known(Duration::from_secs(60));
+        let waiting = tokio::spawn(waiting);
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        models.set_incomplete(false);
+        tokio::time::timeout(Duration::from_secs(3), waiting).await.unwrap().unwrap();
     }
 }

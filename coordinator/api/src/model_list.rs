@@ -87,6 +87,7 @@ pub(super) async fn retrieve(
     let id = id.map_or_else(|_| String::from(char::REPLACEMENT_CHARACTER), |Path(id)| id);
     match served(&state, &caller).into_iter().find(|model| model.id == id) {
         Some(model) => Ok(Json(model)),
+        None if state.models.is_incomplete() => Err(ApiError::ModelsUnknown),
         None => Err(ApiError::ModelNotFound(id.chars().take(ModelId::MAX_LEN).collect())),
     }
 }

@@ -404,6 +404,7 @@ fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<(Arc<OfferedMod
     // To the caller, a model outside the key's scope does not exist.
     match (found.filter(|(_, id)| sources.caller.may_use(id)), name) {
         (Some((model, id)), _) => Ok((model, id)),
+        (None, _) if sources.models.is_incomplete() => Err(ApiError::ModelsUnknown),
         (None, Some(name)) => Err(ApiError::ModelNotFound(name.chars().take(ModelId::MAX_LEN).collect())),
         (None, None) => Err(ApiError::field("model", "is missing")),
     }

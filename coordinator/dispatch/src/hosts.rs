@@ -51,9 +51,11 @@ impl Dispatch {
         link.map(|link| link.set_host(report)).is_some()
     }
 
-    /// Whether requests can be served: a worker has one of the models ready, or loads deployed models by order.
+    /// Whether requests can be served: a worker has one of the models ready, or loads deployed models by order and these
+    /// are known.
     pub fn can_serve(&self, models: &Models) -> bool {
         let deploys = models.configured().is_empty() || !models.deployed().models().is_empty();
+        let deploys = deploys && !models.is_incomplete();
         let has_host = || self.state.lock().links.values().any(|link| link.host().is_some());
         models.iter().any(|model| self.serves(&model.id)) || deploys && has_host()
     }

@@ -27,6 +27,7 @@ mod sequences;
 mod shipments;
 mod ticket;
 mod usage;
+mod waiting;
 
 pub use adapters::AdapterOutcome;
 pub use certificates::Certificates;
@@ -41,6 +42,7 @@ pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
 pub use usage::Payer;
+pub use waiting::WaitingReport;
 
 use ::usage::recorder::Recorder;
 use link::{Link, Pooled};
@@ -90,6 +92,7 @@ pub struct Dispatch {
     lost_devices: LostDevices,
     weights: TenantWeights,
     usage: Arc<Recorder>,
+    waiting: waiting::Waiting,
     /// Notified after a worker's events have been applied.
     events_applied: Notify,
 }
@@ -156,6 +159,7 @@ impl Dispatch {
             lost_devices: LostDevices::default(),
             weights,
             usage,
+            waiting: waiting::Waiting::default(),
             events_applied: Notify::new(),
         })
     }
@@ -477,11 +481,6 @@ impl Dispatch {
     /// How requests for versions of deployed models ended.
     pub fn outcomes(&self) -> &Outcomes {
         &self.metrics.outcomes
-    }
-
-    /// Forgets counts and metrics of versions that are not deployed any more.
-    pub fn retain_versions(&self, is_deployed: impl Fn(&ModelId) -> bool) {
-        self.metrics.retain_versions(is_deployed);
     }
 
     /// The gauges of a scrape.

@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use text::Tokenizer;
 use text::chat_template::{ChatTemplate, Prompt};
@@ -209,6 +209,8 @@ fn to_token_ids((tokens, parts): (Vec<u32>, Vec<KnownPart>)) -> TokenIds {
 pub struct Models {
     configured: Vec<Arc<OfferedModel>>,
     deployed: ArcSwap<Deployed>,
+    /// Whether deployed models may be missing, because the agreed table has not been read since the start.
+    incomplete: AtomicBool,
     raw_chats: bool,
 }
 
@@ -249,7 +251,7 @@ impl Models {
                 OfferedModel::of_metadata(id.clone(), &metadata, context, raw_chats).map_err(file)?;
             configured.push(Arc::new(OfferedModel { costs, verification, ..offered }));
         }
-        Ok(Self { configured, deployed: ArcSwap::default(), raw_chats })
+        Ok(Self { configured, deployed: ArcSwap::default(), incomplete: AtomicBool::new(false), raw_chats })
     }
 
     /// The version of a deployed model, from its file's metadata.
@@ -305,6 +307,15 @@ impl Models {
 
     pub fn set_deployed(&self, deployed: Deployed) {
         self.deployed.store(Arc::new(deployed));
+    }
+
+    /// Whether deployed models may be missing. A model that is not found may then exist.
+    pub fn is_incomplete(&self) -> bool {
+        self.incomplete.load(Ordering::Acquire)
+    }
+
+    pub fn set_incomplete(&self, incomplete: bool) {
+        self.incomplete.store(incomplete, Ordering::Release);
     }
 
     /// Digests of the chat templates and sampling defaults. Coordinators that differ in them turn the same

@@ -389,6 +389,7 @@ impl Shared {
             GroupMessage::UsageVersions(versions) => self.dispatch.usage().peer_knows(peer, versions),
             GroupMessage::UsageRows(rows) => self.dispatch.usage().merge(rows),
             GroupMessage::Outcomes(report) => self.dispatch.outcomes().reported(peer, report),
+            GroupMessage::Waiting(report) => self.dispatch.waiting_elsewhere(peer, report),
             GroupMessage::MemberRequest(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
@@ -497,10 +498,12 @@ impl Shared {
             let settings = self.compare(&peers);
             let versions = self.dispatch.usage().versions();
             let outcomes = self.dispatch.outcomes().report();
+            let waiting = self.dispatch.waiting_report();
             for peer in peers {
                 mesh.send(&peer, GroupMessage::Settings(settings.clone()));
                 mesh.send(&peer, GroupMessage::UsageVersions(versions.clone()));
                 mesh.send(&peer, GroupMessage::Outcomes(outcomes.clone()));
+                mesh.send(&peer, GroupMessage::Waiting(waiting.clone()));
                 let rows = self.dispatch.usage().rows_for(&peer);
                 if !rows.is_empty() {
                     mesh.send(&peer, GroupMessage::UsageRows(rows));

@@ -6,6 +6,7 @@
 //! new leader or a restarted coordinator continues from the current state.
 
 pub mod decide;
+mod exchanges;
 mod judge;
 mod offers;
 mod uses;
@@ -16,6 +17,7 @@ use consensus::table::{Change, Demand, Rollout, RolloutEnded, Table};
 use decide::{Host, View, decide, identifiers};
 use dispatch::models::Models;
 use dispatch::{Dispatch, HostWorker, VersionCounts};
+use exchanges::Exchanges;
 use judge::worse;
 use offers::Offers;
 use parking_lot::Mutex;
@@ -24,6 +26,7 @@ use proto::ids::{ModelId, NodeId, Role};
 use proto::served_model::MAX_MODELS;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use uses::Uses;
 
@@ -31,7 +34,9 @@ use uses::Uses;
 const EVERY: Duration = Duration::from_millis(200);
 /// Timeout of a worker's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// A worker that is away for this long loses its models to others. A restart takes less.
+/// Longest wait of a round for answers. Those of a slow worker, or of one that is gone, are taken in a later round.
+const ROUND_LIMIT: Duration = Duration::from_millis(100);
+/// A worker that is not connected and has not answered for this long loses its models to others. A restart takes less.
 const AWAY_AFTER: Duration = Duration::from_secs(2);
 /// The same for a worker that this coordinator has not seen since it became leader or started.
 const UNSEEN_AFTER: Duration = Duration::from_secs(10);
@@ -46,6 +51,7 @@ pub struct Deployments {
     dispatch: Arc<Dispatch>,
     agreement: Arc<Agreement>,
     audit: Arc<Audit>,
+    models: Arc<Models>,
     offers: Offers,
     seen: Mutex<Seen>,
 }
@@ -53,10 +59,13 @@ pub struct Deployments {
 #[derive(Debug, Default)]
 struct Seen {
     reports: BTreeMap<NodeId, ModelsReport>,
+    /// The time of each worker's last answer.
     workers: HashMap<NodeId, Instant>,
     leads_since: Option<Instant>,
     failed: HashMap<(ModelId, NodeId), Instant>,
     uses: Uses,
+    /// Since when requests wait, by version.
+    waiting: HashMap<ModelId, Instant>,
     /// By version of a rollout: the counts of the active version and its own when the rollout was first seen.
     rollouts: HashMap<ModelId, (VersionCounts, VersionCounts)>,
 }
@@ -95,8 +104,10 @@ impl Deployments {
         models: Arc<Models>,
         audit: Arc<Audit>,
     ) -> Arc<Self> {
-        let offers = Offers::new(Arc::clone(&dispatch), models);
-        Arc::new(Self { dispatch, agreement, audit, offers, seen: Mutex::default() })
+        // Until the table was read, models that are not found may be deployed.
+        models.set_incomplete(true);
+        let offers = Offers::new(Arc::clone(&dispatch), Arc::clone(&models));
+        Arc::new(Self { dispatch, agreement, audit, models, offers, seen: Mutex::default() })
     }
 
     /// The latest reports of the connected workers.
@@ -106,38 +117,52 @@ impl Deployments {
 
     /// Sends orders, takes reports, offers models and places them, until dropped.
     pub async fn run(self: Arc<Self>) {
+        let table_read = AtomicBool::new(false);
+        futures::future::join(self.read_table(&table_read), self.serve(&table_read)).await;
+    }
+
+    /// Sets the flag after the first read that a majority confirms.
+    async fn read_table(&self, table_read: &AtomicBool) {
+        while self.agreement.read_table().await.is_err() {
+            tokio::time::sleep(EVERY).await;
+        }
+        table_read.store(true, Ordering::Release);
+    }
+
+    async fn serve(&self, table_read: &AtomicBool) {
         let mut ticks = tokio::time::interval(EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut exchanges = Exchanges::default();
         loop {
             ticks.tick().await;
+            let complete = table_read.load(Ordering::Acquire);
             let Some(table) = self.agreement.table() else { continue };
             let workers = self.dispatch.hosts();
-            let hosts = self.order(&table, &workers).await;
+            let hosts = self.order(&table, &workers, &mut exchanges).await;
             self.offers.update(&table, &workers, &hosts).await;
+            self.models.set_incomplete(!complete);
             self.want(&table).await;
             self.place(&hosts).await;
         }
     }
 
-    /// Sends every worker its order, and returns the workers with their reports.
-    async fn order(&self, table: &Table, workers: &[HostWorker]) -> Vec<Host> {
+    /// Sends every worker its order, and returns the workers with their latest reports.
+    async fn order(&self, table: &Table, workers: &[HostWorker], exchanges: &mut Exchanges) -> Vec<Host> {
         let before = self.hosts(table, workers);
-        let reports = workers.iter().map(async |worker| {
-            let order = order(table, &before, workers, &worker.node);
-            (worker.node.clone(), worker.order(order, ANSWER_LIMIT).await)
-        });
-        let answers = futures::future::join_all(reports).await;
-        let now = Instant::now();
+        for worker in workers {
+            exchanges.begin(worker, || order(table, &before, workers, &worker.node));
+        }
+        let answers = exchanges.ended().await;
         {
             let mut seen = self.seen.lock();
             let there = |node: &NodeId| workers.iter().any(|worker| worker.node == *node);
             let placed = |node: &NodeId| table.models().values().any(|plan| plan.placement.contains(node));
+            for (node, answered, report) in answers {
+                seen.workers.insert(node.clone(), answered);
+                seen.reports.insert(node, report);
+            }
             seen.reports.retain(|node, _| there(node));
             seen.workers.retain(|node, _| there(node) || placed(node));
-            for (node, report) in answers {
-                seen.workers.insert(node.clone(), now);
-                report.into_iter().for_each(|report| drop(seen.reports.insert(node.clone(), report)));
-            }
         }
         self.hosts(table, workers)
     }
@@ -178,7 +203,7 @@ impl Deployments {
             self.seen.lock().leads_since = None;
             return;
         }
-        let queued = self.dispatch.look(|balancer| balancer.queued_by_model());
+        let queued = self.dispatch.waiting_everywhere();
         for _ in 0..MAX_CHANGES {
             let Some(table) = self.agreement.table() else { return };
             let Some(change) = self.decide(&table, hosts, &queued) else { return };
@@ -213,6 +238,11 @@ impl Deployments {
         }
         let totals = self.dispatch.outcomes().totals();
         seen.uses.count(now, totals.iter().map(|(version, counts)| (version.clone(), counts.requests())));
+        let is_queued = |version: &ModelId| queued.get(version).is_some_and(|requests| *requests > 0);
+        seen.waiting.retain(|version, _| is_queued(version));
+        for version in queued.keys().filter(|version| is_queued(version)) {
+            seen.waiting.entry(version.clone()).or_insert(now);
+        }
         if let Some(change) = seen.roll_back(table, &totals) {
             return Some(change);
         }
@@ -224,7 +254,11 @@ impl Deployments {
         let has_failed =
             |version: &ModelId, node: &NodeId| seen.failed.contains_key(&(version.clone(), node.clone()));
         let uses = |version: &ModelId| seen.uses.of(now, version);
-        decide(&View { table, hosts, is_gone: &is_gone, queued, has_failed: &has_failed, uses: &uses })
+        let waited = |version: &ModelId| {
+            seen.waiting.get(version).map_or(Duration::ZERO, |since| now.saturating_duration_since(*since))
+        };
+        let (is_gone, has_failed, uses, waited) = (&is_gone, &has_failed, &uses, &waited);
+        decide(&View { table, hosts, is_gone, queued, waited, has_failed, uses })
     }
 }
 

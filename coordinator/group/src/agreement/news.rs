@@ -7,8 +7,8 @@ use consensus::Incarnation;
 use consensus::core::RaftRole;
 use consensus::message::{Frame, GroupId};
 use consensus::table::GroupMember;
-use dispatch::OutcomeReport;
 use dispatch::quota::Spending;
+use dispatch::{OutcomeReport, WaitingReport};
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -41,6 +41,8 @@ pub(super) enum GroupMessage {
     UsageRows(Vec<OwnerRows>),
     /// How requests for versions of deployed models ended at the sender.
     Outcomes(OutcomeReport),
+    /// Requests that wait for versions of deployed models at the sender.
+    Waiting(WaitingReport),
 }
 
 /// A coordinator's status. Variants are only appended.

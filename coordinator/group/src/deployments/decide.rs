@@ -12,7 +12,9 @@ use consensus::table::{
 };
 use proto::deployment::{ModelReport, ModelSource, ModelState, ModelsReport};
 use proto::ids::{ModelId, NodeId};
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 /// Milliseconds without a request after which a version that is no longer active sleeps. Other coordinators choose the
 /// new version a little later, and requests that were planned before still arrive.
@@ -44,8 +46,10 @@ pub struct View<'a> {
     pub hosts: &'a [Host],
     /// Whether a worker has been away for too long to wait for it.
     pub is_gone: &'a dyn Fn(&NodeId) -> bool,
-    /// Requests that wait, by version.
+    /// Requests that wait at all coordinators, by version.
     pub queued: &'a BTreeMap<ModelId, usize>,
+    /// How long requests for a version have been waiting.
+    pub waited: &'a dyn Fn(&ModelId) -> Duration,
     /// Whether a version failed at a worker a short while ago.
     pub has_failed: &'a dyn Fn(&ModelId, &NodeId) -> bool,
     /// Recent requests for a version, older ones counting less.
@@ -266,10 +270,12 @@ impl<'a> View<'a> {
         (report.state == ModelState::Ready && report.idle_ms > 0).then_some(report.idle_ms)
     }
 
-    /// Places the version that is missing most urgently, makes room for it, or refuses it.
+    /// Places the version that is missing most urgently, makes room for it, or refuses it. Of equal priority, the one
+    /// whose requests have waited longest together is the most urgent: many requests come first, and one that waits
+    /// alone gains on them, so none waits for ever.
     fn place(&self) -> Option<Change> {
         let versions = self.versions();
-        let mut missing: Vec<(bool, u32, u64, Wanted<'_>)> = Vec::new();
+        let mut missing = Vec::new();
         for (name, model, deployment, version) in &versions {
             if !version.failed.is_empty() || self.table.blocked().contains_key(&version.facts?.digest) {
                 continue;
@@ -278,12 +284,15 @@ impl<'a> View<'a> {
             let (places, demand) = (self.places(name).len(), self.table.deployments().demand().get(name));
             if places < self.desired(wanted, model) {
                 let since = if let Some(Demand::Wanted(since)) = demand { *since } else { u64::MAX };
+                let requests = self.queued.get(name).copied().unwrap_or(0) as u128;
+                let waited = Reverse(requests * (self.waited)(name).as_millis());
                 // The first replica of a model comes before a further one of another.
-                missing.push((places > 0, u32::MAX - deployment.settings.priority, since, wanted));
+                let order = (places > 0, Reverse(deployment.settings.priority), waited, since);
+                missing.push((order, wanted));
             }
         }
-        missing.sort_by_key(|(further, priority, since, _)| (*further, *priority, *since));
-        missing.into_iter().find_map(|(further, _, _, wanted)| match self.choose(wanted) {
+        missing.sort_by_key(|(order, _)| *order);
+        missing.into_iter().find_map(|((further, ..), wanted)| match self.choose(wanted) {
             Ok((host, None)) => Some(self.with(wanted, &host.name)),
             // A further replica takes no room from another model.
             Ok((_, Some(_)))

@@ -35,6 +35,8 @@ struct Cluster {
     seq: u64,
     hosts: Vec<Host>,
     queued: BTreeMap<ModelId, usize>,
+    /// Milliseconds.
+    waited: HashMap<ModelId, u64>,
     uses: HashMap<ModelId, f64>,
     gone: Vec<NodeId>,
     failed: RefCell<Vec<(ModelId, NodeId)>>,
@@ -66,6 +68,7 @@ impl Cluster {
             seq: 0,
             hosts: workers.iter().map(host).collect(),
             queued: BTreeMap::new(),
+            waited: HashMap::new(),
             uses: HashMap::new(),
             gone: Vec::new(),
             failed: RefCell::default(),
@@ -99,6 +102,7 @@ impl Cluster {
             hosts: &self.hosts,
             is_gone: &|node| self.gone.contains(node),
             queued: &self.queued,
+            waited: &|version| Duration::from_millis(self.waited.get(version).copied().unwrap_or(0)),
             has_failed: &|version, node| self.failed.borrow().contains(&(version.clone(), node.clone())),
             uses: &|version| self.uses.get(version).copied().unwrap_or(0.0),
         })
@@ -229,6 +233,28 @@ fn the_least_used_idle_model_makes_room() {
     cluster.want("b");
     cluster.settle();
     assert_eq!(cluster.places(&version("c")), Vec::<String>::new());
+}
+
+#[test]
+fn the_model_whose_requests_have_waited_longest_together_is_loaded_first() {
+    let first = |waiting: [(&'static str, usize, u64); 2]| {
+        let mut cluster = Cluster::new(&[("w0", 10)]);
+        for (model, ..) in waiting {
+            cluster.deploy(model, 10, settings());
+            cluster.settle();
+        }
+        for (model, requests, waited) in waiting {
+            cluster.want(model);
+            cluster.queued.insert(version(model), requests);
+            cluster.waited.insert(version(model), waited);
+        }
+        cluster.settle();
+        let placed = |(model, ..): &(&'static str, usize, u64)| !cluster.places(&version(model)).is_empty();
+        waiting.iter().find(|of_model| placed(of_model)).unwrap().0
+    };
+    assert_eq!(first([("a", 1, 300), ("b", 4, 100)]), "b");
+    assert_eq!(first([("a", 1, 500), ("b", 4, 100)]), "a", "one that waits alone is not left for ever");
+    assert_eq!(first([("a", 1, 0), ("b", 1, 0)]), "a", "it was asked for first");
 }
 
 #[test]
