@@ -3,6 +3,7 @@
 
 pub(crate) mod child;
 mod data_dir;
+mod deployed;
 mod nodes;
 mod proposal;
 mod supervisor;
@@ -42,7 +43,7 @@ const MAX_WORKERS: usize = 64;
 /// Starts a whole cluster on this machine: each coordinator and worker is a process.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir up\n  kvasir up --workers 4 --http 127.0.0.1:8000\n  \
-    kvasir up ./my-model.gguf --json\n\n\
+    kvasir up ./my-model.gguf --json\n  kvasir up smollm2-135m gemma3-270m\n\n\
     Ctrl-C stops the cluster after running requests have finished; a second Ctrl-C stops it at once.")]
 pub(crate) struct Up {
     #[command(flatten)]
@@ -67,6 +68,10 @@ struct UpSettings {
     /// Catalog name, https:// or hf:// address, or path of a .gguf file or a Hugging Face folder [default: smollm2-135m; on
     /// a GPU the largest model of the catalog that fits and is fast; pulled on first use]
     model: Option<String>,
+    /// Further models, each deployed to one of the workers beside MODEL: catalog names, addresses or paths. They stay
+    /// deployed in the data directory until `kvasir models undeploy`
+    #[arg(value_name = "MODEL")]
+    deploy: Option<Vec<String>>,
     /// Coordinator processes, at most 5, in one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
@@ -219,6 +224,14 @@ impl Plan {
         }
         if let Some(shards) = shards {
             check_sharded(&settings, shards, workers)?;
+        }
+        if let Some(first) = settings.deploy.iter().flatten().next() {
+            let without = |field: &str| Err(ConfigError::field("deploy", first, format!("not with {field}")));
+            match (servers, shards) {
+                (Some(_), _) => return without("engine_url"),
+                (None, Some(_)) => return without("several shards"),
+                (None, None) => {}
+            }
         }
         if let Some(prefill) = settings.prefill_workers.filter(|prefill| *prefill >= workers) {
             let limit = format!("less than the number of workers, {workers}");
@@ -392,6 +405,8 @@ impl Up {
             }
             Some(_) => ModelTask::Generate,
         };
+        let further = plan.settings.deploy.as_deref().unwrap_or_default();
+        let further = deployed::resolve(further, &model.id)?;
         let nodes = plan.nodes(&dir, &model)?;
         let up_file = dir.up_file();
         // One thread: the kernel ends children together with the thread that started them.
@@ -399,8 +414,16 @@ impl Up {
         runtime.block_on(async {
             let mut supervisor = Supervisor::new(dir, nodes, !self.no_restart)?;
             if supervisor.start().await? {
+                let names: Vec<String> = further.iter().map(|model| model.id.to_string()).collect();
+                if let Some(ops) = supervisor.nodes().coordinator_ops().first().filter(|_| !names.is_empty())
+                {
+                    deployed::deploy(*ops, further).await?;
+                }
                 let nodes = supervisor.nodes();
-                let text = if self.json { nodes.up_line()? + "\n" } else { banner(nodes, task, &up_file) };
+                let text = match self.json {
+                    true => nodes.up_line()? + "\n",
+                    false => banner(nodes, task, &names, &up_file),
+                };
                 crate::node::announce(text)?;
                 supervisor.run().await?;
             }
@@ -498,7 +521,7 @@ fn free_ports(count: usize) -> std::io::Result<Vec<SocketAddr>> {
 }
 
 /// Text shown when the cluster is ready.
-fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
+fn banner(nodes: &Nodes, task: ModelTask, deployed: &[String], up_file: &std::path::Path) -> String {
     let mut rows = vec![["NODE", "PID", "RSS", "API", "OPS"].map(str::to_owned).to_vec()];
     for role in [Role::Coordinator, Role::Worker] {
         for node in nodes.listening(role) {
@@ -527,8 +550,12 @@ fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
         .listening(Role::Coordinator)
         .next()
         .map_or_else(String::new, |node| format!("dashboard: http://{}/\n", reachable(node.ops)));
+    let deployed = match deployed {
+        [] => String::new(),
+        names => format!("deployed: {}; `kvasir status` shows how far they are\n", names.join(", ")),
+    };
     format!(
-        "{}\nready: {} ({})\n{dashboard}\n{curl}\nCtrl-C stops the cluster.\n",
+        "{}\nready: {} ({})\n{deployed}{dashboard}\n{curl}\nCtrl-C stops the cluster.\n",
         columns(&rows),
         nodes.model(),
         up_file.display()
@@ -610,6 +637,17 @@ mod tests {
             let error = refused(settings, false);
             assert!(error.contains(expected), "{expected}: {error}");
         }
+    }
+
+    #[test]
+    fn further_models_need_workers_that_take_deployments() {
+        let deploy = Some(vec!["gemma3-270m".to_owned()]);
+        Plan::new(UpSettings { deploy: deploy.clone(), ..Default::default() }, false, 0).unwrap();
+        let engine_url = Some(vec!["http://a:1".to_owned()]);
+        let over_servers = UpSettings { deploy: deploy.clone(), engine_url, ..Default::default() };
+        assert!(refused(over_servers, false).contains("`deploy`: gemma3-270m: not with engine_url"));
+        let sharded = UpSettings { deploy, shards: Some(2), ..Default::default() };
+        assert!(refused(sharded, false).contains("not with several shards"));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 """Tests of deploy/k8s: `python tests/manifests OUT BINARY MODELS`.
 
-Renders every directory into OUT and checks the rules. Runs the development installation as processes of
+Renders every directory into OUT and checks the rules. Runs the development installation and the Sparks' as processes of
 BINARY, with SmolLM2 from the directory MODELS.
 """
 
@@ -25,6 +25,8 @@ def main(out, binary, models):
     tests["the_installation_for_development_serves"] = functools.partial(
         processes.run, copy.deepcopy(manifests["dev"]), binary, models
     )
+    sparks = copy.deepcopy(rules.installed(manifests, "dgx-spark"))
+    tests["the_installation_for_sparks_serves_what_is_deployed"] = functools.partial(processes.run_sparks, sparks, binary, models)
     failed = 0
     for name, test in tests.items():
         started = time.monotonic()

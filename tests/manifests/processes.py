@@ -1,15 +1,17 @@
-"""Runs the development installation as processes of this machine.
+"""Runs installations as processes of this machine: the one for development, and the Sparks' without their GPUs.
 
-Its job makes the Secrets. The containers of its pods run with their own arguments, variables and files, the first
+Their job makes the Secrets. The containers of their pods run with their own arguments, variables and files, the first
 containers too: nodes make their keys and join by tokens of their service accounts. A request must be answered. Only
-paths and ports are replaced.
+paths and ports are replaced, and of the Sparks' three coordinators one runs.
 """
 
 import base64
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -20,20 +22,31 @@ import urllib.error
 import urllib.request
 
 from api_server import ApiServer
-from rendered import pod_template
+from rendered import K8S, pod_template
 from rules import config_of, created_files, environment, projected
 
 PATIENCE = 60
 KEY = "kvasir-dev"
 MODEL = "smollm2-135m"
+# The node of all pods.
+NODE = "spark-1"
 
 
 def run(manifests, binary, models):
-    """Raises if a step fails."""
+    """Runs the installation for development. Raises if a step fails."""
+    _run(manifests, binary, models, _Installation.check)
+
+
+def run_sparks(manifests, binary, models):
+    """Runs the Sparks' installation and deploys a model. Raises if a step fails."""
+    _run(manifests, binary, models, _Installation.check_sparks)
+
+
+def _run(manifests, binary, models, check):
     root = pathlib.Path(tempfile.mkdtemp(prefix="kvasir-dev-"))
     try:
         with contextlib.ExitStack() as ends:
-            _Installation(manifests, binary, models, root, ends).check()
+            check(_Installation(manifests, binary, models, root, ends))
     finally:
         shutil.rmtree(root)
 
@@ -44,8 +57,10 @@ class _Installation:
         self.api_server = ApiServer()
         # A smaller local model replaces the overlay's model, a download of half a gigabyte.
         for manifest in manifests:
-            if manifest["kind"] == "ConfigMap":
+            if manifest["kind"] == "ConfigMap" and "model" in manifest["data"]:
                 manifest["data"]["model"] = MODEL
+            for key in {"peers", "coordinators"} & manifest.get("data", {}).keys():
+                manifest["data"][key] = manifest["data"][key].split(",")[0]
         # Files that the fetch job would have written.
         self.volume = root / "volume"
         (self.volume / "downloads").mkdir(parents=True)
@@ -75,6 +90,34 @@ class _Installation:
         self.keys_stay()
         pods[2] = self.take_back(pods[0][0], pods[2][0])
         assert _status(api, body, KEY) == 200, "a request was not answered after a certificate was taken back"
+        for process, _ in pods:
+            process.send_signal(signal.SIGTERM)
+        for process, _ in pods:
+            assert process.wait(PATIENCE) == 0, f"{process.args[:2]} ended with {process.returncode}"
+
+    def check_sparks(self):
+        """Nodes are ready without a model. One that is deployed by the overlay's fleet.toml answers."""
+        self.make_secrets(self.workloads["kvasir-ca"])
+        self.config_maps["kvasir-api-server-keys"] = {"keys.json": self.api_server.keys()}
+        digest = hashlib.sha256(KEY.encode()).hexdigest()
+        self.secrets["kvasir-api-keys"] = {"coordinator.toml": f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nadmin = true\n'}
+        pods = [self.start(self.workloads[name], 0) for name in ("kvasir-coordinator", "kvasir-worker")]
+        for process, probes in pods:
+            for url in probes:
+                _until(f"200 from {url}", process, lambda: _status(url) == 200)
+        # The model that this machine has, in place of the overlay's. All else is the overlay's.
+        fleet = (K8S / "overlays/dgx-spark/fleet.toml").read_text()
+        names = re.findall(r"^\[models\.([\w-]+)\]$", fleet, re.MULTILINE)
+        fleet = re.sub(r"^from = .*$", f'from = "{MODEL}"', fleet, flags=re.MULTILINE)
+        ops = f"127.0.0.1:{self.ports['kvasir-coordinator-0', 'ops']}"
+        apply = [self.binary, "apply", "-f", "/dev/stdin", "--prune", "--ops", ops]
+        for expected in (len(names), 0):
+            made = subprocess.run(apply, input=fleet, check=True, capture_output=True, text=True)
+            assert made.stdout.count("+ ") == expected, made.stdout
+        api = f"http://127.0.0.1:{self.ports['kvasir-coordinator-0', 'http']}/v1/chat/completions"
+        for name in names:
+            body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+            assert _status(api, body, KEY) == 200, f"{name} did not answer"
         for process, _ in pods:
             process.send_signal(signal.SIGTERM)
         for process, _ in pods:
@@ -176,6 +219,8 @@ class _Installation:
             place = self.root / name / mount["name"]
             if volume.get("persistentVolumeClaim", {}).get("claimName") == "kvasir-models":
                 place = self.volume / mount["subPath"]
+            elif "hostPath" in volume and mount["name"] in ("models", "downloads"):
+                place = self.volume / mount["name"]
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 self.fill(place, volume, workload, name)
@@ -199,7 +244,7 @@ class _Installation:
         for token in [s["serviceAccountToken"] for s in projected(volume) if "serviceAccountToken" in s]:
             account = pod_template(workload)["spec"]["serviceAccountName"]
             namespace = workload["metadata"]["namespace"]
-            signed = self.api_server.token(namespace, account, pod, "the-node", token["audience"])
+            signed = self.api_server.token(namespace, account, pod, NODE, token["audience"])
             (place / token["path"]).write_text(signed)
 
     def here(self, value, places, variable, name):
@@ -209,8 +254,8 @@ class _Installation:
         if variable in ("KVASIR_HTTP", "KVASIR_OPS", "KVASIR_QUIC"):
             port = self.port(name, variable.removeprefix("KVASIR_").lower())
             return f"127.0.0.1:{port}"
-        service = "kvasir-coordinator-0.kvasir-coordinators:7000"
-        return value.replace(service, f"127.0.0.1:{self.port('kvasir-coordinator-0', 'quic')}")
+        service = r"kvasir-coordinator-0\.kvasir-coordinators(\.kvasir\.svc)?:7000"
+        return re.sub(service, f"127.0.0.1:{self.port('kvasir-coordinator-0', 'quic')}", value)
 
     def port(self, name, what):
         """A free port, the same on each call."""

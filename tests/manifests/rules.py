@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import tomllib
 
 import kubernetes_validate
 
@@ -338,6 +339,25 @@ def the_models_named_can_be_fetched(rendered):
                 assert model in binary.downloads(), f"{title(manifest)}: {model} is nothing that the image can fetch"
 
 
+def the_sparks_fleet_can_be_deployed(rendered):
+    """The example for `kvasir apply`: its models can be downloaded, and the workers have its labels. No node starts with
+    a model.
+    """
+    fleet = tomllib.loads((ROOT / "deploy/k8s/overlays/dgx-spark/fleet.toml").read_text())
+    assert fleet.keys() == {"models"} and len(fleet["models"]) > 1, fleet
+    sparks = installed(rendered, "dgx-spark")
+    labels = set()
+    for manifest, pod in workloads(sparks):
+        node = pod["spec"]["containers"][0]
+        env = environment(node, config_of(sparks, manifest))
+        assert not {"KVASIR_MODEL", "KVASIR_MODELS"} & env.keys(), title(manifest)
+        labels.update(env.get("KVASIR_LABELS", "").split(","))
+    assert "node=spark-1" in labels, labels
+    for name, entry in fleet["models"].items():
+        assert entry["from"] in binary.downloads(), f"{name}: nothing that the image can fetch"
+        assert set(entry.get("nodes", [])) <= labels, f"{name}: no worker has {entry['nodes']}"
+
+
 def engines_are_where_their_workers_connect(rendered):
     """A pod's worker has the addresses and the model of the engine beside it. The engine's API listens on
     loopback, and the worker stops first, because an engine is a sidecar.
@@ -481,6 +501,7 @@ TESTS = [
     a_majority_survives_what_budgets_allow,
     caches_fit_into_the_memory_limit,
     the_models_named_can_be_fetched,
+    the_sparks_fleet_can_be_deployed,
     engines_are_where_their_workers_connect,
     folders_of_checkpoints_are_mounted,
     nodes_make_their_own_keys,

@@ -56,7 +56,7 @@ class Installation:
         everything = manifests_of.all_of_them()
         self.manifests = [m for name in (overlay, *more) for m in everything[name]]
         for manifest in self.manifests:
-            if manifest["kind"] == "ConfigMap":
+            if manifest["kind"] == "ConfigMap" and "model" in manifest["data"]:
                 manifest["data"]["model"] = MODEL
         self.objects = convert.Objects(self.manifests)
         self.workloads = {}
@@ -171,6 +171,9 @@ def install(it):
     for pod in it.pods("coordinator"):
         it.start(*pod)
     for pod in it.pods("worker"):
+        if it.overlay == "dgx-spark":
+            # The fetch Job's part.
+            it.models(pod[2])
         it.start(*pod)
     names = [name for component in ("coordinator", "worker") for _, name, _ in it.pods(component)]
     for name in names:
@@ -178,6 +181,10 @@ def install(it):
         for path in ("/livez", "/startupz"):
             assert it.probe(name, path) == 200, f"{name}: {path}"
     it.in_service = [name for name in names if "coordinator" in name]
+    if it.overlay == "dgx-spark":
+        # Nodes are ready without a model. Requests wait until one of these replicas is.
+        replicas = f"{len(it.nodes)}:{len(it.nodes)}"
+        it.kvasir(it.in_service[0], "models", "deploy", MODEL, "--from", MODEL, "--replicas", replicas)
     for coordinator in it.in_service:
         assert it.ask(coordinator) == 200, coordinator
     return names

@@ -483,6 +483,11 @@ impl Dispatch {
         &self.metrics.outcomes
     }
 
+    /// Forgets counts and metrics of versions that are not deployed any more.
+    pub fn retain_versions(&self, is_deployed: impl Fn(&ModelId) -> bool) {
+        self.metrics.retain_versions(is_deployed);
+    }
+
     /// The gauges of a scrape.
     pub fn metrics_load(&self) -> metrics::Load {
         let (index, queue, inflight) = self.sizes();

@@ -234,6 +234,12 @@ impl Metrics {
         self.by_model.served(model, &served);
     }
 
+    /// Forgets the versions that are not deployed any more.
+    pub(super) fn retain_versions(&self, is_deployed: impl Fn(&ModelId) -> bool) {
+        self.outcomes.retain(&is_deployed);
+        self.by_model.retain_versions(is_deployed);
+    }
+
     /// Counts a request for a model that ended with an error of the server.
     pub fn failed(&self, model: &ModelId) {
         self.outcomes.failed(model);
@@ -470,12 +476,14 @@ impl StateGauges {
             counter.inc_by(total.saturating_sub(counter.get()));
         };
         let mut tokens = RecentUse::default();
+        // Totals of models that are not offered any more are not reported.
+        self.tokenised_bytes.clear();
+        self.tokenise_seconds.clear();
         for model in models.iter() {
             let label = one("model_name", model.id.as_str().to_owned());
             let (took, bytes) = model.tokenised();
-            follow(&self.tokenised_bytes.get_or_create(&label), bytes);
-            let seconds = self.tokenise_seconds.get_or_create(&label);
-            seconds.inc_by((took.as_secs_f64() - seconds.get()).max(0.0));
+            self.tokenised_bytes.get_or_create(&label).inc_by(bytes);
+            self.tokenise_seconds.get_or_create(&label).inc_by(took.as_secs_f64());
             let used = model.tokenizer.memo_usage().unwrap_or_default();
             tokens.hits += used.hits;
             tokens.misses += used.misses;
@@ -500,7 +508,8 @@ impl StateGauges {
         self.queue_tokens.set(int(queue.tokens));
         self.inflight.set(int(*inflight as u64));
         for state in [WorkerState::Starting, WorkerState::Ready, WorkerState::Draining] {
-            let count = workers.iter().filter(|w| w.state() == state).count();
+            let is_worker = |w: &&WorkerView| !w.member.register.node.is_instance();
+            let count = workers.iter().filter(is_worker).filter(|w| w.state() == state).count();
             self.workers.get_or_create(&one("state", state_name(state))).set(int(count as u64));
         }
         // Workers that left are not reported.

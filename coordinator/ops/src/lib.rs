@@ -270,7 +270,9 @@ async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
 }
 
 async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
-    let workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
+    let mut workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
+    // A worker's own text has the metrics of its instances, with the model as a label.
+    workers.retain(|(node, _)| !node.is_instance());
     ops.metrics.note_node(&ops.identity);
     ops.metrics.note_differences(ops.agreement.as_ref().map_or(0, |agreement| agreement.differences().len()));
     let mut text = ops.metrics.text(&ops.dispatch.metrics_load(), &ops.models, &ops.chains, ops.keys.count());

@@ -33,6 +33,30 @@ fn one_worker_answers_and_the_cluster_drains() {
 }
 
 #[test]
+fn further_models_are_deployed_beside_the_first() {
+    let other = fixtures::Manifest::read().unwrap().tiny("qwen2").unwrap().path();
+    let name = other.file_stem().unwrap().to_str().unwrap().to_owned();
+    let cluster =
+        Cluster::builder("up-two-models", &tiny_model()).switch(other.to_str().unwrap()).start().unwrap();
+    complete(&cluster);
+    let body = json!({"model": name, "prompt": [5, 6, 7], "max_tokens": 4});
+    let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap();
+    let worker = answer.header("x-kvasir-worker").unwrap().to_owned();
+    answer.ok().unwrap();
+    let status = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
+    let lines: Vec<&str> = status.lines().collect();
+    let at = lines.iter().position(|line| line.trim_start().starts_with(&format!("{worker} "))).unwrap();
+    assert!(lines[at].starts_with("  ") && lines[at].contains(&format!("{name}@")), "{status}");
+    assert!(worker.starts_with(lines[at - 1].split(' ').next().unwrap()), "{status}");
+    let deployed = lines.iter().find(|line| line.starts_with(&format!("{name} "))).unwrap();
+    assert!(deployed.contains("ready") && deployed.contains("1:1"), "{status}");
+    let dir = cluster.data_dir().join("twice");
+    let two = binary::run(&["up", &tiny_model(), &tiny_model(), "--data-dir", dir.to_str().unwrap()]).unwrap();
+    let error = String::from_utf8_lossy(&two.stderr).into_owned();
+    assert!(!two.status.success() && error.contains("is there twice"), "{error}");
+}
+
+#[test]
 fn two_workers_are_seen_from_outside() {
     let cluster = Cluster::builder("up-two-workers", &tiny_model()).start().unwrap();
     println!("ready after {:?}", cluster.ready_after());

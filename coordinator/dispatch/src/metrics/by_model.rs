@@ -157,6 +157,41 @@ impl ByModel {
         Arc::clone(models.entry(model.clone()).or_insert_with(|| Arc::new(OfModel::new(model))))
     }
 
+    /// Removes the metrics of versions that are not deployed any more. A request for one that ends later brings them back
+    /// until the next call.
+    pub(super) fn retain_versions(&self, is_deployed: impl Fn(&ModelId) -> bool) {
+        let gone = |model: &ModelId| model.is_version() && !is_deployed(model);
+        if !self.models.read().keys().any(gone) {
+            return;
+        }
+        let mut models = self.models.write();
+        let removed: Vec<_> = models.extract_if(|model, _| gone(model)).collect();
+        for (model, of) in removed {
+            let label = &of.label;
+            for times in [
+                &self.time_to_first_token,
+                &self.e2e,
+                &self.queue_time,
+                &self.prefill_time,
+                &self.decode_time,
+                &self.inference_time,
+            ] {
+                times.remove(label);
+            }
+            for lengths in
+                [&self.inter_token, &self.mean_token_time, &self.prompt_length, &self.generation_length]
+            {
+                lengths.remove(label);
+            }
+            for tokens in [&self.prompt_tokens, &self.generation_tokens] {
+                tokens.remove(label);
+            }
+            for reason in REASONS {
+                self.success.remove(&ended(&model, reason));
+            }
+        }
+    }
+
     /// Counts a served encoder request.
     pub(super) fn encoded(
         &self,
@@ -218,11 +253,59 @@ impl ByModel {
             FinishReason::Length => &of.cut,
             FinishReason::Cancelled => &of.cancelled,
         };
-        let counter = counter_cell.0.get_or_init(|| {
-            let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
-            let reason = ("finished_reason", Cow::Borrowed(finish_name(reason)));
-            self.success.get_or_create_owned(&[model, reason])
-        });
+        let counter = counter_cell.0.get_or_init(|| self.success.get_or_create_owned(&ended(model, reason)));
         counter.inc();
+    }
+}
+
+const REASONS: [FinishReason; 3] = [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled];
+
+/// Labels of a model's requests that ended for `reason`.
+fn ended(model: &ModelId, reason: FinishReason) -> Two {
+    let model = ("model_name", Cow::Owned(model.as_str().to_owned()));
+    [model, ("finished_reason", Cow::Borrowed(finish_name(reason)))]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prometheus_client::encoding::text::encode;
+
+    #[test]
+    fn the_series_of_a_version_end_with_it() {
+        let mut registry = Registry::default();
+        let metrics = ByModel::register(&mut registry);
+        let text = |registry: &Registry| {
+            let mut text = String::new();
+            encode(&mut text, registry).unwrap();
+            text
+        };
+        let model = ModelId::new("chat").unwrap();
+        let [old, new] = [1, 2].map(|digest| model.version(&[digest; 32]).unwrap());
+        let served = |reason| Served {
+            to_first: Duration::from_millis(40),
+            queued: Duration::from_millis(1),
+            total: Duration::from_millis(400),
+            prompt: 12,
+            generated: 9,
+            reason,
+            trace: None,
+        };
+        let serve = |model: &ModelId| {
+            REASONS.into_iter().for_each(|reason| metrics.served(model, &served(reason)));
+            metrics.tokens(model, 0.01, 8);
+            metrics.encoded(model, (Duration::ZERO, Duration::from_secs(1)), 5, None);
+        };
+        [&model, &old, &new].into_iter().for_each(serve);
+        metrics.retain_versions(|version| *version == new);
+        let kept = text(&registry);
+        assert!(!kept.contains(old.as_str()) && kept.contains(new.as_str()), "{kept}");
+        assert!(kept.contains("model_name=\"chat\""), "a model of the configuration keeps its series");
+        // A late request brings them back from 0, until they are removed again.
+        serve(&old);
+        let count = format!("vllm:prompt_tokens_total{{model_name=\"{old}\"}} 41\n");
+        assert!(text(&registry).contains(&count), "{}", text(&registry));
+        metrics.retain_versions(|_| false);
+        assert!(!text(&registry).contains('@'));
     }
 }

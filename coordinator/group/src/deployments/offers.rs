@@ -67,7 +67,7 @@ impl Offers {
         let mut state = self.state.lock();
         let state = &mut *state;
         let known = |name: &ModelId| table.deployments().find(name).is_some();
-        self.dispatch.outcomes().retain(known);
+        self.dispatch.retain_versions(known);
         state.offered.retain(|name, _| known(name));
         state.later.retain(|name, at| known(name) && *at > now);
         state.refused.retain(|name, _| known(name));
