@@ -371,6 +371,16 @@ const LOADING: &str = r##"
     });
 "##;
 
+/// A stream that waits for its model, read by the page's own modules.
+const WAITING: &str = r##"
+    const body = new Response(": model=big state=loading percent=43 eta_s=12\n\ndata: \"hello\"\n\n").body;
+    return Promise.all([import("/dashboard/feed.js"), import("/dashboard/playground.js")]).then(async ([{ events }, { progress }]) => {
+        const seen = [];
+        for await (const { data } of events(body, (comment) => seen.push(progress(comment)))) seen.push(data);
+        return seen;
+    });
+"##;
+
 #[test]
 fn models_are_shown_with_state_place_versions_traffic_and_use() {
     let cluster = Cluster::builder("dashboard-models", &tiny_model()).start().unwrap();
@@ -448,6 +458,7 @@ fn models_are_shown_with_state_place_versions_traffic_and_use() {
     for expected in ["loading", "43 %, ready in 12 s", "spark-1 loading 43 %", "3 waiting"] {
         assert!(text.as_str().unwrap().contains(expected), "{expected} not in {text}");
     }
+    assert_eq!(browser.script(WAITING).unwrap(), json!(["loading, 43 %, ready in 12 s", "hello"]));
     browser.resize(390, 844, 2.0).unwrap();
     let wide = "return document.scrollingElement.scrollWidth - document.documentElement.clientWidth";
     assert_eq!(browser.script(wide).unwrap(), 0, "a phone has to scroll sideways");

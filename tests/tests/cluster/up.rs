@@ -51,7 +51,8 @@ fn further_models_are_deployed_beside_the_first() {
     let deployed = lines.iter().find(|line| line.starts_with(&format!("{name} "))).unwrap();
     assert!(deployed.contains("ready") && deployed.contains("1:1"), "{status}");
     let dir = cluster.data_dir().join("twice");
-    let two = binary::run(&["up", &tiny_model(), &tiny_model(), "--data-dir", dir.to_str().unwrap()]).unwrap();
+    let two =
+        binary::run(&["up", &tiny_model(), &tiny_model(), "--data-dir", dir.to_str().unwrap()]).unwrap();
     let error = String::from_utf8_lossy(&two.stderr).into_owned();
     assert!(!two.status.success() && error.contains("is there twice"), "{error}");
 }

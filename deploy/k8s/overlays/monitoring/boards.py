@@ -3,7 +3,8 @@ beside this file. A test compares these with what is said here, and asks a Prome
 expression.
 
 A coordinator shows its workers' metrics with the label `worker`, and every coordinator shows all of them; workers are
-scraped themselves, too. So whatever is a worker's is taken once for each: `max by (worker)`."""
+scraped themselves, too. So whatever is a worker's is taken once for each: `max by (worker)`. The engines of deployed models
+have the label `model`; what they count adds up."""
 
 import json
 import pathlib
@@ -34,15 +35,27 @@ def rate(metric, labels=""):
     return f"rate({metric}{{{labels}}}[{RATE}])" if labels else f"rate({metric}[{RATE}])"
 
 
+# Metrics of a worker's machine, and shares: those of its engines do not add up.
+NOT_ADDED = ("kvasir_gpu_", "kvasir_host_", "kvasir_rss_bytes", "vllm:kv_cache_usage_perc")
+
+
+def once(metric, values, labels):
+    """Values of a worker's metric, once for each worker and added over its engines."""
+    own = ", ".join(["worker", *labels])
+    if metric.startswith(NOT_ADDED):
+        return f"max by ({own}) ({values})"
+    return f"sum by ({own}) (max by ({own}, model) ({values}))"
+
+
 def of_workers(metric, *labels):
     """A worker's own gauge, once for each worker."""
-    return f"max by ({', '.join(['worker', *labels])}) ({metric}{{worker!=\"\"}})"
+    return once(metric, f"{metric}{{worker!=\"\"}}", labels)
 
 
 def worker_rate(metric, *labels):
     """A worker's own counter by second, once for each worker."""
     quoted = 'worker!=""'
-    return f"max by ({', '.join(['worker', *labels])}) ({rate(metric, quoted)})"
+    return once(metric, rate(metric, quoted), labels)
 
 
 def quantile(q, metric, *labels):

@@ -66,8 +66,8 @@ export function useKey(value) {
   keyChanged();
 }
 
-/** Parses the server-sent events of a response body. */
-export async function* events(body) {
+/** Parses the server-sent events of a response body. Calls `comment` with the text of each comment. */
+export async function* events(body, comment = () => {}) {
   let text = "";
   for await (const chunk of pieces(body)) {
     text += chunk;
@@ -76,6 +76,7 @@ export async function* events(body) {
       text = text.slice(end + 2);
       const field = (name) => lines.find((line) => line.startsWith(`${name}: `))?.slice(name.length + 2);
       const data = field("data");
+      lines.filter((line) => line.startsWith(": ")).forEach((line) => comment(line.slice(2)));
       if (data === undefined) continue;
       yield { event: field("event") ?? "message", data: data === "[DONE]" ? null : JSON.parse(data) };
     }

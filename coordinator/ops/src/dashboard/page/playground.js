@@ -72,6 +72,12 @@ async function send(askForKey, toast) {
   }
 }
 
+/** `loading, 43 %, ready in 12 s`, from the comment of a stream that waits for a model. */
+export function progress(comment) {
+  const { state, percent, eta_s: eta } = Object.fromEntries(comment.split(" ").map((pair) => pair.split("=")));
+  return [state ?? "waits for a worker", percent && `${percent} %`, eta && `ready in ${time(Number(eta))}`].filter(Boolean).join(", ");
+}
+
 async function stream(answer, words, figures, signal) {
   const asked = performance.now();
   const body = { model: byId("model").value, messages: talk, stream: true, stream_options: { include_usage: true }, max_tokens: Number(byId("max-tokens").value) || 256, temperature: Number(byId("temperature").value) };
@@ -87,7 +93,7 @@ async function stream(answer, words, figures, signal) {
     const parts = [`${worker ?? "?"} (${/reason=(\w+)/.exec(route ?? "")?.[1] ?? "?"})`, first !== null && `first token ${time(first)}`, rate, cached];
     figures.replaceChildren(parts.filter(Boolean).join(", "), " ", el("button", { type: "button", class: "text", onclick: () => showRequest(name) }, "Why there?"));
   };
-  for await (const { event, data } of events(response.body)) {
+  for await (const { event, data } of events(response.body, (text) => first === null && say(figures, progress(text)))) {
     if (event === "error") throw new Error(data?.error?.message ?? "the stream broke off");
     if (data === null) break;
     usage = data.usage ?? usage;
