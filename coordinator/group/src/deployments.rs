@@ -30,8 +30,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use uses::Uses;
 
-/// Interval of the orders.
+/// Interval of the orders. A change of the table is ordered earlier.
 const EVERY: Duration = Duration::from_millis(200);
+/// Changes of the table within this time are ordered together.
+const TOGETHER: Duration = Duration::from_millis(10);
+/// Interval of looks at the queue for versions that have no place.
+const ASK_EVERY: Duration = Duration::from_millis(50);
 /// Timeout of a worker's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Longest wait of a round for answers. Those of a slow worker, or of one that is gone, are taken in a later round.
@@ -118,7 +122,7 @@ impl Deployments {
     /// Sends orders, takes reports, offers models and places them, until dropped.
     pub async fn run(self: Arc<Self>) {
         let table_read = AtomicBool::new(false);
-        futures::future::join(self.read_table(&table_read), self.serve(&table_read)).await;
+        futures::future::join3(self.read_table(&table_read), self.serve(&table_read), self.ask()).await;
     }
 
     /// Sets the flag after the first read that a majority confirms.
@@ -132,17 +136,30 @@ impl Deployments {
     async fn serve(&self, table_read: &AtomicBool) {
         let mut ticks = tokio::time::interval(EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        let mut exchanges = Exchanges::default();
+        let (mut exchanges, mut seen) = (Exchanges::default(), None);
         loop {
-            ticks.tick().await;
+            tokio::select! {
+                _ = ticks.tick() => {}
+                () = self.agreement.table_changed(&mut seen) => tokio::time::sleep(TOGETHER).await,
+            }
             let complete = table_read.load(Ordering::Acquire);
             let Some(table) = self.agreement.table() else { continue };
             let workers = self.dispatch.hosts();
             let hosts = self.order(&table, &workers, &mut exchanges).await;
             self.offers.update(&table, &workers, &hosts).await;
             self.models.set_incomplete(!complete);
-            self.want(&table).await;
             self.place(&hosts).await;
+        }
+    }
+
+    async fn ask(&self) {
+        let mut ticks = tokio::time::interval(ASK_EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            if let Some(table) = self.agreement.table() {
+                self.want(&table).await;
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! More models than fit: twelve at three workers with room for two each, under skewed traffic at three coordinators,
-//! with kills. `KVASIR_TRAFFIC_REQUESTS` sets the number of requests, by default a sample.
+//! with kills. `KVASIR_TRAFFIC_REQUESTS` sets the number of requests, by default a sample, and `KVASIR_TRAFFIC_CLIENTS`
+//! that of clients.
 //!
 //! Every model generates other tokens, so an answer of a wrong model is found.
 
@@ -242,7 +243,7 @@ struct Run {
 }
 
 /// Sends the requests of the trace in its order, and kills nodes on the way.
-fn run(site: &Site, trace: &[usize]) -> Run {
+fn run(site: &Site, trace: &[usize], clients: usize) -> Run {
     let (next, failed_tries) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let ended = Mutex::new(BTreeMap::new());
     let client = || {
@@ -268,7 +269,7 @@ fn run(site: &Site, trace: &[usize]) -> Run {
         wait::until("requests are answered", Duration::from_secs(600), reached).unwrap();
     };
     let (killed, killed_coordinator) = std::thread::scope(|scope| {
-        let clients: Vec<_> = (0..CLIENTS).map(|_| scope.spawn(client)).collect();
+        let clients: Vec<_> = (0..clients).map(|_| scope.spawn(client)).collect();
         progress(20);
         let first = Killed::kill(site, 0, 0);
         progress(35);
@@ -294,7 +295,9 @@ fn percentile(sorted: &[Duration], percent: usize) -> Duration {
 
 #[test]
 fn more_models_than_fit_are_served_through_kills() {
-    let requests = std::env::var("KVASIR_TRAFFIC_REQUESTS").map_or(SAMPLE, |text| text.parse().unwrap());
+    let set = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().unwrap());
+    let (requests, clients) =
+        (set("KVASIR_TRAFFIC_REQUESTS", SAMPLE), set("KVASIR_TRAFFIC_CLIENTS", CLIENTS));
     let _alone = cluster::exclude_clusters();
     let directory = binary::target().join("test-logs/model-traffic");
     let _ = std::fs::remove_dir_all(&directory);
@@ -306,7 +309,7 @@ fn more_models_than_fit_are_served_through_kills() {
     check_room(&site);
     let trace = zipf(requests);
     let began = Instant::now();
-    let run = run(&site, &trace);
+    let run = run(&site, &trace, clients);
     let took = began.elapsed();
 
     let mut refusals: BTreeMap<(u16, &str), usize> = BTreeMap::new();

@@ -6,11 +6,25 @@ use consensus::core::RaftRole;
 use consensus::table::{Change, Outcome, Table};
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::sync::watch;
 
 impl Agreement {
     /// The local state of the table; `None` while there is no group.
     pub fn table(&self) -> Option<Arc<Table>> {
         self.shared.table()
+    }
+
+    /// Waits until the table has changed since the last call with the same `seen`, or for the first table of a group. Ends
+    /// never while there is no group.
+    pub(crate) async fn table_changed(&self, seen: &mut Option<watch::Receiver<Arc<Table>>>) {
+        let Some(Member { handle, .. }) = self.shared.member.get() else {
+            return std::future::pending().await;
+        };
+        let changes = seen.get_or_insert_with(|| handle.table());
+        if changes.changed().await.is_err() {
+            // The agreement has stopped.
+            std::future::pending().await
+        }
     }
 
     /// The table after everything that was committed before this call.
