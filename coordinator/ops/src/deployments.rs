@@ -15,7 +15,7 @@
 //!
 //! D is the settings with `{"model","revision","state","progress","eta_s","reason","waiting","versions":[V],"rollout","last_rollout"}`,
 //! V is `{"version","id","source","digest","active","failed","rolled_back","needed_bytes","requests","errors","ttft_p50_s","workers":[{"worker","wanted","state","progress","eta_s","failures","reason","bytes","idle_s"}]}`.
-//! `waiting` are the requests in this coordinator's queue. `requests`, those that failed (`errors`) and the median time
+//! `waiting` are the requests in the coordinators' queues. `requests`, those that failed (`errors`) and the median time
 //! to first token are of all coordinators, each since its start. Any coordinator may be called.
 
 use super::keys::body;
@@ -168,7 +168,7 @@ pub(crate) fn all(ops: &Ops) -> Vec<Value> {
     let seen = Seen {
         reports: ops.deployments.as_ref().map(|deployments| deployments.reports()).unwrap_or_default(),
         outcomes: ops.dispatch.outcomes().totals(),
-        queued: ops.dispatch.look(|balancer| balancer.queued_by_model()),
+        queued: ops.dispatch.waiting_everywhere(),
     };
     let known = ops.models.deployed();
     let deployments = table.deployments().models().iter();
