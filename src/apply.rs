@@ -55,6 +55,7 @@ struct ModelEntry {
     #[serde(default)]
     context: u32,
     priority: Option<u32>,
+    shards: Option<u16>,
 }
 
 /// A change of one deployment.
@@ -89,6 +90,7 @@ impl ModelEntry {
             "nodes": self.nodes,
             "context": self.context,
             "priority": self.priority.unwrap_or(1),
+            "shards": self.shards.unwrap_or(1),
         });
         body.extend(settings.as_object().cloned().unwrap_or_default());
         Ok(body)
@@ -196,7 +198,7 @@ mod tests {
         let deployed = |model: &str, revision: u64| {
             json!({
                 "model": model, "min": 0, "max": 1, "idle_s": 600, "pin": false, "nodes": [], "context": 0,
-                "priority": 1, "revision": revision, "rollout": null,
+                "priority": 1, "shards": 1, "revision": revision, "rollout": null,
                 "versions": [{"version": 3, "active": true, "source": {"fetch": "smollm2-135m"}}],
             })
         };

@@ -58,6 +58,9 @@ pub(crate) struct Settings {
     /// first [default: 1].
     #[arg(long, value_name = "N")]
     priority: Option<u32>,
+    /// Workers of a replica, each with a range of the layers: for a model that one worker has no room for [default: 1].
+    #[arg(long, value_name = "N")]
+    shards: Option<u16>,
     /// Share of requests that a new version gets first, such as 5%. It is rolled back if more of its requests fail or
     /// if they start more slowly.
     #[arg(long, value_name = "PERCENT")]
@@ -91,6 +94,7 @@ impl Settings {
         set("nodes", self.nodes.as_ref().map(|nodes| json!(nodes)));
         set("context", self.context.map(Into::into));
         set("priority", self.priority.map(Into::into));
+        set("shards", self.shards.map(Into::into));
         set("canary", self.canary.map(|Percent(permille)| json!({"permille": permille})));
         body
     }

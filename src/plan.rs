@@ -17,7 +17,7 @@ use model::{ModelFile, ModelSpec};
 use serde::Serialize;
 use std::path::PathBuf;
 use workers::{LayersOf, Workers};
-pub(crate) use workers::{compute, decode_bandwidth};
+pub(crate) use workers::{compute, decode_bandwidth, gpu_bandwidth};
 
 /// Default context, if the model's own is longer.
 const CONTEXT: usize = 8192;

@@ -36,7 +36,7 @@ use supervisor::Supervisor;
 
 const DEFAULT_MODEL: &str = "smollm2-135m";
 /// Assumed speed of each stage. Workers of one machine are equal, so the value has no effect.
-const ASSUMED_BANDWIDTH: ByteSize = ByteSize(20_000_000_000);
+pub(crate) const ASSUMED_BANDWIDTH: ByteSize = ByteSize(20_000_000_000);
 /// More workers on one machine are assumed to be a typing error.
 const MAX_WORKERS: usize = 64;
 
@@ -219,12 +219,6 @@ impl Plan {
         let shards = settings.shards.filter(|shards| *shards > 1);
         let servers = settings.engine_url.as_ref().map(Vec::len);
         let workers = count("workers", settings.workers, servers.or(shards).unwrap_or(2), MAX_WORKERS)?;
-        if let Some(servers) = servers {
-            check_servers(&settings, servers, workers)?;
-        }
-        if let Some(shards) = shards {
-            check_sharded(&settings, shards, workers)?;
-        }
         if let Some(first) = settings.deploy.iter().flatten().next() {
             let without = |field: &str| Err(ConfigError::field("deploy", first, format!("not with {field}")));
             match (servers, shards) {
@@ -232,6 +226,12 @@ impl Plan {
                 (None, Some(_)) => return without("several shards"),
                 (None, None) => {}
             }
+        }
+        if let Some(servers) = servers {
+            check_servers(&settings, servers, workers)?;
+        }
+        if let Some(shards) = shards {
+            check_sharded(&settings, shards, workers)?;
         }
         if let Some(prefill) = settings.prefill_workers.filter(|prefill| *prefill >= workers) {
             let limit = format!("less than the number of workers, {workers}");

@@ -14,17 +14,19 @@ use crate::models::{require_weights, resolve_bundle};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, io_runtime};
 use crate::numerics::{self, ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
-use crate::plan::{compute, decode_bandwidth};
+use crate::plan::{compute, decode_bandwidth, gpu_bandwidth};
 use crate::role::RoleArg;
 use crate::shipped;
 use crate::spec::SpecArg;
 use crate::try_grammar;
+use crate::up::ASSUMED_BANDWIDTH;
 use dispatch::models::ModelEntry;
 use engine::decoder::StateType;
 use engine::snapshot::store::StoreConfig;
 use engine::tiers::{DiskConfig, TiersConfig};
 use model::checkpoint::lora::MAX_RANK;
 use pipeline::weight_distribution::ShippingConfig;
+use proto::deployment::StageSpeed;
 use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
 use speech::SessionLimits;
@@ -138,7 +140,8 @@ pub(crate) struct WorkerSettings {
     /// Labels that deployments select workers by, separated by commas.
     #[arg(long, value_name = "KEY=VALUE,..", env = "KVASIR_LABELS", value_delimiter = ',')]
     pub(crate) labels: Option<Vec<String>>,
-    /// With --pool: bytes per second that decoding reads, which plans use to divide the layers [default: measured].
+    /// Bytes per second that decoding reads, by which the layers of a model are divided among workers [default: measured
+    /// on a GPU and with --pool, else 20 GB].
     #[arg(long, value_name = "SIZE", env = "KVASIR_BANDWIDTH")]
     pub(crate) bandwidth: Option<ByteSize>,
     /// UDP address that other nodes connect to [default: 127.0.0.1:7001]. A network, such as
@@ -354,6 +357,7 @@ impl WorkerSettings {
                     budget: settings.memory.map_or(0, |memory| memory.0),
                     process: load::process_bytes(&hosted)?,
                     labels: settings.labels.clone().unwrap_or_default(),
+                    stages: if model.is_none() { Some(settings.stage_speed()?) } else { None },
                     engine: EngineOptions { packed: store.clone().filter(|_| caches_weights), ..hosted },
                     shipping: ShippingConfig { store, from: Vec::new(), lanes: shipping.lanes },
                     resolver: Arc::new(HubResolver),
@@ -600,6 +604,16 @@ impl WorkerSettings {
             bandwidth: bytes(self.bandwidth),
             compute: compute(&load::host(&self.options()?)?) as u64,
         }))
+    }
+
+    /// Speed of the stages of deployed models.
+    fn stage_speed(&self) -> anyhow::Result<StageSpeed> {
+        let options = self.options()?;
+        let bandwidth = match self.bandwidth {
+            Some(bandwidth) => bandwidth.0,
+            None => gpu_bandwidth(&options)?.map_or(ASSUMED_BANDWIDTH.0, |rate| rate as u64),
+        };
+        Ok(StageSpeed { bandwidth, compute: compute(&load::host(&options)?) as u64 })
     }
 
     fn snapshots(&self) -> StoreConfig {

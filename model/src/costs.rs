@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::header::ModelHeader;
 use crate::spec::{ExpertGateUp, FfnSpec, LayerSpec, MoeSpec};
 use crate::{ModelFile, ModelSpec};
 
@@ -101,8 +102,13 @@ pub struct TensorSize {
 impl ModelCosts {
     /// The costs of the model in `file`, whose spec is `spec`.
     pub fn of_file(spec: &ModelSpec, file: &ModelFile) -> Self {
+        Self::of_header(spec, file.header())
+    }
+
+    /// The same for a model of which only the header is here.
+    pub fn of_header(spec: &ModelSpec, header: &ModelHeader) -> Self {
         Self::new(spec, |name| {
-            let info = file.tensor(name)?;
+            let info = header.tensor(name)?;
             Some(TensorSize { elements: info.elements(), bytes: info.bytes() })
         })
     }

@@ -4,6 +4,7 @@
 
 use crate::codec::bounded;
 use crate::ids::{Epoch, ModelId};
+use crate::placement::Lead;
 use crate::served_model::{MAX_MODELS, ModelTask};
 use serde::{Deserialize, Serialize};
 
@@ -41,12 +42,23 @@ pub struct HostReport {
     pub epoch: Epoch,
     /// Bytes for weights, caches and scratch of all models together.
     pub budget: u64,
+    /// Speed at which it computes stages of models on several workers; `None` if it takes none.
+    pub stages: Option<StageSpeed>,
     /// `key=value`, at most [`MAX_LABELS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_LABELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_LABELS>"
     )]
     pub labels: Vec<String>,
+}
+
+/// Speed of a worker, by which the layers of a model are divided among several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageSpeed {
+    /// Bytes per second that decode steps read.
+    pub bandwidth: u64,
+    /// Multiply-adds per second of prefill steps.
+    pub compute: u64,
 }
 
 /// State of a model that an order asks for.
@@ -97,11 +109,15 @@ pub struct ModelsOrder {
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
     pub models: Vec<OrderedModel>,
+    /// Replica over several workers whose first stage this worker is.
+    pub lead: Option<Lead>,
 }
 
 /// Reply to a [`ModelsOrder`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelsReport {
+    /// That of the order which the report is about. The reply to an order may still be about an earlier one.
+    pub version: u64,
     /// Bytes for weights, caches and scratch of all models together.
     pub budget: u64,
     /// Bytes that all models hold, the worker's own model included.

@@ -86,12 +86,18 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
 /// Bytes per second that decoding reads on the device of these options, measured now. The workers of a GPU
 /// share it.
 pub(crate) fn decode_bandwidth(options: &EngineOptions) -> anyhow::Result<f64> {
-    if let Some(copies) = load::gpu_copy_bandwidth(options)? {
-        return Ok(copies * DECODE_SHARE / f64::from(load::host(options)?.workers));
+    if let Some(rate) = gpu_bandwidth(options)? {
+        return Ok(rate);
     }
     let threads = options.threads.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN);
     let pool = Pool::new(PoolConfig::new(threads)).context("cannot start threads to probe the bandwidth")?;
     Ok(BandwidthProbe::new().median(&pool, 3) * DECODE_SHARE)
+}
+
+/// The same for a GPU; `None` if the CPUs compute.
+pub(crate) fn gpu_bandwidth(options: &EngineOptions) -> anyhow::Result<Option<f64>> {
+    let Some(copies) = load::gpu_copy_bandwidth(options)? else { return Ok(None) };
+    Ok(Some(copies * DECODE_SHARE / f64::from(load::host(options)?.workers)))
 }
 
 /// Multiply-adds per second of one worker: of its share of a GPU, or of its threads.

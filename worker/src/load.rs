@@ -59,7 +59,7 @@ pub use hosted::{HostedLoad, SharedDevice, facts, process_bytes};
 use hosted::{HostedSource, elastic_floor};
 use reading::Reading;
 use staged::Staged;
-pub(crate) use stages::{admit_kv, prepare_replica, stage};
+pub(crate) use stages::{admit_kv, prepare_replica, range_bytes, range_cache, stage};
 pub use stages::{check_shards, open_replica};
 
 /// Maximum number of hash units in the replay ring of KV events: 4 MiB of ids.
@@ -401,7 +401,7 @@ fn prepare_on(
     }
     let mut cache = CacheSpec { groups, block_tokens: options.block_tokens as u32, arena_bytes };
     let mut smallest_arena = None;
-    if let Some(admitted) = admitted.as_mut().filter(|admitted| !admitted.is_own()) {
+    if let Some(admitted) = admitted.as_mut().filter(|admitted| !admitted.has_fixed_arena()) {
         cache.arena_bytes = admitted.largest_arena(&decoder, defaults.arena_bytes.value, &cache);
         let fits = |arena_bytes| longest(cache.clone(), arena_bytes).unwrap_or((0, 0));
         smallest_arena = Some(admitted.arena(len_limit, fits));

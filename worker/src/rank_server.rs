@@ -2,22 +2,26 @@
 //! at a time; orders and steps of the first stage are checked before they are applied.
 
 mod block_server;
+mod output;
+mod room;
 
 use crate::Error;
-use crate::load::{self, EngineOptions};
+use crate::load::{self, EngineOptions, HostedLoad};
 use block_server::{BlockServer, BlockTask};
 use engine::decoder::{Blocks, Decoder};
 use engine::kv_cache::Slabs;
 use engine::sampling::Sampler;
+use engine::share::DeviceShare;
 use engine::speculation::SpeculativeMethod;
 use engine::telemetry::ShippingMetrics;
 use kernels::backend::{AdapterId, NO_INDEX};
+use output::{Outcome, Reporter, Sink};
 use parking_lot::Mutex;
 use pipeline::Claims;
 use pipeline::activations::{self, Gathered};
 use pipeline::draft;
 use pipeline::handshake::{arena, dial};
-use pipeline::send_queue::{SendQueue, Writes};
+use pipeline::send_queue::SendQueue;
 use pipeline::step::{self, Uncounted};
 use pipeline::wait_policy::WaitPolicy;
 use pipeline::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
@@ -25,11 +29,12 @@ use pki::Identity;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
 use proto::stage::{
-    ActivationType, ReplicaId, StageAdapters, StageBegin, StageCounted, StageDrafter, StageDrawn,
-    StageFailure, StageFeed, StageFrame, StageHead, StageJoin, StageJoined, StageOrder, StageProgressReport,
-    StageReport, StageRest, StageSample, StageSampled, StageSpent, StageStep,
+    ActivationType, ReplicaId, StageAdapters, StageCounted, StageDrafter, StageDrawn, StageFailure,
+    StageFeed, StageFrame, StageHead, StageJoin, StageJoined, StageOrder, StageProgressReport, StageReport,
+    StageRest, StageSample, StageSampled, StageSpent, StageStep,
 };
 use proto::trace::{self, Span, TraceContext};
+pub(crate) use room::StageRoom;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -41,7 +46,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use transport::{
     ActivationReceiver, ActivationSender, Connection, Endpoint, EndpointConfig, Incoming, StageCall,
-    StageOrderReceiver, StageReporter,
+    StageOrderReceiver,
 };
 
 /// Time for the previous stage to connect.
@@ -75,6 +80,8 @@ pub struct StageService {
 pub(crate) struct Holds {
     pub(crate) shipper: Arc<Shipper>,
     pub(crate) holdings: Arc<Inventory>,
+    /// Memory and files that are shared with other models. `None`: the stage has the worker for itself.
+    pub(crate) room: Option<StageRoom>,
 }
 
 /// Serves one stage at a time. The owner of the endpoint passes incoming streams to [`RankServer::take`].
@@ -105,7 +112,7 @@ impl StageService {
         let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, metrics.clone());
         let drafter = (config.engine.speculative_method.file(), config.engine.digests.clone());
         let holdings = Inventory::new(None, config.model_path.as_deref(), drafter, &config.shipping, metrics);
-        let holds = Holds { shipper: Arc::new(shipper), holdings: Arc::new(holdings) };
+        let holds = Holds { shipper: Arc::new(shipper), holdings: Arc::new(holdings), room: None };
         let server = RankServer::new(config, Arc::clone(&endpoint), holds, None);
         let accepting = Arc::clone(&endpoint);
         let task = tokio::spawn(async move {
@@ -240,6 +247,7 @@ async fn serve_stage_call(server: Arc<RankServer>, call: StageCall) {
     };
     server.feeds.lock().remove(&join.replica);
     server.block_servers.lock().remove(&join.replica);
+    server.holds.room.iter().for_each(StageRoom::returned);
     tracing::info!(?layers, %failure, "the replica has ended");
     let mut reporter = reporter.lock().await;
     // The send fails if the first stage is gone.
@@ -247,9 +255,6 @@ async fn serve_stage_call(server: Arc<RankServer>, call: StageCall) {
         reporter.finish().await;
     }
 }
-
-/// Shared by the task that reads the orders of the first stage, and on the last stage by the compute thread.
-type Reporter = Arc<tokio::sync::Mutex<StageReporter>>;
 
 async fn report(reporter: &Reporter, report: StageReport) -> Result<(), StageFailure> {
     reporter.lock().await.send(&report, Vec::new()).await.map_err(|error| neighbour(&error))
@@ -275,17 +280,24 @@ async fn run_stage(
     let room = server.room().await.ok_or(StageFailure::Busy)?;
     let (feed_sender, feed) = oneshot::channel();
     server.feeds.lock().insert(join.replica, feed_sender);
-    let located = match &server.config.model_path {
-        Some(path) => Ok(path.clone()),
+    let here = server.holds.room.as_ref().and_then(|room| room.file(&join.model_digest));
+    let located = match here.or_else(|| server.config.model_path.clone()) {
+        Some(path) => Ok(path),
         None => server.holds.shipper.locate(&join.model_digest).await,
     };
     let model_path = located.map_err(|error| load_failure(&error.into()))?;
     let speculative_method =
         server.speculative_method(join.drafter).await.map_err(|error| load_failure(&error))?;
-    let options =
-        EngineOptions { speculative_method: speculative_method.clone(), ..server.config.engine.clone() };
-    let (path, requested) = (model_path.clone(), join.clone());
     let layers = join.layers.0 as usize..join.layers.1 as usize;
+    let mut options =
+        EngineOptions { speculative_method: speculative_method.clone(), ..server.config.engine.clone() };
+    if let Some(room) = &server.holds.room {
+        let bytes = load::range_bytes(&model_path, &options, layers.clone(), Some(join.max_rows as usize));
+        let load = room.load(bytes.map_err(|error| load_failure(&error))?, 1).await;
+        options.hosted = Some(load.map_err(|error| load_failure(&error))?);
+    }
+    let hosted = options.hosted.clone();
+    let (path, requested) = (model_path.clone(), join.clone());
     let load = {
         let layers = layers.clone();
         move |arrivals| {
@@ -317,8 +329,15 @@ async fn run_stage(
             StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
         }
     };
-    let slabs = lay_out((&model_path, &server.config.engine), &mut decoder, &begin)
-        .map_err(|error| load_failure(&error))?;
+    let slabs = arena(begin.slabs, &begin.blocks_per_slab, &decoder);
+    let slabs = slabs.map_err(|error| load_failure(&error.into()))?;
+    let kv_bytes = slabs.bytes() + decoder.spare_bytes() as u64;
+    let mut share = hosted.as_ref().and_then(HostedLoad::share);
+    if let (Some(share), Some(room)) = (&mut share, &server.holds.room) {
+        share.add(room.reserve(kv_bytes).await.map_err(|error| load_failure(&error))?);
+    }
+    load::admit_kv(&model_path, &server.config.engine, kv_bytes).map_err(|error| load_failure(&error))?;
+    decoder.allocate_kv(slabs.bytes() as usize).map_err(|error| load_failure(&error.into()))?;
     let (counted, last_counted) = watch::channel(0);
     let (block_server, block_tasks) = BlockServer::new(slabs.clone(), part_bytes, last_counted);
     server.block_servers.lock().insert(join.replica, block_server);
@@ -364,6 +383,7 @@ async fn run_stage(
         output,
         progress: Arc::clone(&progress),
         runtime: Handle::current(),
+        share,
         _room: room,
     };
     // The thread ends when `_end` is dropped with the replica.
@@ -418,17 +438,6 @@ fn load_range(
     load::stage(path, &options, layers, (&join.class, join.drafter))
 }
 
-fn lay_out(
-    (model, options): (&Path, &EngineOptions),
-    decoder: &mut Decoder,
-    begin: &StageBegin,
-) -> Result<Slabs, Error> {
-    let slabs = arena(begin.slabs, &begin.blocks_per_slab, decoder)?;
-    load::admit_kv(model, options, slabs.bytes() + decoder.spare_bytes() as u64)?;
-    decoder.allocate_kv(slabs.bytes() as usize)?;
-    Ok(slabs)
-}
-
 async fn connect(
     server: &RankServer,
     next: &proto::stage::StageAddress,
@@ -461,52 +470,6 @@ impl StageProgress {
     }
 }
 
-/// A stage's output for a step, with its payload.
-#[derive(Debug)]
-enum Outcome {
-    /// For the next stage: a step with its activations, or a message between steps.
-    Passed(StageFrame, Vec<u8>),
-    /// From the last stage to the first one: the results of a step.
-    Drawn(StageDrawn, Vec<u8>),
-    /// From the last stage to the first one: the last stage's part of logits that both compute.
-    Rest(StageRest, Vec<u8>),
-}
-
-enum Sink {
-    Next(ActivationSender),
-    First(Reporter),
-}
-
-impl Writes for Sink {
-    type Message = Outcome;
-
-    async fn write(&mut self, outcome: Outcome) -> Result<(), transport::Error> {
-        match (outcome, self) {
-            (Outcome::Passed(step, activations), Self::Next(next)) => {
-                next.send(&step, activations).await.map(drop)
-            }
-            (Outcome::Drawn(drawn, rows), Self::First(first)) => {
-                first.lock().await.send(&StageReport::Drawn(drawn), rows).await
-            }
-            (Outcome::Rest(rest, logits), Self::First(first)) => {
-                first.lock().await.send(&StageReport::Rest(rest), logits).await
-            }
-            (Outcome::Passed(..), Self::First(_)) => {
-                Err(transport::Error::Protocol("nobody is behind the last stage"))
-            }
-            (Outcome::Drawn(..) | Outcome::Rest(..), Self::Next(_)) => {
-                Err(transport::Error::Protocol("only the last stage draws"))
-            }
-        }
-    }
-
-    fn bytes(outcome: &Outcome) -> usize {
-        match outcome {
-            Outcome::Passed(_, bytes) | Outcome::Drawn(_, bytes) | Outcome::Rest(_, bytes) => bytes.len(),
-        }
-    }
-}
-
 /// A running layer range. Its compute thread reads its stream itself and sends small messages itself
 /// (`send_queue.rs`).
 struct Stage {
@@ -526,6 +489,8 @@ struct Stage {
     output: SendQueue<Sink>,
     progress: Arc<Mutex<StageProgress>>,
     runtime: Handle,
+    /// Its memory and its turns on a device that several models share.
+    share: Option<DeviceShare>,
     /// Released together with the memory.
     _room: OwnedSemaphorePermit,
 }
@@ -585,7 +550,11 @@ impl Stage {
             let spent = StageSpent { stalled_us: micros(stalled), computed_us: 0, received };
             let (number, since) = (step.step, Instant::now());
             self.progress.lock().computes = Some((number, since));
-            if let Err(failure) = self.step(step, &gathered.take(), spent, since) {
+            let rows = step.tokens.len();
+            self.share.iter_mut().for_each(DeviceShare::begin);
+            let computed = self.step(step, &gathered.take(), spent, since);
+            self.share.iter_mut().for_each(|share| share.end(rows, false));
+            if let Err(failure) = computed {
                 return failure;
             }
             *self.progress.lock() = StageProgress { done: number, computes: None };

@@ -135,7 +135,8 @@ impl WorkerService {
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let epoch = current_epoch();
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
-        let quic = if config.pool.is_some() { pipeline::attentive(quic) } else { quic };
+        let hosts_stages = config.hosting.as_ref().is_some_and(|hosting| hosting.stages.is_some());
+        let quic = if config.pool.is_some() || hosts_stages { pipeline::attentive(quic) } else { quic };
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
         let (bundles, limits) = (config.bundles, config.sessions);
         let operations =
@@ -197,7 +198,20 @@ impl WorkerService {
             .local_addr()
             .map_err(|source| engine::Error::Io { what: "ops address".into(), source })?;
         let pool = match config.pool {
-            None => None,
+            // A worker with a model of its own takes no stages.
+            None => {
+                host.as_ref().filter(|host| own.is_none() && host.config().stages.is_some()).map(|host| {
+                    let HostingConfig { engine, shipping, drain_timeout, .. } = host.config().clone();
+                    let stage = StageConfig { model_path: None, shipping, listen: config.listen, engine };
+                    let holds = Holds {
+                        shipper: Arc::clone(&shipper),
+                        holdings: Arc::clone(&holdings),
+                        room: Some(host.room().clone()),
+                    };
+                    let (endpoint, identity) = (Arc::clone(&endpoint), identity.clone());
+                    Arc::new(Pool::new((None, None), (stage, drain_timeout), endpoint, holds, identity))
+                })
+            }
             Some(PoolOffer { memory, bandwidth, compute }) => {
                 let (mut files, mut drafter) = (Vec::new(), None);
                 if let Some(OwnModel { id, path }) = own.clone() {
@@ -220,8 +234,9 @@ impl WorkerService {
                     listen: config.listen,
                     engine: config.engine.clone(),
                 };
-                let holds = Holds { shipper: Arc::clone(&shipper), holdings: Arc::clone(&holdings) };
-                let offer = (capacity, drafter);
+                let holds =
+                    Holds { shipper: Arc::clone(&shipper), holdings: Arc::clone(&holdings), room: None };
+                let (offer, stage) = ((Some(capacity), drafter), (stage, Duration::ZERO));
                 Some(Arc::new(Pool::new(offer, stage, Arc::clone(&endpoint), holds, identity.clone())))
             }
         };
@@ -314,8 +329,17 @@ impl WorkerService {
             }
         }
         service.tasks.push(tokio::spawn(async move {
+            let context = Arc::new(context);
             match (pool, external) {
-                (Some(pool), _) => pool.run_epochs(&context, run, &node_tx).await,
+                (Some(pool), _) => {
+                    let hosting = async {
+                        match host {
+                            Some(host) => host.run(Arc::clone(&context)).await,
+                            None => std::future::pending().await,
+                        }
+                    };
+                    tokio::join!(pool.run_epochs(&context, run, &node_tx), hosting);
+                }
                 (None, Some((supervisor, model))) => {
                     external::run_epochs(&supervisor, &model, &context, (run, reasons), &node_tx).await;
                 }
@@ -323,7 +347,7 @@ impl WorkerService {
                 (None, None) => {
                     let _run = run;
                     match host {
-                        Some(host) => host.run(Arc::new(context)).await,
+                        Some(host) => host.run(context).await,
                         None => node_tx.closed().await,
                     }
                 }

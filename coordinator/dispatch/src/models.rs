@@ -9,6 +9,7 @@ use hub::catalog::{self, Verification};
 use metadata::{Metadata, Value};
 use model::checkpoint::{has_weights, tokenizer_metadata};
 use model::costs::ModelCosts;
+use model::header::ModelHeader;
 use model::{ModelFile, ModelSpec};
 use proto::ids::ModelId;
 use proto::message::{TokenIds, TokenPart};
@@ -262,10 +263,15 @@ impl Models {
     pub fn version(
         &self,
         id: ModelId,
-        metadata: &Metadata,
+        header: &ModelHeader,
         context: usize,
     ) -> Result<OfferedModel, Box<dyn std::error::Error + Send + Sync>> {
-        OfferedModel::of_metadata(id, metadata, context, self.raw_chats)
+        let spec = ModelSpec::from_header(header).ok().filter(|spec| spec.logits().is_some());
+        let costs = spec.map(|spec| ModelCosts::of_header(&spec, header));
+        Ok(OfferedModel {
+            costs,
+            ..OfferedModel::of_metadata(id, header.metadata(), context, self.raw_chats)?
+        })
     }
 
     /// The model of this name. Of a deployed model, the version that serves; `model@digest` names one version.

@@ -13,8 +13,9 @@ mod uses;
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
-use consensus::table::{Change, Demand, Rollout, RolloutEnded, Table};
-use decide::{Host, View, decide, identifiers};
+use crate::replicas::room::of_stages;
+use consensus::table::{Change, Demand, ReplicaPlan, Rollout, RolloutEnded, StagePlan, Table};
+use decide::{Host, View, decide, identifiers, shards};
 use dispatch::models::Models;
 use dispatch::{Dispatch, HostWorker, VersionCounts};
 use exchanges::Exchanges;
@@ -23,7 +24,9 @@ use offers::Offers;
 use parking_lot::Mutex;
 use proto::deployment::{MAX_SOURCES, ModelState, ModelsOrder, ModelsReport, OrderedModel, WantedState};
 use proto::ids::{ModelId, NodeId, Role};
+use proto::placement::{Lead, PlacedStage};
 use proto::served_model::MAX_MODELS;
+use proto::stage::StageAddress;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -167,9 +170,10 @@ impl Deployments {
     async fn order(&self, table: &Table, workers: &[HostWorker], exchanges: &mut Exchanges) -> Vec<Host> {
         let before = self.hosts(table, workers);
         for worker in workers {
-            exchanges.begin(worker, || order(table, &before, workers, &worker.node));
+            exchanges.begin(worker, || order((table, &self.offers), &before, workers, &worker.node));
         }
         let answers = exchanges.ended().await;
+        let now = Instant::now();
         {
             let mut seen = self.seen.lock();
             let there = |node: &NodeId| workers.iter().any(|worker| worker.node == *node);
@@ -179,7 +183,8 @@ impl Deployments {
                 seen.reports.insert(node, report);
             }
             seen.reports.retain(|node, _| there(node));
-            seen.workers.retain(|node, _| there(node) || placed(node));
+            seen.workers
+                .retain(|node, last| placed(node) || now.saturating_duration_since(*last) < AWAY_AFTER);
         }
         self.hosts(table, workers)
     }
@@ -194,9 +199,23 @@ impl Deployments {
                 .chain(worker.report.labels.iter().cloned())
                 .collect();
             let report = seen.reports.get(&worker.node).cloned();
-            Host { name: worker.node.clone(), labels, draining: worker.draining, report }
+            let (stages, draining) = (worker.report.stages, worker.draining);
+            Host { name: worker.node.clone(), labels, draining, stages, report }
         };
-        workers.iter().map(host).collect()
+        // A worker that was here a moment ago may return at once, as with another epoch.
+        let now = Instant::now();
+        let away = seen.workers.iter().filter(|(node, last)| {
+            now.saturating_duration_since(**last) < AWAY_AFTER
+                && !workers.iter().any(|worker| worker.node == **node)
+        });
+        let away = away.map(|(node, _)| Host {
+            name: node.clone(),
+            labels: BTreeSet::new(),
+            draining: false,
+            stages: None,
+            report: None,
+        });
+        workers.iter().map(host).chain(away).collect()
     }
 
     /// Asks for the versions that requests wait for and that have no place.
@@ -274,13 +293,19 @@ impl Deployments {
         let waited = |version: &ModelId| {
             seen.waiting.get(version).map_or(Duration::ZERO, |since| now.saturating_duration_since(*since))
         };
+        let layers = |version: &ModelId| self.offers.layers(version);
         let (is_gone, has_failed, uses, waited) = (&is_gone, &has_failed, &uses, &waited);
-        decide(&View { table, hosts, is_gone, queued, waited, has_failed, uses })
+        decide(&View { table, hosts, is_gone, queued, waited, has_failed, uses, layers: &layers })
     }
 }
 
 /// The order for a worker. Until the worker has answered once, the order only asks for a report.
-fn order(table: &Table, hosts: &[Host], workers: &[HostWorker], node: &NodeId) -> ModelsOrder {
+fn order(
+    (table, offers): (&Table, &Offers),
+    hosts: &[Host],
+    workers: &[HostWorker],
+    node: &NodeId,
+) -> ModelsOrder {
     let host = hosts.iter().find(|host| host.name == *node);
     let known = host.is_some_and(|host| host.report.is_some());
     let mut models = Vec::new();
@@ -293,7 +318,9 @@ fn order(table: &Table, hosts: &[Host], workers: &[HostWorker], node: &NodeId) -
                     Some((name, facts)) => {
                         let placed =
                             table.models().get(&name).is_some_and(|plan| plan.placement.contains(node));
-                        let wanted = if placed { WantedState::Ready } else { WantedState::Asleep };
+                        // The first of several workers loads its part as their lead, the others by its orders.
+                        let ready = placed && shards(deployment) == 1;
+                        let wanted = if ready { WantedState::Ready } else { WantedState::Asleep };
                         (name, Some(facts.digest), wanted)
                     }
                     None if identifiers(hosts, deployment, version, model)
@@ -327,7 +354,33 @@ fn order(table: &Table, hosts: &[Host], workers: &[HostWorker], node: &NodeId) -
     // Versions that are to be ready come first: further ones than a worker may have are left out.
     models.sort_by_key(|ordered| std::cmp::Reverse(ordered.wanted));
     models.truncate(MAX_MODELS);
-    ModelsOrder { version: if known { table.applied() } else { 0 }, models }
+    let leads = |plan: &&ReplicaPlan| {
+        plan.model.is_version() && plan.stages.first().is_some_and(|first| first.node == *node)
+    };
+    let led = table.replicas().iter().find(|(_, plan)| leads(plan));
+    let lead = led.map(|(plan_index, plan)| lead((*plan_index, plan), (table, offers), workers));
+    // A worker of the replica is not connected here: the order only asks for a report.
+    let known = known && !matches!(lead, Some(None));
+    ModelsOrder { version: if known { table.applied() } else { 0 }, models, lead: lead.flatten() }
+}
+
+/// The replica that a worker leads. `None` if one of its workers, or the version's layers, are not known here.
+fn lead(
+    (plan_index, plan): (u64, &ReplicaPlan),
+    (table, offers): (&Table, &Offers),
+    workers: &[HostWorker],
+) -> Option<Lead> {
+    let (deployment, _) = table.deployments().find(&plan.model)?;
+    let layers = offers.layers(&plan.model)?;
+    let part = layers.part_bytes(shards(deployment)).ok()?;
+    let cache_bytes = of_stages(plan, (&layers.costs, layers.context), |_| Some(part));
+    let stage = |stage: &StagePlan| {
+        let worker = workers.iter().find(|worker| worker.node == stage.node)?;
+        let at = StageAddress { node: stage.node.clone(), quic: worker.quic.clone() };
+        Some(PlacedStage { at, layers: stage.layers })
+    };
+    let stages = plan.stages.iter().map(stage).collect::<Option<Vec<_>>>()?;
+    Some(Lead { plan_index, model: plan.model.clone(), model_digest: plan.model_digest, cache_bytes, stages })
 }
 
 /// The action, its target and its reason, for the audit log.
@@ -338,6 +391,13 @@ fn named(change: &Change) -> (&'static str, String, String) {
             ("place_model", format!("{} at {}", plan.model, nodes.join(", ")), String::new())
         }
         Change::ModelDropped(model) => ("unload_model", model.to_string(), String::new()),
+        Change::ReplicaPlaced(placed) => {
+            let stage =
+                |StagePlan { node, layers: (first, end) }: &StagePlan| format!("{node} {first}..{end}");
+            let stages: Vec<String> = placed.plan.stages.iter().map(stage).collect();
+            ("place_replica", format!("{} at {}", placed.plan.model, stages.join(", ")), String::new())
+        }
+        Change::ReplicaDropped(plan_index) => ("drop_replica", format!("plan {plan_index}"), String::new()),
         Change::VersionIdentified(identified) => {
             ("identify_model", identified.model.to_string(), String::new())
         }

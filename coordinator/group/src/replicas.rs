@@ -8,7 +8,7 @@
 
 mod decide;
 mod drafters;
-mod room;
+pub(crate) mod room;
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
@@ -89,7 +89,8 @@ impl Replicas {
                 report.and_then(|report| report.leads.clone()).filter(|leads| leads.plan_index == plan_index);
             ReplicaView { plan_index, plan: plan.clone(), by_operator: table.is_operators(plan), report }
         };
-        table.replicas().iter().map(view).collect()
+        // Those of deployments are in their reports.
+        table.replicas().iter().filter(|(_, plan)| !plan.model.is_version()).map(view).collect()
     }
 
     /// Why no further replica of a model, or an operator's plan, can be placed. Known to the leader only.

@@ -3,7 +3,7 @@
 //! | request | does | answers |
 //! |---|---|---|
 //! | `GET` | lists | `{"deployments":[D]}` |
-//! | `PUT /{model}` JSON `{"file" or "fetch"?, "min"?, "max"?, "idle_s"?, "pin"?, "nodes"?, "context"?, "priority"?, "reread"?, "canary"?, "from"?}` | deploys the model, or changes its deployment; absent settings stay | `{"revision"}` |
+//! | `PUT /{model}` JSON `{"file" or "fetch"?, "min"?, "max"?, "idle_s"?, "pin"?, "nodes"?, "context"?, "priority"?, "shards"?, "reread"?, "canary"?, "from"?}` | deploys the model, or changes its deployment; absent settings stay | `{"revision"}` |
 //! | `DELETE /{model}?from=REVISION` | removes it; running requests end normally | 204 |
 //! | `POST /{model}/promote` | makes the version that is rolled out active | 204 |
 //! | `POST /{model}/rollback` JSON `{"canary"?}` | ends a rollout; without one, rolls out the version before the active one | 204 |
@@ -28,10 +28,11 @@ use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
 use consensus::table::{
     CanaryShare, Change, Deployment, DeploymentDropped, DeploymentSet, DeploymentSettings, Refusal,
-    RolloutEnded, RolloutStarted, Table, Version,
+    RolloutEnded, RolloutStarted, StagePlan, Table, Version,
 };
 use dispatch::VersionCounts;
 use group::agreement::{Agreement, ChangeError};
+use group::deployments::decide::files_report;
 use proto::deployment::{MAX_SOURCE, ModelReport, ModelSource, ModelsReport};
 use proto::ids::{ModelId, NodeId};
 use serde::Deserialize;
@@ -64,6 +65,7 @@ struct SetRequest {
     nodes: Option<Vec<String>>,
     context: Option<u32>,
     priority: Option<u32>,
+    shards: Option<u16>,
     #[serde(default)]
     reread: bool,
     canary: Option<CanaryRequest>,
@@ -193,7 +195,7 @@ fn percent(permille: u16) -> Value {
 }
 
 fn deployment_json(model: &ModelId, deployment: &Deployment, table: &Table, seen: &Seen) -> Value {
-    let DeploymentSettings { min, max, idle_s, pin, nodes, context, priority } = &deployment.settings;
+    let DeploymentSettings { min, max, idle_s, pin, nodes, context, priority, shards } = &deployment.settings;
     let versions = deployment.versions.iter().map(|version| {
         let active = version.number == deployment.active;
         version_json(model, version, active, table, seen)
@@ -221,6 +223,7 @@ fn deployment_json(model: &ModelId, deployment: &Deployment, table: &Table, seen
         "nodes": nodes,
         "context": context,
         "priority": priority,
+        "shards": shards,
         "revision": deployment.revision,
         "state": "absent",
         "progress": null,
@@ -235,11 +238,12 @@ fn deployment_json(model: &ModelId, deployment: &Deployment, table: &Table, seen
 
 fn version_json(model: &ModelId, version: &Version, active: bool, table: &Table, seen: &Seen) -> Value {
     let id = version.name(model);
-    let reported = id.as_ref().unwrap_or(model);
     let placement = id.as_ref().and_then(|id| table.models().get(id)).map(|plan| plan.placement.as_slice());
     let wanted = |node: &NodeId| placement.is_some_and(|placement| placement.contains(node));
-    let report_of =
-        |report: &ModelsReport| report.models.iter().find(|report| report.model == *reported).cloned();
+    let report_of = |report: &ModelsReport| match &id {
+        Some(id) => report.models.iter().find(|report| report.model == *id).cloned(),
+        None => files_report(report, model, version).cloned(),
+    };
     let known = seen.reports.iter().filter_map(|(node, report)| Some((node, report_of(report)?)));
     let workers = known.map(|(node, report)| {
         let ModelReport { state, permille, eta_ms, failures, reason, bytes, idle_ms, .. } = report;
@@ -268,12 +272,20 @@ fn version_json(model: &ModelId, version: &Version, active: bool, table: &Table,
         "active": active,
         "failed": version.failed,
         "rolled_back": version.rolled_back,
+        "stages": id.as_ref().map(|id| stages_json(id, table)),
         "needed_bytes": version.facts.map(|facts| facts.needed_bytes),
         "requests": outcomes.map_or(0, VersionCounts::requests),
         "errors": outcomes.map_or(0, |counts| counts.failed),
         "ttft_p50_s": outcomes.and_then(VersionCounts::median_first_token).map(|time| time.as_secs_f64()),
         "workers": workers.collect::<Vec<_>>(),
     })
+}
+
+/// The replicas of a version over several workers: of each the workers with their layers.
+fn stages_json(version: &ModelId, table: &Table) -> Vec<Value> {
+    let replicas = table.replicas().values().filter(|plan| plan.model == *version);
+    let stage = |stage: &StagePlan| json!({"worker": stage.node.as_str(), "layers": stage.layers});
+    replicas.map(|plan| plan.stages.iter().map(stage).collect()).collect()
 }
 
 async fn set(
@@ -301,6 +313,7 @@ async fn set(
         nodes: requested.nodes.unwrap_or(before.nodes),
         context: requested.context.unwrap_or(before.context),
         priority: requested.priority.unwrap_or(before.priority),
+        shards: requested.shards.unwrap_or(before.shards),
     };
     settings.check().map_err(|(field, value, rule)| ApiError::field(field, format!("{value:?} {rule}")))?;
     let canary = requested.canary.map(CanaryRequest::share).transpose()?;

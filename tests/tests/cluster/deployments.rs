@@ -5,8 +5,10 @@ use kvasir_cluster_tests::cluster::{Cluster, CoordinatorNode};
 use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
+use std::fs::File;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 fn coordinators(cluster: &Cluster) -> Vec<CoordinatorNode> {
@@ -205,4 +207,95 @@ fn a_version_is_replaced_without_a_gap_and_a_bad_canary_rolls_itself_back() {
         let served = || (ask(node.http, "chat").ok()?.0 == 200).then_some(());
         wait::until("every coordinator knows", binary::NODE_TIMEOUT, served).unwrap();
     }
+}
+
+/// A worker without a model of its own; killed when dropped.
+struct BareWorker {
+    name: String,
+    process: Child,
+}
+
+impl BareWorker {
+    /// Joins the cluster.
+    fn join(cluster: &Cluster, name: &str) -> Self {
+        let path = |name: &str| cluster.data_dir().join(name).to_str().unwrap().to_owned();
+        let (identity, ca) = (path(name), path("ca"));
+        let issue = ["ca", "issue", "--dir", &ca, "--role", "worker", "--node", name, "--out", &identity];
+        binary::stdout(&issue).unwrap();
+        let (quic, any) = (cluster.coordinator().quic.to_string(), "127.0.0.1:0");
+        let arguments =
+            ["worker", "--identity", &identity, "--coordinators", &quic, "--quic", any, "--ops", any];
+        let settings = ["--memory", "512MiB", "--threads", "1", "--labels", "stages=yes"];
+        let log = binary::target().join(format!("test-logs/deployments-{name}.log"));
+        let process = binary::command(&[&arguments[..], &settings[..]].concat())
+            .unwrap()
+            .stdout(Stdio::null())
+            .stderr(File::create(log).unwrap())
+            .spawn()
+            .unwrap();
+        Self { name: name.to_owned(), process }
+    }
+}
+
+impl Drop for BareWorker {
+    fn drop(&mut self) {
+        // Both fail only if the process has already exited.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn a_model_over_two_workers_answers_like_on_one_and_moves_when_a_worker_is_lost() {
+    let cluster = Cluster::builder("over", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let node = coordinators(&cluster).remove(0);
+    let mut workers: Vec<BareWorker> =
+        ["h0", "h1", "h2"].iter().map(|name| BareWorker::join(&cluster, name)).collect();
+    let file = Manifest::read().unwrap().tiny("qwen2").unwrap().path();
+    let file = file.to_str().unwrap();
+    let deploy = |model: &str, shards: &str| {
+        let labels = ["--shards", shards, "--nodes", "stages=yes"];
+        command(node.ops, &[&["models", "deploy", model, "--file", file][..], &labels[..]].concat())
+    };
+    let text = |model: &str| {
+        let answered = || {
+            let answer = http::post(node.http, "/v1/completions", &body(model)).ok()?;
+            let (status, json) = (answer.status, answer.json().ok()?);
+            let code = json["error"]["code"].as_str().unwrap_or_default();
+            assert!(status == 200 || ["no_worker", "model_loading", "worker_lost"].contains(&code), "{json}");
+            json["choices"][0]["text"].as_str().map(str::to_owned)
+        };
+        wait::until("the model answers", binary::NODE_TIMEOUT, answered).unwrap()
+    };
+    deploy("one", "1");
+    let expected = text("one");
+    command(node.ops, &["models", "undeploy", "one"]);
+
+    deploy("two", "2");
+    assert_eq!(text("two"), expected);
+    let stages = || {
+        let now = deployment(node.ops, "two")?;
+        let replicas = active(&now)?["stages"].as_array()?.clone();
+        let [stages] = replicas.as_slice() else { return None };
+        let names = stages.as_array()?.iter().map(|stage| stage["worker"].as_str().map(str::to_owned));
+        Some((now, names.collect::<Option<Vec<String>>>()?))
+    };
+    let (now, before) = stages().unwrap();
+    assert_eq!(before.len(), 2, "{now}");
+
+    let lost = workers.iter().position(|worker| worker.name == before[1]).unwrap();
+    drop(workers.remove(lost));
+    let moved = || stages().filter(|(_, now)| !now.contains(&before[1]));
+    // A request asks for it again.
+    let asked = || {
+        let _refused = http::post(node.http, "/v1/completions", &body("two"));
+        moved()
+    };
+    wait::until("another worker takes the lost one's layers", binary::NODE_TIMEOUT, asked).unwrap();
+    assert_eq!(text("two"), expected);
+
+    command(node.ops, &["models", "set", "two", "--idle", "1s"]);
+    let asleep = || deployment(node.ops, "two").filter(|now| now["state"] == "asleep" && stages().is_none());
+    wait::until("the idle replica sleeps at all its workers", binary::NODE_TIMEOUT, asleep).unwrap();
+    assert_eq!(text("two"), expected);
 }

@@ -164,7 +164,9 @@ impl Site {
         let api = self.member("w0").expect("the worker is connected").worker_api().await.unwrap();
         let mut context = Context::current();
         context.deadline = Instant::now() + TIMEOUT;
-        api.models(context, ModelsOrder { version: self.version, models: models.to_vec() }).await.unwrap()
+        api.models(context, ModelsOrder { version: self.version, models: models.to_vec(), lead: None })
+            .await
+            .unwrap()
     }
 
     /// Generates at two instances.

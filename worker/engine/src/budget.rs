@@ -125,6 +125,11 @@ impl Reservation {
         Ok(())
     }
 
+    /// Takes over the bytes of another reservation of the same ledger.
+    pub fn add(&mut self, other: Self) {
+        self.bytes.fetch_add(other.bytes.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+    }
+
     /// Gives back up to `bytes`.
     pub fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes());
@@ -178,6 +183,8 @@ mod tests {
         assert!(!released.has_changed().unwrap() && budget.free() == 0);
         drop(second);
         assert!(released.has_changed().unwrap());
+        first.add(budget.reserve(20).unwrap());
+        assert_eq!((first.bytes(), budget.reserved()), (70, 70));
         first.settle(120);
         assert_eq!((budget.reserved(), budget.free()), (120, 0), "memory in use is never left out");
         drop((first, budget.record(7)));

@@ -46,12 +46,17 @@ impl DeviceShare {
         allowed && self.memory.grow(bytes).is_ok()
     }
 
+    /// Adds memory that was reserved for the model.
+    pub fn add(&mut self, memory: Reservation) {
+        self.memory.add(memory);
+    }
+
     pub(crate) fn shrink(&mut self, bytes: u64) {
         self.memory.shrink(bytes);
     }
 
     /// Blocks until it is the model's turn.
-    pub(crate) fn begin(&mut self) {
+    pub fn begin(&mut self) {
         self.turn.begin();
         self.has_turn = true;
     }
@@ -62,7 +67,7 @@ impl DeviceShare {
     }
 
     /// Ends the turn. `rows`: those of the step. `again`: the model has another step to compute.
-    pub(crate) fn end(&mut self, rows: usize, again: bool) {
+    pub fn end(&mut self, rows: usize, again: bool) {
         if std::mem::take(&mut self.has_turn) {
             self.turn.end(rows as u64, again);
         }

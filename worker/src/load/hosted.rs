@@ -4,7 +4,7 @@
 use super::{DeviceChoice, EngineOptions, LOGIT_ROWS, Memory, Plan, digest, plan_for, spec_of};
 use crate::Error;
 use crate::defaults::{ModelNeeds, STATES_PER_SEQUENCE};
-use engine::budget::{MemoryBudget, Reservation, ReservedBytes};
+use engine::budget::{BudgetExceeded, MemoryBudget, Reservation, ReservedBytes};
 use engine::decoder::Decoder;
 use engine::encoder::task;
 use engine::kv_cache::CacheSpec;
@@ -16,11 +16,13 @@ use engine::weights::{Packs, TensorSource};
 use kernels::backend::{MemoryUse, SharedBytes};
 use kernels::matmul::PACK_LAYOUT;
 use kernels::pool::Pool;
+use model::costs::ModelCosts;
 use model::spec::ModelSpec;
 use model::{ModelFile, TensorBytes};
 use parking_lot::Mutex;
 use proto::deployment::ModelFacts;
 use std::cell::RefCell;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -104,8 +106,9 @@ pub struct HostedLoad(Arc<LoadState>);
 struct LoadState {
     device: SharedDevice,
     priority: u32,
-    /// Whether memory is only counted, not limited, and the arena has the size of the options: the worker's own model.
-    own: bool,
+    kind: LoadKind,
+    /// Memory of a [`LoadKind::Stage`] until the load takes it.
+    granted: Mutex<Option<Reservation>>,
     /// Thousandths of the layers that are loaded.
     permille: AtomicU32,
     cancelled: AtomicBool,
@@ -113,6 +116,16 @@ struct LoadState {
     smallest_arena: AtomicU64,
     /// Bytes that the load, and then the model, has reserved.
     reserved: Mutex<ReservedBytes>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LoadKind {
+    /// By order: its arena grows and shrinks.
+    Ordered,
+    /// The worker's own model: memory is only counted, not limited, and the arena has the size of the options.
+    Own,
+    /// A stage of a model on several workers, whose memory was reserved before. The arena has one size.
+    Stage,
 }
 
 impl PartialEq for HostedLoad {
@@ -126,23 +139,30 @@ impl Eq for HostedLoad {}
 impl HostedLoad {
     /// A model that is loaded by order.
     pub fn new(device: &SharedDevice, priority: u32) -> Self {
-        Self::with(device, priority, false)
+        Self::with(device, priority, LoadKind::Ordered, None)
+    }
+
+    /// A stage of a model on several workers, with all memory that it takes.
+    pub(crate) fn stage(device: &SharedDevice, priority: u32, memory: Reservation) -> Self {
+        Self::with(device, priority, LoadKind::Stage, Some(memory))
     }
 
     /// The worker's own model. It counts in the budget whether or not it fits.
     pub fn own(device: &SharedDevice) -> Self {
-        Self::with(device, 1, true)
+        Self::with(device, 1, LoadKind::Own, None)
     }
 
-    fn with(device: &SharedDevice, priority: u32, own: bool) -> Self {
+    fn with(device: &SharedDevice, priority: u32, kind: LoadKind, granted: Option<Reservation>) -> Self {
+        let reserved = granted.as_ref().map(Reservation::watch).unwrap_or_default();
         Self(Arc::new(LoadState {
             device: device.clone(),
             priority,
-            own,
+            kind,
+            granted: Mutex::new(granted),
             permille: AtomicU32::new(0),
             cancelled: AtomicBool::new(false),
             smallest_arena: AtomicU64::new(0),
-            reserved: Mutex::default(),
+            reserved: Mutex::new(reserved),
         }))
     }
 
@@ -152,7 +172,7 @@ impl HostedLoad {
 
     /// Bytes for all models of the device.
     pub(super) fn limit(&self) -> Option<u64> {
-        (!self.0.own).then(|| self.0.device.budget.limit())
+        (self.0.kind != LoadKind::Own).then(|| self.0.device.budget.limit())
     }
 
     /// Thousandths of the load that are done.
@@ -190,6 +210,12 @@ impl HostedLoad {
         }
     }
 
+    /// The turns and the memory of a later stage. `None` if they were taken.
+    pub(crate) fn share(&self) -> Option<DeviceShare> {
+        let memory = self.0.granted.lock().take()?;
+        Some(DeviceShare::new(self.0.device.turns.join(self.0.priority), memory))
+    }
+
     /// Reserves what the load takes at its peak.
     ///
     /// # Errors
@@ -197,11 +223,11 @@ impl HostedLoad {
     pub(super) fn admit(&self, bytes: HostedBytes) -> Result<Admitted, Error> {
         self.check()?;
         let budget = &self.0.device.budget;
-        let memory = match self.0.own {
-            true => budget.record(bytes.peak()),
-            false => budget
-                .reserve(bytes.peak())
-                .map_err(|refused| engine::Error::KvMemory { reason: refused.to_string() })?,
+        let refused = |refused: BudgetExceeded| engine::Error::KvMemory { reason: refused.to_string() };
+        let memory = match (self.0.kind, self.0.granted.lock().take()) {
+            (_, Some(granted)) => granted,
+            (LoadKind::Own, None) => budget.record(bytes.peak()),
+            (LoadKind::Ordered | LoadKind::Stage, None) => budget.reserve(bytes.peak()).map_err(refused)?,
         };
         *self.0.reserved.lock() = memory.watch();
         Ok(Admitted { load: self.clone(), memory, bytes })
@@ -271,9 +297,9 @@ pub(super) struct Admitted {
 }
 
 impl Admitted {
-    /// Whether it is the worker's own model.
-    pub(super) fn is_own(&self) -> bool {
-        self.load.0.own
+    /// Whether the arena has the size of the options.
+    pub(super) fn has_fixed_arena(&self) -> bool {
+        self.load.0.kind != LoadKind::Ordered
     }
 
     /// Bytes that pinned prefixes may hold.
@@ -309,9 +335,13 @@ impl Admitted {
 
     /// The model's share, with what it has allocated in the end.
     pub(super) fn settle(mut self, used: MemoryUse) -> DeviceShare {
+        if self.load.0.kind == LoadKind::Stage {
+            // `used` has the arena of all stages.
+            return self.keep();
+        }
         let MemoryUse { weights, activations, kv } = used;
         let held = weights as u64 + activations as u64 + kv as u64 + self.bytes.tables;
-        if held > self.memory.bytes() && !self.load.0.own {
+        if held > self.memory.bytes() && self.load.0.kind != LoadKind::Own {
             tracing::warn!(
                 held,
                 reserved = self.memory.bytes(),
@@ -407,6 +437,18 @@ pub fn facts(path: &Path, options: &EngineOptions) -> Result<ModelFacts, Error> 
         context: full.context_length.min(MAX_CONTEXT) as u32,
         needed_bytes: bytes.peak(),
     })
+}
+
+/// Bytes of a layer range: weights, buffers of `rows` rows and tables, without its caches.
+pub(super) fn range_bytes(
+    (file, spec): (&ModelFile, &ModelSpec),
+    needs: &ModelNeeds,
+    layers: Range<usize>,
+    rows: usize,
+) -> u64 {
+    let weights = ModelCosts::of_file(spec, file).range(layers).weight_bytes;
+    let needs = ModelNeeds { weight_bytes: weights + weights / 10, ..*needs };
+    HostedBytes::new(file, spec, &needs, rows, 0).peak()
 }
 
 /// Files that hold the weights of a model as the device reads them: the repacked ones if there are any, else the model's.

@@ -1,8 +1,8 @@
 //! Models on several workers: loads the first stage with its engine, and the layer ranges of later stages.
 
 use super::{
-    EngineOptions, LoadedModel, Memory, ModelFile, ModelSpec, Prepared, Progress, assemble, backend,
-    base_class, drafter, environment, generates, load_decoder, plan, prepare_on, spec_of,
+    EngineOptions, LoadedModel, Memory, ModelFile, ModelSpec, Plan, Prepared, Progress, assemble, backend,
+    base_class, drafter, environment, generates, hosted, load_decoder, plan, plan_for, prepare_on, spec_of,
 };
 use crate::Error;
 use crate::defaults::{MIB, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE, arena_cap, max_sequences};
@@ -10,6 +10,7 @@ use engine::decoder::Decoder;
 use engine::kv_cache::memory::MemoryFloor;
 use engine::speculation::SpeculativeMethod;
 use kernels::backend::BackendInfo;
+use model::costs::{KvSize, ModelCosts};
 use pipeline::{Replica, stage_ranges};
 use proto::stage::StageDrafter;
 use std::ops::Range;
@@ -72,6 +73,52 @@ pub(crate) fn prepare_replica(
     // A replica of one stage is loaded like any other model.
     let replica = (replica.stages() > 1).then_some(replica);
     prepare_on(path, &options, backend(&options, &environment)?, replica, &mut |_, _| {})
+}
+
+/// Bytes that a layer range takes in steps of `rows` rows, without its caches. Without `rows`: in those of a first stage.
+pub(crate) fn range_bytes(
+    path: &Path,
+    options: &EngineOptions,
+    layers: Range<usize>,
+    rows: Option<usize>,
+) -> Result<u64, Error> {
+    let file = ModelFile::open(path)?;
+    let spec = spec_of(&file, options)?;
+    check_range(&spec, &layers)?;
+    let Plan { needs, defaults, .. } = plan_for(&file, &spec, options)?;
+    let first = || {
+        let chunk = options.chunk.unwrap_or(defaults.chunk.value as usize);
+        options.max_rows.unwrap_or(defaults.max_batch_tokens.value as usize).max(chunk)
+    };
+    Ok(hosted::range_bytes((&file, &spec), &needs, layers, rows.unwrap_or_else(first)))
+}
+
+/// The part of a replica's caches that a layer range has, of `cache_bytes` in total.
+pub(crate) fn range_cache(
+    path: &Path,
+    options: &EngineOptions,
+    layers: Range<usize>,
+    cache_bytes: u64,
+) -> Result<u64, Error> {
+    let file = ModelFile::open(path)?;
+    let spec = spec_of(&file, options)?;
+    check_range(&spec, &layers)?;
+    let costs = ModelCosts::of_file(&spec, &file);
+    let share = |layers: Range<usize>| {
+        let range = costs.range(layers);
+        let elements = range.kv_bytes(spec.context_length as u64, 1, KvSize::F16) + 8 * range.state_elements;
+        u128::from(elements)
+    };
+    let (own, all) = (share(layers), share(0..spec.layers.len()).max(1));
+    Ok(u64::try_from(u128::from(cache_bytes) * own / all).unwrap_or(u64::MAX))
+}
+
+fn check_range(spec: &ModelSpec, layers: &Range<usize>) -> Result<(), Error> {
+    if layers.is_empty() || layers.end > spec.layers.len() {
+        let reason = format!("layers {layers:?} cannot be cut out of {}", spec.layers.len());
+        return Err(engine::Error::StageStep { reason }.into());
+    }
+    Ok(())
 }
 
 /// Checks that the model in a file can be cut into `shards` layer ranges with this drafter.

@@ -4,9 +4,10 @@
 
 use super::node::{Node, NodeContext};
 use crate::load::{EngineOptions, HostedLoad, SharedDevice};
+use crate::rank_server::StageRoom;
 use parking_lot::Mutex;
 use pipeline::weight_distribution::ShippingConfig;
-use proto::deployment::{HostReport, MAX_LABELS, ModelsOrder, ModelsReport};
+use proto::deployment::{HostReport, MAX_LABELS, ModelsOrder, ModelsReport, StageSpeed};
 use proto::ids::{Epoch, ModelId};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -34,6 +35,8 @@ pub struct HostingConfig {
     pub process: u64,
     /// `key=value`; the first [`MAX_LABELS`] are reported.
     pub labels: Vec<String>,
+    /// Speed of the stages that it takes of models on several workers; `None` if it takes none.
+    pub stages: Option<StageSpeed>,
     /// How models are run. The size of the KV cache and the longest sequence are set for each model.
     pub engine: EngineOptions,
     /// Store and lanes for chunks from other workers.
@@ -75,6 +78,8 @@ pub struct ResolveError {
 pub(super) struct Host {
     config: HostingConfig,
     device: SharedDevice,
+    /// For stages of models on several workers.
+    room: StageRoom,
     /// The order that holds.
     orders: watch::Sender<Option<ModelsOrder>>,
     report: Mutex<ModelsReport>,
@@ -91,11 +96,13 @@ impl Host {
     pub(super) fn new(config: HostingConfig) -> Result<Self, crate::Error> {
         let device = SharedDevice::new(&config.engine, config.budget, config.process)?;
         let own = HostedLoad::own(&device);
+        let room = StageRoom::new(device.clone(), config.free_memory);
         let budget = config.budget.saturating_sub(device.process_bytes());
         let report = Mutex::new(ModelsReport { budget, ..ModelsReport::default() });
         Ok(Self {
             config,
             device,
+            room,
             orders: watch::Sender::new(None),
             report,
             own,
@@ -109,6 +116,14 @@ impl Host {
         &self.own
     }
 
+    pub(super) fn room(&self) -> &StageRoom {
+        &self.room
+    }
+
+    pub(super) fn config(&self) -> &HostingConfig {
+        &self.config
+    }
+
     pub(super) fn metrics(&self) -> &HostingMetrics {
         &self.metrics
     }
@@ -116,7 +131,7 @@ impl Host {
     /// What coordinators must know to send orders.
     pub(super) fn announcement(&self, epoch: Epoch) -> HostReport {
         let labels = self.config.labels.iter().take(MAX_LABELS).cloned().collect();
-        HostReport { epoch, budget: self.config.budget, labels }
+        HostReport { epoch, budget: self.config.budget, stages: self.config.stages, labels }
     }
 
     /// Takes an order of a coordinator, and returns how far the worker is. A coordinator with an older state of the

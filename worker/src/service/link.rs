@@ -352,7 +352,11 @@ impl WorkerApi for Api {
     }
 
     async fn models(self, _: Context, order: ModelsOrder) -> ModelsReport {
-        self.node.host.as_ref().map(|host| host.order(order)).unwrap_or_default()
+        let Some(host) = &self.node.host else { return ModelsReport::default() };
+        self.node.pool.iter().for_each(|pool| pool.order(&order));
+        let mut report = host.order(order);
+        self.node.pool.iter().for_each(|pool| pool.add_to(&mut report));
+        report
     }
 
     async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {

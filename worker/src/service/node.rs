@@ -487,7 +487,7 @@ impl Node {
             worker,
             part: self.part,
             pulls: offer.pull_cost.iter().cloned().collect(),
-            capacity: self.pool.as_ref().map(|pool| pool.capacity().clone()),
+            capacity: self.pool.as_ref().and_then(|pool| pool.capacity()).cloned(),
             operations: operations.chain(self.operations.offered().cloned()).take(MAX_OPERATIONS).collect(),
             drafter: self.pool.as_ref().and_then(|pool| pool.drafter()),
         }

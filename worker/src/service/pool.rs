@@ -8,13 +8,14 @@
 
 use super::{Loaded, Node, NodeContext, NodeRun, current_epoch};
 use crate::Error;
-use crate::load::{self, EngineOptions, Prepared};
-use crate::rank_server::{Holds, RankServer, StageConfig};
+use crate::load::{self, EngineOptions, HostedLoad, Prepared};
+use crate::rank_server::{Holds, RankServer, StageConfig, StageRoom};
 use engine::speculation::SpeculativeMethod;
 use parking_lot::Mutex;
 use pipeline::weight_distribution::{Shipper, WantedLayers};
 use pipeline::{Claims, Replica, ReplicaClaim};
 use pki::Identity;
+use proto::deployment::{ModelState, ModelsOrder, ModelsReport};
 use proto::ids::Epoch;
 use proto::placement::{
     Capacity, ClaimRefusal, Drafter, Lead, LeadReport, LeadState, OfferedDrafter, PlaceOrder, PlaceReport,
@@ -23,6 +24,7 @@ use proto::stage::ActivationType;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
@@ -31,19 +33,39 @@ use transport::Endpoint;
 /// Pause before the next attempt to form a replica. A stage that lost its lease is free again once the other
 /// side's lease has expired.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
+/// Interval of looking whether the requests of a replica, or its memory, have ended.
+const DRAIN_TICK: Duration = Duration::from_millis(10);
+/// Time for an engine that has ended to free its memory.
+const FREE_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) struct Pool {
-    capacity: Capacity,
+    /// `None`: it gets its orders as a worker that loads models, and has no capacity of its own.
+    capacity: Option<Capacity>,
     /// The drafter of its own model.
     drafter: Option<OfferedDrafter>,
     rank_server: Arc<RankServer>,
     shipper: Arc<Shipper>,
+    /// Memory and files that are shared with other models.
+    room: Option<StageRoom>,
+    /// Time for running requests to finish when another plan arrives.
+    drain_timeout: Duration,
     identity: Identity,
     /// `None`: models placed on this worker are fetched from other workers.
     model_path: Option<PathBuf>,
     engine: EngineOptions,
     orders: watch::Sender<PlaceOrder>,
     leads: Mutex<Option<LeadReport>>,
+    led: Mutex<Led>,
+}
+
+/// The replica that it leads, on a device that it shares with other models.
+#[derive(Default)]
+struct Led {
+    /// Longest sequence in tokens, and priority; 0 if they are not set.
+    settings: (u32, u32),
+    load: Option<HostedLoad>,
+    /// While it serves.
+    node: Option<Arc<Node>>,
 }
 
 /// A replica that was formed.
@@ -54,22 +76,74 @@ struct Formed {
 
 impl Pool {
     pub(super) fn new(
-        (capacity, drafter): (Capacity, Option<OfferedDrafter>),
-        stage: StageConfig,
+        (capacity, drafter): (Option<Capacity>, Option<OfferedDrafter>),
+        (stage, drain_timeout): (StageConfig, Duration),
         endpoint: Arc<Endpoint>,
         holds: Holds,
         identity: Identity,
     ) -> Self {
         let (model_path, engine) = (stage.model_path.clone(), stage.engine.clone());
-        let shipper = Arc::clone(&holds.shipper);
+        let (shipper, room) = (Arc::clone(&holds.shipper), holds.room.clone());
         let rank_server = RankServer::new(stage, endpoint, holds, Some(Claims::default()));
         let no_order = PlaceOrder { version: 0, lead: None, holders: Vec::new(), drafter: None };
         let (orders, leads) = (watch::Sender::new(no_order), Mutex::new(None));
-        Self { capacity, drafter, rank_server, shipper, identity, model_path, engine, orders, leads }
+        let led = Mutex::default();
+        Self {
+            capacity,
+            drafter,
+            rank_server,
+            shipper,
+            room,
+            drain_timeout,
+            identity,
+            model_path,
+            engine,
+            orders,
+            leads,
+            led,
+        }
     }
 
-    pub(super) fn capacity(&self) -> &Capacity {
-        &self.capacity
+    pub(super) fn capacity(&self) -> Option<&Capacity> {
+        self.capacity.as_ref()
+    }
+
+    /// Applies the part of an order that concerns models on several workers.
+    pub(super) fn order(&self, order: &ModelsOrder) {
+        let settings = order.lead.as_ref().and_then(|lead| {
+            let ordered = order.models.iter().find(|ordered| ordered.model == lead.model)?;
+            Some((ordered.context, ordered.priority))
+        });
+        settings.into_iter().for_each(|settings| self.led.lock().settings = settings);
+        let (version, lead) = (order.version, order.lead.clone());
+        self.place(PlaceOrder { version, lead, holders: Vec::new(), drafter: None });
+    }
+
+    /// Adds the replica that it leads to the worker's report.
+    pub(super) fn add_to(&self, report: &mut ModelsReport) {
+        let lead = self.orders.borrow().lead.clone();
+        let leads = self.leads.lock().clone();
+        let Some((lead, leads)) = lead.zip(leads).filter(|(lead, leads)| lead.plan_index == leads.plan_index)
+        else {
+            return;
+        };
+        let Some(known) = report.models.iter_mut().find(|known| known.model == lead.model) else { return };
+        let led = self.led.lock();
+        let serves = led.node.as_ref().is_some_and(|node| node.engine().is_some());
+        known.state = match leads.state {
+            LeadState::Serving if serves => ModelState::Ready,
+            LeadState::Serving | LeadState::Forming => ModelState::Loading,
+            LeadState::Waiting => ModelState::Failed,
+            LeadState::BadFile => ModelState::BadFile,
+        };
+        let permille = led.load.as_ref().map_or(0, HostedLoad::permille);
+        known.permille = if serves { 1000 } else { permille.min(1000) as u16 };
+        known.bytes = led.load.as_ref().map_or(0, HostedLoad::bytes);
+        let idle = led.node.as_ref().filter(|_| serves).map_or(Duration::ZERO, |node| node.calls.idle());
+        known.idle_ms = u64::try_from(idle.as_millis()).unwrap_or(u64::MAX);
+        let failed = leads.state == LeadState::Waiting || leads.state == LeadState::BadFile;
+        known.failures = leads.attempts.saturating_sub(u32::from(!failed));
+        known.reason = leads.reason;
     }
 
     pub(super) fn drafter(&self) -> Option<OfferedDrafter> {
@@ -114,6 +188,7 @@ impl Pool {
                 Ok(formed) => formed,
                 Err(error) => {
                     tracing::warn!(plan_index = lead.plan_index, %error, "cannot form the replica");
+                    self.release().await;
                     self.give_up(&lead, &error, &mut orders).await;
                     continue;
                 }
@@ -123,6 +198,7 @@ impl Pool {
             epoch = later_epoch(&epoch);
             let mut run = context.begin(epoch, Some(reason_tx));
             run.loaded(Loaded::Generator(Box::new(prepared)), Some(&lead.model));
+            self.led.lock().node = Some(Arc::clone(&run.node));
             node_tx.send_replace(Arc::clone(&run.node));
             self.set_state(&lead, LeadState::Serving, None);
             tracing::info!(
@@ -134,10 +210,14 @@ impl Pool {
             let reason = tokio::select! {
                 Some(reason) = broken.recv() => reason,
                 Ok(lost) = lost.wait_for(Option::is_some) => lost.clone().unwrap_or_default(),
-                () = given_up(&mut orders, &lead) => "another plan".to_owned(),
+                () = async {
+                    given_up(&mut orders, &lead).await;
+                    self.drained(&run.node).await;
+                } => "another plan".to_owned(),
             };
             tracing::warn!(plan_index = lead.plan_index, epoch = epoch.0, reason, "the replica has ended");
             run.end();
+            self.release().await;
             epoch = later_epoch(&epoch);
             free = context.begin(epoch, None);
             free.loaded(Loaded::Nothing, None);
@@ -145,6 +225,39 @@ impl Pool {
             self.set_leads(false);
             self.set_state(&lead, LeadState::Waiting, Some(reason));
         }
+    }
+
+    /// Takes no further requests, and resolves when none runs, or after the drain timeout.
+    async fn drained(&self, node: &Node) {
+        node.retiring.store(true, Ordering::SeqCst);
+        let ended = async {
+            let mut tick = tokio::time::interval(DRAIN_TICK);
+            while node.calls.running() > 0 {
+                tick.tick().await;
+            }
+        };
+        // Requests that run longer are repeated elsewhere.
+        let _ = tokio::time::timeout(self.drain_timeout, ended).await;
+    }
+
+    /// Waits until the memory of a replica that has ended is free, up to [`FREE_LIMIT`].
+    async fn release(&self) {
+        let load = {
+            let mut led = self.led.lock();
+            led.node = None;
+            led.load.take()
+        };
+        let (Some(load), Some(room)) = (load, &self.room) else { return };
+        let freed = async {
+            let mut tick = tokio::time::interval(DRAIN_TICK);
+            while load.bytes() > 0 {
+                tick.tick().await;
+            }
+        };
+        if tokio::time::timeout(FREE_LIMIT, freed).await.is_err() {
+            tracing::warn!(bytes = load.bytes(), "the memory of a replica is not free yet");
+        }
+        room.returned();
     }
 
     fn set_leads(&self, leads: bool) {
@@ -176,6 +289,9 @@ impl Pool {
     /// Path of the planned model's file. Fetches its manifest from other workers if this worker has no file
     /// of its own.
     async fn locate(&self, lead: &Lead) -> Result<PathBuf, Error> {
+        if let Some(path) = self.room.as_ref().and_then(|room| room.file(&lead.model_digest)) {
+            return Ok(path);
+        }
         let Some(path) = &self.model_path else {
             return Ok(self.shipper.locate(&lead.model_digest).await?);
         };
@@ -236,10 +352,24 @@ impl Pool {
             fetched = self.shipper.fetch_missing(&path, needed) => fetched?,
             () = given_up(orders, lead) => return Err(another_plan()),
         }
+        let mut options = EngineOptions { speculative_method, ..self.engine.clone() };
+        if let (Some(room), Some(layers)) = (&self.room, ranges.first().cloned()) {
+            let (context, priority) = self.led.lock().settings;
+            if context > 0 {
+                options.max_model_len = Some(context as usize);
+            }
+            let bytes = load::range_bytes(&path, &options, layers.clone(), None)?
+                .saturating_add(load::range_cache(&path, &options, layers, lead.cache_bytes)?);
+            let load = tokio::select! {
+                load = room.load(bytes, priority) => load?,
+                () = given_up(orders, lead) => return Err(another_plan()),
+            };
+            self.led.lock().load = Some(load.clone());
+            options.hosted = Some(load);
+        }
         let replica = Replica::new(Handle::current(), &self.identity, downstream, ActivationType::F32)?;
         let replica = replica.planned(ranges, claim);
         let (lost, endpoint) = (replica.lost(), replica.endpoint());
-        let options = EngineOptions { speculative_method, ..self.engine.clone() };
         let cache_bytes = lead.cache_bytes;
         let mut forming =
             tokio::task::spawn_blocking(move || load::prepare_replica(&path, &options, replica, cache_bytes));

@@ -166,6 +166,7 @@ impl Fleet {
             stall_floor: TIMEOUT,
             pool: None,
             hosting: Some(HostingConfig {
+                stages: None,
                 budget: BUDGET,
                 process: 0,
                 labels: vec!["zone=a".to_owned()],
@@ -207,7 +208,7 @@ impl Fleet {
     /// Sends an order to a worker and returns its report.
     async fn order_to(&mut self, node: &str, models: &[OrderedModel]) -> ModelsReport {
         self.version += 1;
-        self.send(node, ModelsOrder { version: self.version, models: models.to_vec() }).await
+        self.send(node, ModelsOrder { version: self.version, models: models.to_vec(), lead: None }).await
     }
 
     async fn send(&self, node: &str, order: ModelsOrder) -> ModelsReport {
@@ -540,10 +541,10 @@ async fn an_older_order_changes_nothing() {
     let worker = fleet.worker("w0", |_| ()).await;
     let model = ordered("llama", LLAMA, WantedState::Ready);
     let newest = fleet.version + 10;
-    fleet.send("w0", ModelsOrder { version: newest, models: vec![model.clone()] }).await;
+    fleet.send("w0", ModelsOrder { version: newest, models: vec![model.clone()], lead: None }).await;
     fleet.version = newest;
     fleet.reach("w0", std::slice::from_ref(&model), is(ModelState::Ready)).await;
-    let report = fleet.send("w0", ModelsOrder { version: 1, models: Vec::new() }).await;
+    let report = fleet.send("w0", ModelsOrder { version: 1, models: Vec::new(), lead: None }).await;
     assert_eq!(report.models.len(), 1);
     fleet.reach("w0", &[model], is(ModelState::Ready)).await;
     assert!(fleet.member("w0.1").is_some());

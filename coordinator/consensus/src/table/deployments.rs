@@ -6,6 +6,7 @@
 use super::{Change, Kind, MAX_MODELS, MAX_PLACEMENT_WORKERS, MAX_REASON, Refusal, put};
 use proto::deployment::{MAX_LABEL, MAX_LABELS, MAX_SOURCE, ModelFacts, ModelSource};
 use proto::ids::ModelId;
+use proto::placement::MAX_STAGES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -56,11 +57,22 @@ pub struct DeploymentSettings {
     pub context: u32,
     /// Weight of the model in a device's turns, 1 to 1000; models of lower priority also lose their room first.
     pub priority: u32,
+    /// Workers of a replica, 1 to [`MAX_STAGES`]; each computes a range of the layers.
+    pub shards: u16,
 }
 
 impl Default for DeploymentSettings {
     fn default() -> Self {
-        Self { min: 0, max: 1, idle_s: 600, pin: false, nodes: Vec::new(), context: 0, priority: 1 }
+        Self {
+            min: 0,
+            max: 1,
+            idle_s: 600,
+            pin: false,
+            nodes: Vec::new(),
+            context: 0,
+            priority: 1,
+            shards: 1,
+        }
     }
 }
 
@@ -220,6 +232,14 @@ impl DeploymentSettings {
         }
         if self.priority == 0 || self.priority > MAX_PRIORITY {
             return wrong("priority", self.priority.to_string(), format!("must be 1 to {MAX_PRIORITY}"));
+        }
+        if self.shards == 0 || usize::from(self.shards) > MAX_STAGES {
+            return wrong("shards", self.shards.to_string(), format!("must be 1 to {MAX_STAGES}"));
+        }
+        if u32::from(self.shards) * u32::from(self.max) > u32::from(MAX_DEPLOYED_REPLICAS) {
+            let rule =
+                format!("times the most replicas ({}) must be at most {MAX_DEPLOYED_REPLICAS}", self.max);
+            return wrong("shards", self.shards.to_string(), rule);
         }
         let label = |label: &String| {
             let key = label.split_once('=').is_some_and(|(key, _)| !key.is_empty());

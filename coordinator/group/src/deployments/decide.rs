@@ -6,12 +6,17 @@
 //! with the least recent use goes, weighed by how often it is used; never one with running requests, one of higher
 //! priority, or a replica that its deployment keeps (`min`).
 
+mod stages;
+
 use consensus::table::{
     Change, Demand, Deployment, MAX_REASON, ModelBlocked, ModelPlan, ModelRefused, Rollout, RolloutEnded,
     Table, Version, VersionFailed, VersionIdentified,
 };
-use proto::deployment::{ModelReport, ModelSource, ModelState, ModelsReport};
+use proto::deployment::{ModelReport, ModelSource, ModelState, ModelsReport, StageSpeed};
 use proto::ids::{ModelId, NodeId};
+pub use stages::Layers;
+use stages::groups;
+pub(super) use stages::shards;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -29,15 +34,36 @@ pub struct Host {
     /// `key=value`.
     pub labels: BTreeSet<String>,
     pub draining: bool,
+    /// Speed of the stages that it takes of models on several workers; `None` if it takes none.
+    pub stages: Option<StageSpeed>,
     /// `None` until it has answered an order.
     pub report: Option<ModelsReport>,
 }
 
 impl Host {
-    /// The worker's report about a version, or about the files of a deployment.
-    pub fn report_of(&self, model: &ModelId) -> Option<&ModelReport> {
-        self.report.as_ref()?.models.iter().find(|report| report.model == *model)
+    /// The worker's report about a version.
+    pub fn report_of(&self, version: &ModelId) -> Option<&ModelReport> {
+        report_of(self.report.as_ref()?, version)
     }
+
+    /// The worker's report about the files of a version that no worker has read yet.
+    pub fn report_of_files(&self, model: &ModelId, version: &Version) -> Option<&ModelReport> {
+        files_report(self.report.as_ref()?, model, version)
+    }
+}
+
+fn report_of<'a>(report: &'a ModelsReport, model: &ModelId) -> Option<&'a ModelReport> {
+    report.models.iter().find(|report| report.model == *model)
+}
+
+/// A worker's report about the files of a version that no worker has read yet. Until they are read it is under the
+/// model's name, as that about the files of an earlier version was.
+pub fn files_report<'a>(
+    report: &'a ModelsReport,
+    model: &ModelId,
+    version: &Version,
+) -> Option<&'a ModelReport> {
+    report_of(report, model).filter(|_| report.version >= version.number)
 }
 
 pub struct View<'a> {
@@ -54,6 +80,8 @@ pub struct View<'a> {
     pub has_failed: &'a dyn Fn(&ModelId, &NodeId) -> bool,
     /// Recent requests for a version, older ones counting less.
     pub uses: &'a dyn Fn(&ModelId) -> f64,
+    /// Layers of a version; `None` while its manifest is not here.
+    pub layers: &'a dyn Fn(&ModelId) -> Option<Layers>,
 }
 
 /// A version with its deployment.
@@ -62,6 +90,14 @@ struct Wanted<'a> {
     name: &'a ModelId,
     deployment: &'a Deployment,
     version: &'a Version,
+}
+
+/// The next step toward a further place.
+enum Choice<'a> {
+    /// The workers of the replica.
+    Place(Vec<NodeId>),
+    /// A worker, and the version that must leave it first.
+    Evict(&'a Host, &'a ModelId),
 }
 
 /// Why a version has no further place.
@@ -74,6 +110,7 @@ enum NoPlace {
 /// The next change, if one is due.
 pub fn decide(view: &View<'_>) -> Option<Change> {
     let found = view.identify().or_else(|| view.block()).or_else(|| view.remove_lost());
+    let found = found.or_else(|| view.drop_partial_group()).or_else(|| view.cut_groups());
     found.or_else(|| view.end_rollout()).or_else(|| view.remove_idle()).or_else(|| view.place())
 }
 
@@ -85,7 +122,8 @@ pub fn identifiers<'a>(
     version: &Version,
     model: &ModelId,
 ) -> Vec<&'a Host> {
-    let able = hosts.iter().filter(|host| fits(host, deployment) && !gave_up(host, model));
+    let able =
+        hosts.iter().filter(|host| fits(host, deployment) && !gave_up(host.report_of_files(model, version)));
     match version.source {
         ModelSource::File(_) => able.collect(),
         // One worker downloads, the others get the model from it.
@@ -100,9 +138,9 @@ fn fits(host: &Host, deployment: &Deployment) -> bool {
         && deployment.settings.nodes.iter().all(|label| host.labels.contains(label))
 }
 
-/// Whether the worker has tried often enough to read or load the model.
-fn gave_up(host: &Host, model: &ModelId) -> bool {
-    host.report_of(model).is_some_and(|report| {
+/// Whether a worker has tried often enough to read or load the model that it reports about.
+fn gave_up(report: Option<&ModelReport>) -> bool {
+    report.is_some_and(|report| {
         report.state == ModelState::BadFile
             || report.state == ModelState::Failed && report.failures >= ATTEMPTS
     })
@@ -140,7 +178,7 @@ impl<'a> View<'a> {
         self.deployments().find_map(|(model, deployment)| {
             let unread = |version: &&Version| version.facts.is_none() && version.failed.is_empty();
             let version = deployment.versions.iter().find(unread)?;
-            let facts = self.hosts.iter().find_map(|host| host.report_of(model)?.facts);
+            let facts = self.hosts.iter().find_map(|host| host.report_of_files(model, version)?.facts);
             let (model, number) = (model.clone(), version.number);
             if let Some(facts) = facts {
                 return Some(Change::VersionIdentified(VersionIdentified { model, version: number, facts }));
@@ -151,7 +189,9 @@ impl<'a> View<'a> {
                 return None;
             }
             let reasons: Vec<String> = fitting
-                .filter_map(|host| Some(format!("{}: {}", host.name, host.report_of(&model)?.reason)))
+                .filter_map(|host| {
+                    Some(format!("{}: {}", host.name, host.report_of_files(&model, version)?.reason))
+                })
                 .collect();
             let reason = cut(reasons.join("; "));
             Some(Change::VersionFailed(VersionFailed { model, version: number, reason }))
@@ -180,12 +220,12 @@ impl<'a> View<'a> {
                 None => (self.is_gone)(node),
                 Some(host) => {
                     host.report.is_some() && !fits(host, deployment)
-                        || gave_up(host, version)
+                        || gave_up(host.report_of(version))
                         || (self.has_failed)(version, node)
                 }
             };
             let node = plan.placement.iter().find(lost)?;
-            Some(without(plan, node))
+            Some(without(plan, deployment, node))
         })
     }
 
@@ -205,15 +245,15 @@ impl<'a> View<'a> {
             let version = deployment.version(*number)?;
             let name = version.name(model)?;
             let active = deployment.version(deployment.active)?.name(model);
-            let serving = active.as_ref().map_or(0, |active| self.places(active).len());
-            let places = self.places(&name);
-            let ready = places.iter().filter(|node| self.is_ready(node, &name)).count();
+            let serving = active.as_ref().map_or(0, |active| self.replicas(active, deployment));
+            let replicas = self.replicas(&name, deployment);
+            let ready = self.ready_replicas(&name, deployment);
             let wanted = Wanted { name: &name, deployment, version };
             let enough = ready
                 >= serving
                     .max(usize::from(deployment.settings.min))
                     .min(usize::from(deployment.settings.max));
-            let blocked = ready == places.len() && self.choose(wanted).is_err();
+            let blocked = ready == replicas && self.choose(wanted).is_err();
             let reason = match (serving, enough, blocked && ready > 0, blocked) {
                 (0, ..) | (_, true, ..) => "the new version is ready",
                 (_, _, true, _) => {
@@ -237,6 +277,19 @@ impl<'a> View<'a> {
         })
     }
 
+    /// Replicas that have places.
+    fn replicas(&self, version: &ModelId, deployment: &Deployment) -> usize {
+        groups(self.places(version), deployment).count()
+    }
+
+    fn ready_replicas(&self, version: &ModelId, deployment: &Deployment) -> usize {
+        let ready = |group: &&[NodeId]| {
+            let lead = group.first().and_then(|node| self.lead(version, deployment, node));
+            lead.is_some_and(|node| self.is_ready(node, version))
+        };
+        groups(self.places(version), deployment).filter(ready).count()
+    }
+
     fn is_ready(&self, node: &NodeId, version: &ModelId) -> bool {
         let report = self.host(node).and_then(|host| host.report_of(version));
         report.is_some_and(|report| report.state == ModelState::Ready)
@@ -248,25 +301,23 @@ impl<'a> View<'a> {
             let (deployment, _) = self.table.deployments().find(version)?;
             let settings = &deployment.settings;
             let retired = self.is_retired(version);
-            let above = retired || plan.placement.len() > usize::from(settings.min);
+            let above = retired || self.replicas(version, deployment) > usize::from(settings.min);
             let never = settings.idle_s == 0 && !retired;
             if !above || never || self.queued.get(version).is_some_and(|queued| *queued > 0) {
                 return None;
             }
             let after = if retired { RETIRED_AFTER } else { u64::from(settings.idle_s) * 1000 };
-            let idle = |node: &&NodeId| self.idle(node, version).is_some_and(|idle| idle >= after);
-            let node = plan
-                .placement
-                .iter()
-                .filter(|node| idle(node))
-                .max_by_key(|node| self.idle(node, version))?;
-            Some(without(plan, node))
+            let idle = |node: &NodeId| self.idle(node, (version, deployment)).filter(|idle| *idle >= after);
+            let node =
+                plan.placement.iter().filter(|node| idle(node).is_some()).max_by_key(|node| idle(node))?;
+            Some(without(plan, deployment, node))
         })
     }
 
-    /// Milliseconds since the version's last request at the worker. `None` while it runs one or is not ready.
-    fn idle(&self, node: &NodeId, version: &ModelId) -> Option<u64> {
-        let report = self.host(node)?.report_of(version)?;
+    /// Milliseconds since the last request of the version's replica at the worker. `None` while it runs one or is not
+    /// ready.
+    fn idle(&self, node: &NodeId, (version, deployment): (&ModelId, &Deployment)) -> Option<u64> {
+        let report = self.host(self.lead(version, deployment, node)?)?.report_of(version)?;
         (report.state == ModelState::Ready && report.idle_ms > 0).then_some(report.idle_ms)
     }
 
@@ -281,29 +332,31 @@ impl<'a> View<'a> {
                 continue;
             }
             let wanted = Wanted { name, deployment, version };
-            let (places, demand) = (self.places(name).len(), self.table.deployments().demand().get(name));
-            if places < self.desired(wanted, model) {
+            let (replicas, demand) =
+                (self.replicas(name, deployment), self.table.deployments().demand().get(name));
+            if replicas < self.desired(wanted, model) {
                 let since = if let Some(Demand::Wanted(since)) = demand { *since } else { u64::MAX };
                 let requests = self.queued.get(name).copied().unwrap_or(0) as u128;
                 let waited = Reverse(requests * (self.waited)(name).as_millis());
                 // The first replica of a model comes before a further one of another.
-                let order = (places > 0, Reverse(deployment.settings.priority), waited, since);
+                let order = (replicas > 0, Reverse(deployment.settings.priority), waited, since);
                 missing.push((order, wanted));
             }
         }
         missing.sort_by_key(|(order, _)| *order);
         missing.into_iter().find_map(|((further, ..), wanted)| match self.choose(wanted) {
-            Ok((host, None)) => Some(self.with(wanted, &host.name)),
+            Ok(Choice::Place(nodes)) => Some(self.with(wanted, nodes)),
             // A further replica takes no room from another model.
-            Ok((_, Some(_)))
+            Ok(Choice::Evict(..))
                 if further
-                    && self.places(wanted.name).len() >= usize::from(wanted.deployment.settings.min) =>
+                    && self.replicas(wanted.name, wanted.deployment)
+                        >= usize::from(wanted.deployment.settings.min) =>
             {
                 None
             }
-            Ok((host, Some(victim))) => {
-                let plan = self.table.models().get(victim)?;
-                Some(without(plan, &host.name))
+            Ok(Choice::Evict(host, victim)) => {
+                let (deployment, _) = self.table.deployments().find(victim)?;
+                Some(without(self.table.models().get(victim)?, deployment, &host.name))
             }
             Err(NoPlace::Never(reason))
                 if matches!(self.table.deployments().demand().get(wanted.name), Some(Demand::Wanted(_))) =>
@@ -319,58 +372,82 @@ impl<'a> View<'a> {
     fn desired(&self, wanted: Wanted<'_>, model: &ModelId) -> usize {
         let Wanted { name, deployment, version } = wanted;
         let (min, max) = (usize::from(deployment.settings.min), usize::from(deployment.settings.max));
-        let places = self.places(name);
+        let replicas = self.replicas(name, deployment);
         let demanded = matches!(self.table.deployments().demand().get(name), Some(Demand::Wanted(_)));
         if version.number != deployment.active {
             let Some(rollout) =
                 deployment.rollout.as_ref().filter(|rollout| rollout.version == version.number)
             else {
                 // Requests that were planned while it was active.
-                return places.len().max(usize::from(demanded));
+                return replicas.max(usize::from(demanded));
             };
             let active = deployment.version(deployment.active).and_then(|active| active.name(model));
-            let serving = active.map_or(0, |active| self.places(&active).len());
+            let serving = active.map_or(0, |active| self.replicas(&active, deployment));
             return match rollout.canary {
-                Some(_) => 1.max(places.len()),
+                Some(_) => 1.max(replicas),
                 None => serving.max(min).min(max),
             };
         }
         let queued = self.queued.get(name).copied().unwrap_or(0);
-        let first = usize::from(demanded || queued > 0 && !places.is_empty());
-        let all_busy = !places.is_empty()
+        let first = usize::from(demanded || queued > 0 && replicas > 0);
+        let idles = |node: &NodeId| self.idle(node, (name, deployment)).is_some();
+        let all_busy = replicas > 0
             && queued > 0
-            && places.iter().all(|node| self.is_ready(node, name) && self.idle(node, name).is_none());
-        let further = if all_busy { places.len() + 1 } else { 0 };
+            && self.ready_replicas(name, deployment) == replicas
+            && !self.places(name).iter().any(idles);
+        let further = if all_busy { replicas + 1 } else { 0 };
         first.max(min).max(further).min(max)
     }
 
-    /// The worker for a further replica, and the version that must leave it first, if any.
-    fn choose(&self, wanted: Wanted<'_>) -> Result<(&'a Host, Option<&'a ModelId>), NoPlace> {
-        let Wanted { name, deployment, version } = wanted;
-        let needed = version.facts.map_or(0, |facts| facts.needed_bytes);
+    /// The workers for a further replica, or the version that must leave one first.
+    fn choose(&self, wanted: Wanted<'_>) -> Result<Choice<'a>, NoPlace> {
+        let Wanted { name, deployment, .. } = wanted;
+        let count = shards(deployment);
+        // A worker that has not reported yet may have what the others lack.
+        let never = |reason: String| match self.hosts.iter().any(|host| host.report.is_none()) {
+            true => NoPlace::Later,
+            false => NoPlace::Never(reason),
+        };
         let fitting: Vec<&Host> = self.hosts.iter().filter(|host| fits(host, deployment)).collect();
         if fitting.is_empty() {
-            return match (
-                self.hosts.iter().any(|host| host.report.is_none()),
-                deployment.settings.nodes.as_slice(),
-            ) {
-                (true, _) => Err(NoPlace::Later),
-                (_, []) => Err(NoPlace::Never("no worker that loads models is connected".to_owned())),
-                (_, labels) => Err(NoPlace::Never(format!("no worker has the labels {}", labels.join(", ")))),
+            let reason = match deployment.settings.nodes.as_slice() {
+                [] => "no worker that loads models is connected".to_owned(),
+                labels => format!("no worker has the labels {}", labels.join(", ")),
             };
+            return Err(never(reason));
+        }
+        let needed = self.part_bytes(wanted).ok_or(NoPlace::Later)?.map_err(NoPlace::Never)?;
+        // A worker's own model takes the only stage that it can have.
+        let takes = |host: &&Host| {
+            count == 1 || host.stages.is_some() && host.report.as_ref().is_some_and(|report| report.own == 0)
+        };
+        let able: Vec<&Host> = fitting.into_iter().filter(takes).collect();
+        if able.len() < count {
+            let reason = format!(
+                "it needs {count} workers without a model of their own, and there are {}",
+                able.len()
+            );
+            return Err(never(reason));
         }
         let budget =
             |host: &Host| host.report.as_ref().map_or(0, |report| report.budget.saturating_sub(report.own));
-        let largest = fitting.iter().map(|host| budget(host)).max().unwrap_or(0);
-        if needed > largest {
-            let reason = format!("it needs {needed} bytes of memory, and the worker with most has {largest}");
-            return Err(NoPlace::Never(reason));
+        let mut budgets: Vec<u64> = able.iter().map(|host| budget(host)).collect();
+        budgets.sort_unstable_by_key(|bytes| std::cmp::Reverse(*bytes));
+        if let Some(largest) = budgets.get(count - 1).filter(|bytes| needed > **bytes) {
+            let reason = match count {
+                1 => format!("it needs {needed} bytes of memory, and the worker with most has {largest}"),
+                _ => format!(
+                    "it needs {needed} bytes of memory at each of {count} workers, and only {} have that",
+                    budgets.iter().filter(|bytes| needed <= **bytes).count()
+                ),
+            };
+            return Err(never(reason));
         }
         let places = self.places(name);
         let free = |host: &&Host| !places.contains(&host.name) && !(self.has_failed)(name, &host.name);
-        let candidates: Vec<&Host> = fitting.into_iter().filter(free).collect();
-        if candidates.is_empty() && places.is_empty() {
-            return Err(NoPlace::Never("it failed to load at every worker that may serve it".to_owned()));
+        let candidates: Vec<&Host> = able.into_iter().filter(free).collect();
+        if candidates.len() < count && places.is_empty() {
+            return Err(never("it failed to load at every worker that may serve it".to_owned()));
         }
         // A worker where it sleeps wakes it, one with the files reads them, any other fetches them.
         let nearness = |host: &Host| match host.report_of(name) {
@@ -378,18 +455,34 @@ impl<'a> View<'a> {
             Some(report) if report.has_files => 1,
             _ => 2,
         };
+        // All stages are loaded at once, so their files are fetched before.
+        let here = |host: &&Host| count == 1 || nearness(host) < 2;
+        let candidates: Vec<&Host> = candidates.into_iter().filter(here).collect();
         let room = |host: &Host| budget(host).saturating_sub(self.placed_bytes(host));
-        let with_room = candidates.iter().filter(|host| room(host) >= needed);
-        if let Some(host) = with_room.min_by_key(|host| (nearness(host), u64::MAX - room(host))) {
-            return Ok((host, None));
+        let staged = |host: &Host| if count > 1 { self.staged_at(&host.name) } else { None };
+        let mut with_room: Vec<&Host> = candidates.clone();
+        with_room.retain(|host| room(host) >= needed && staged(host).is_none());
+        with_room.sort_by_key(|host| (nearness(host), u64::MAX - room(host)));
+        if let Some(chosen) = with_room.get(..count) {
+            return Ok(Choice::Place(chosen.iter().map(|host| host.name.clone()).collect()));
         }
-        let victims = candidates.iter().filter(|host| budget(host) >= needed).filter_map(|host| {
-            let (victim, value) = self.victim(host, wanted, needed.saturating_sub(room(host)))?;
-            Some((*host, victim, value))
-        });
-        let cheapest =
-            victims.min_by(|(a, _, x), (b, _, y)| x.total_cmp(y).then_with(|| nearness(a).cmp(&nearness(b))));
-        cheapest.map(|(host, victim, _)| (host, Some(victim))).ok_or(NoPlace::Later)
+        let lacking = candidates
+            .iter()
+            .filter(|host| budget(host) >= needed && !with_room.iter().any(|roomy| roomy.name == host.name));
+        let mut victims: Vec<(&Host, &ModelId, f64)> = lacking
+            .filter_map(|host| {
+                let bytes = needed.saturating_sub(room(host));
+                let (victim, value) = self.victim(host, wanted, (bytes, staged(host)))?;
+                Some((*host, victim, value))
+            })
+            .collect();
+        victims.sort_by(|(a, _, x), (b, _, y)| x.total_cmp(y).then_with(|| nearness(a).cmp(&nearness(b))));
+        match victims.first() {
+            Some((host, victim, _)) if with_room.len() + victims.len() >= count => {
+                Ok(Choice::Evict(host, victim))
+            }
+            _ => Err(NoPlace::Later),
+        }
     }
 
     /// Bytes that all versions that are placed on the worker need at least.
@@ -398,22 +491,30 @@ impl<'a> View<'a> {
         placed.map(|(version, _)| self.needed(version)).sum()
     }
 
-    fn needed(&self, version: &ModelId) -> u64 {
-        let found = self.table.deployments().find(version);
-        found.and_then(|(_, version)| version.facts).map_or(0, |facts| facts.needed_bytes)
+    /// Bytes at each of its workers.
+    fn needed(&self, name: &ModelId) -> u64 {
+        let found = self.table.deployments().find(name);
+        let part =
+            found.and_then(|(deployment, version)| self.part_bytes(Wanted { name, deployment, version }));
+        part.and_then(Result::ok).unwrap_or(0)
     }
 
     /// The first of the versions that leave the worker so that `bytes` become free, and the value of the most valuable
-    /// of them. `None` if that much cannot be freed now.
-    fn victim(&self, host: &Host, wanted: Wanted<'_>, bytes: u64) -> Option<(&'a ModelId, f64)> {
+    /// of them. `staged`: a version that must leave in any case. `None` if that much cannot be freed now.
+    fn victim(
+        &self,
+        host: &Host,
+        wanted: Wanted<'_>,
+        (bytes, staged): (u64, Option<&ModelId>),
+    ) -> Option<(&'a ModelId, f64)> {
         let placed = self.table.models().iter().filter(|(_, plan)| plan.placement.contains(&host.name));
         let mut leaving: Vec<(f64, &'a ModelId)> = placed
-            .filter_map(|(version, plan)| {
+            .filter_map(|(version, _)| {
                 let (deployment, _) = self.table.deployments().find(version)?;
                 let settings = &deployment.settings;
                 let retired = self.is_retired(version);
-                let spare = retired || plan.placement.len() > usize::from(settings.min);
-                let idle = self.idle(&host.name, version)?;
+                let spare = retired || self.replicas(version, deployment) > usize::from(settings.min);
+                let idle = self.idle(&host.name, (version, deployment))?;
                 let queued = self.queued.get(version).is_some_and(|queued| *queued > 0);
                 let lower = retired || settings.priority <= wanted.deployment.settings.priority;
                 let may = spare && !queued && lower;
@@ -422,7 +523,11 @@ impl<'a> View<'a> {
                 may.then_some((value, version))
             })
             .collect();
-        leaving.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        leaving
+            .sort_by(|(a, x), (b, y)| (staged == Some(*y)).cmp(&(staged == Some(*x))).then(a.total_cmp(b)));
+        if staged.is_some() && leaving.first().map(|(_, version)| *version) != staged {
+            return None;
+        }
         let mut freed = 0;
         for (value, version) in &leaving {
             freed += self.needed(version);
@@ -433,11 +538,10 @@ impl<'a> View<'a> {
         None
     }
 
-    /// The plan of a version with a further worker.
-    fn with(&self, wanted: Wanted<'_>, node: &NodeId) -> Change {
+    /// The plan of a version with a further replica.
+    fn with(&self, wanted: Wanted<'_>, nodes: Vec<NodeId>) -> Change {
         let facts = wanted.version.facts;
-        let mut placement = self.places(wanted.name).to_vec();
-        placement.push(node.clone());
+        let placement = self.places(wanted.name).iter().cloned().chain(nodes).collect();
         Change::ModelPlanned(ModelPlan {
             model: wanted.name.clone(),
             model_digest: facts.map_or([0; 32], |facts| facts.digest),
@@ -449,9 +553,15 @@ impl<'a> View<'a> {
     }
 }
 
-/// The plan without a worker.
-fn without(plan: &ModelPlan, node: &NodeId) -> Change {
-    let placement: Vec<NodeId> = plan.placement.iter().filter(|other| *other != node).cloned().collect();
+/// The plan without the replica that a worker is in.
+fn without(plan: &ModelPlan, deployment: &Deployment, node: &NodeId) -> Change {
+    let mut chunks = plan.placement.chunks(shards(deployment));
+    without_nodes(plan, chunks.find(|group| group.contains(node)).unwrap_or_default())
+}
+
+fn without_nodes(plan: &ModelPlan, nodes: &[NodeId]) -> Change {
+    let placement: Vec<NodeId> =
+        plan.placement.iter().filter(|other| !nodes.contains(other)).cloned().collect();
     match placement.is_empty() {
         true => Change::ModelDropped(plan.model.clone()),
         false => Change::ModelPlanned(ModelPlan { placement, ..plan.clone() }),

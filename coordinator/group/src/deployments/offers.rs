@@ -1,7 +1,7 @@
 //! The deployed models that this coordinator offers to clients. It needs a version's tokenizer and chat template, which
 //! are in the manifest that any worker with the files sends.
 
-use super::decide::Host;
+use super::decide::{Host, Layers};
 use consensus::table::{Demand, Deployment, Table, Version};
 use dispatch::models::{Deployed, DeployedModel, LoadProgress, Models, OfferedModel};
 use dispatch::{Dispatch, HostWorker};
@@ -49,6 +49,12 @@ impl Offers {
     pub(super) fn new(dispatch: Arc<Dispatch>, models: Arc<Models>) -> Self {
         let fetches = tokio::sync::Mutex::new(JoinSet::new());
         Self { dispatch, models, state: Mutex::default(), fetches }
+    }
+
+    /// Layers of a version that generates text; `None` while its manifest is not here.
+    pub(super) fn layers(&self, version: &ModelId) -> Option<Layers> {
+        let offered = self.state.lock().offered.get(version).cloned()?;
+        Some(Layers { costs: offered.costs.clone()?, context: offered.context as u64 })
     }
 
     /// Fetches what is missing, offers the rest, and has requests for it wait.
@@ -176,8 +182,7 @@ fn served(id: ModelId, version: &Version, deployment: &Deployment) -> ServedMode
 /// How far the version that serves is, at the worker where it is furthest.
 fn progress(model: &ModelId, deployment: &Deployment, table: &Table, hosts: &[Host]) -> LoadProgress {
     let Some(version) = deployment.version(deployment.active) else { return LoadProgress::absent() };
-    // Before the files are known, workers report under the model's name.
-    let name = version.name(model).unwrap_or_else(|| model.clone());
+    let name = version.name(model);
     let failed = || LoadProgress {
         state: ModelState::BadFile,
         reason: version.failed.clone(),
@@ -198,21 +203,37 @@ fn progress(model: &ModelId, deployment: &Deployment, table: &Table, hosts: &[Ho
         ModelState::Asleep => 5,
         ModelState::Absent => 6,
     };
-    let reports = || hosts.iter().filter_map(|host| Some((host, host.report_of(&name)?)));
-    let placed = table.models().get(&name);
+    let report = |host: &'_ Host| match &name {
+        Some(name) => host.report_of(name).cloned(),
+        None => host.report_of_files(model, version).cloned(),
+    };
+    let reports: Vec<(&Host, ModelReport)> =
+        hosts.iter().filter_map(|host| Some((host, report(host)?))).collect();
+    let placed = name.as_ref().and_then(|name| table.models().get(name));
     let wanted = |host: &Host| {
         version.facts.is_none() || placed.is_some_and(|plan| plan.placement.contains(&host.name))
     };
-    let best = reports().filter(|(host, _)| wanted(host)).min_by_key(|(_, report)| rank(report));
-    let sleeping = || reports().find(|(_, report)| report.state == ModelState::Asleep);
+    let best = reports.iter().filter(|(host, _)| wanted(host)).min_by_key(|(_, report)| rank(report));
+    let sleeping = || reports.iter().find(|(_, report)| report.state == ModelState::Asleep);
     let Some((_, report)) = best.or_else(sleeping) else { return LoadProgress::absent() };
-    let same = reports().filter(|(_, other)| other.state == report.state);
+    let same = reports.iter().filter(|(_, other)| other.state == report.state);
+    // With the later stages of a model on several workers, whose first one reports.
+    let stages = |host: &&Host| {
+        let led = table.replicas().values().find(|plan| {
+            Some(&plan.model) == name.as_ref()
+                && plan.stages.first().is_some_and(|first| first.node == host.name)
+        });
+        led.map_or_else(
+            || vec![host.name.clone()],
+            |plan| plan.stages.iter().map(|stage| stage.node.clone()).collect(),
+        )
+    };
     LoadProgress {
         state: report.state,
         permille: report.permille,
         eta: (report.eta_ms > 0).then(|| Duration::from_millis(report.eta_ms.into())),
         reason: report.reason.clone(),
-        workers: same.map(|(host, _)| host.name.clone()).collect(),
+        workers: same.flat_map(|(host, _)| stages(host)).collect(),
     }
 }
 
@@ -231,7 +252,7 @@ async fn fetch(
         let (id, context) = (name.clone(), facts.context as usize);
         let read = move || {
             let manifest = Manifest::decode(&bytes, &facts.digest).map_err(|error| error.to_string())?;
-            models.version(id, manifest.header().metadata(), context).map_err(|error| error.to_string())
+            models.version(id, manifest.header(), context).map_err(|error| error.to_string())
         };
         tokio::task::spawn_blocking(read).await.map_err(|error| error.to_string())?
     };

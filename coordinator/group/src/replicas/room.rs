@@ -4,6 +4,8 @@ use crate::placement::{draft_model_cache, stage_cache, stage_weights};
 use consensus::table::ReplicaPlan;
 use dispatch::PoolWorker;
 use dispatch::models::Models;
+use model::costs::ModelCosts;
+use proto::ids::NodeId;
 use proto::placement::OfferedDrafter;
 
 /// Cache bytes of a replica over all stages, limited by the stage with the least room relative to its share,
@@ -20,18 +22,27 @@ pub(super) fn cache_bytes(
         return 0;
     };
     let costs = super::drafters::with(costs, drafter);
+    let memory = |node: &NodeId| Some(pool.iter().find(|worker| worker.node == *node)?.capacity.memory);
+    of_stages(plan, (&costs, context as u64), memory)
+}
+
+/// The same for a model of these costs and this context. `memory` returns a worker's bytes for its stage.
+pub(crate) fn of_stages(
+    plan: &ReplicaPlan,
+    (costs, context): (&ModelCosts, u64),
+    memory: impl Fn(&NodeId) -> Option<u64>,
+) -> u64 {
     let stages: Option<Vec<StageMemory>> = plan
         .stages
         .iter()
         .map(|stage| {
-            let worker = pool.iter().find(|worker| worker.node == stage.node)?;
             let layers = stage.layers.0 as usize..stage.layers.1 as usize;
             let range = (layers.end <= costs.layers()).then(|| costs.range(layers))?;
-            let usable = worker.capacity.memory / 10 * 9;
+            let usable = memory(&stage.node)? / 10 * 9;
             Some(StageMemory {
                 room: usable.saturating_sub(stage_weights(&range)),
-                sequence: stage_cache(&range, context as u64),
-                draft_cache: draft_model_cache(&costs, &range, context as u64),
+                sequence: stage_cache(&range, context),
+                draft_cache: draft_model_cache(costs, &range, context),
             })
         })
         .collect();

@@ -61,6 +61,24 @@ pub(super) struct ModelView {
     pub(super) short_of_room: bool,
 }
 
+impl ModelView {
+    /// A stage of a model on several workers, which waits for memory.
+    pub(super) fn of_stage(needed: u64) -> Self {
+        Self {
+            target: Target::Wanted(WantedState::Ready),
+            stage: Stage::Found,
+            needed,
+            pinned: 0,
+            spare: 0,
+            shrinks: false,
+            lacks: false,
+            to_pin: 0,
+            retry_at: None,
+            short_of_room: false,
+        }
+    }
+}
+
 /// A model by its index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {

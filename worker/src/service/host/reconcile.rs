@@ -1,6 +1,6 @@
 //! Carries out the decisions: tasks that search, load and end models, and the reports to coordinators.
 
-use super::decide::{Action, Stage, decide};
+use super::decide::{Action, ModelView, Stage, decide};
 use super::files::{FindProgress, Found, PinnedFiles, Search, blocking};
 use super::record::{Pin, Record, Running, Task};
 use super::{Host, NodeContext};
@@ -56,6 +56,8 @@ struct Reconciler<'a> {
     records: Vec<Record>,
     events: mpsc::UnboundedSender<(u64, Event)>,
     next_key: u64,
+    /// Version of the order that the records follow.
+    version: u64,
     /// The last epoch of an instance.
     epoch: Epoch,
     /// Bytes per second of earlier loads; 0 before the first.
@@ -75,6 +77,7 @@ pub(super) async fn run(host: &Arc<Host>, context: &Arc<NodeContext>) {
         records: Vec::new(),
         events,
         next_key: 0,
+        version: 0,
         epoch: Epoch(0),
         rate: 0.0,
         asked: None,
@@ -102,6 +105,7 @@ impl Reconciler<'_> {
     /// Brings the records up to the newest order.
     fn sync(&mut self) {
         let Some(order) = self.host.orders.borrow().clone() else { return };
+        self.version = order.version;
         let mut seen = HashSet::new();
         let ordered: Vec<OrderedModel> = order
             .models
@@ -161,10 +165,19 @@ impl Reconciler<'_> {
             self.host.device.count_process(engine::memory::resident_bytes());
         }
         self.ask_for_lacks(now);
-        let views: Vec<_> = self.records.iter_mut().map(|record| record.view(now)).collect();
+        let mut views: Vec<_> = self.records.iter_mut().map(|record| record.view(now)).collect();
+        let (models, stages) = (views.len(), self.host.room.waiting());
+        views.extend(stages.iter().map(|bytes| ModelView::of_stage(*bytes)));
         let actions = decide(now, &views, self.host.device.budget.free());
         for action in &actions {
-            self.perform(*action, now);
+            match action {
+                Action::Load(at) if *at >= models => {
+                    stages.get(at - models).into_iter().for_each(|bytes| self.host.room.grant(*bytes));
+                }
+                // It waits until its limit.
+                Action::NoRoom(at) if *at >= models => {}
+                action => self.perform(*action, now),
+            }
         }
         self.records.retain(|record| record.stage != Stage::Unknown || !record.gone);
         !actions.is_empty()
@@ -513,6 +526,8 @@ impl Reconciler<'_> {
 
     /// Reports to coordinators, and in the metrics.
     fn publish(&self) {
+        let here = self.records.iter().filter_map(|record| record.found.as_ref());
+        self.host.room.set_files(here.map(|found| (found.facts.digest, found.path.clone())).collect());
         let now = Instant::now();
         let (budget, metrics) = (&self.host.device.budget, &self.host.metrics);
         let models =
@@ -524,7 +539,8 @@ impl Reconciler<'_> {
         let process = self.host.device.process_bytes();
         let used = budget.reserved().saturating_sub(spare + process);
         let for_models = budget.limit().saturating_sub(process);
-        *self.host.report.lock() = ModelsReport { budget: for_models, used, own, models };
+        *self.host.report.lock() =
+            ModelsReport { version: self.version, budget: for_models, used, own, models };
         let pins = self.records.iter().filter_map(|record| record.pin.as_ref());
         metrics.pinned.set(pins.map(|pin| pin.reservation.bytes()).sum::<u64>().cast_signed());
         metrics.budget.set(budget.limit().cast_signed());

@@ -255,6 +255,9 @@ fn wrong_settings_are_refused_with_the_field() {
         ("replicas", DeploymentSettings { min: 2, ..valid.clone() }),
         ("idle", DeploymentSettings { idle_s: u32::MAX, ..valid.clone() }),
         ("priority", DeploymentSettings { priority: 0, ..valid.clone() }),
+        ("shards", DeploymentSettings { shards: 0, ..valid.clone() }),
+        ("shards", DeploymentSettings { shards: 65, ..valid.clone() }),
+        ("shards", DeploymentSettings { shards: 22, max: 3, ..valid.clone() }),
         ("nodes", DeploymentSettings { nodes: vec!["gpu".into()], ..valid.clone() }),
         ("nodes", DeploymentSettings { nodes: vec!["=x".into()], ..valid.clone() }),
     ];

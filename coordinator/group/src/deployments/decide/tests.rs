@@ -1,3 +1,5 @@
+mod stages;
+
 use super::*;
 use consensus::Incarnation;
 use consensus::table::{
@@ -42,6 +44,7 @@ struct Cluster {
     failed: RefCell<Vec<(ModelId, NodeId)>>,
     /// Bytes that each model needs.
     needs: HashMap<String, u64>,
+    layers: HashMap<String, Layers>,
 }
 
 impl Cluster {
@@ -60,7 +63,8 @@ impl Cluster {
             name: node(name),
             labels: BTreeSet::new(),
             draining: false,
-            report: Some(ModelsReport { budget, ..ModelsReport::default() }),
+            stages: None,
+            report: Some(ModelsReport { version: u64::MAX, budget, ..ModelsReport::default() }),
         };
         Self {
             table,
@@ -73,6 +77,7 @@ impl Cluster {
             gone: Vec::new(),
             failed: RefCell::default(),
             needs: HashMap::new(),
+            layers: HashMap::new(),
         }
     }
 
@@ -105,6 +110,7 @@ impl Cluster {
             waited: &|version| Duration::from_millis(self.waited.get(version).copied().unwrap_or(0)),
             has_failed: &|version, node| self.failed.borrow().contains(&(version.clone(), node.clone())),
             uses: &|version| self.uses.get(version).copied().unwrap_or(0.0),
+            layers: &|version| self.layers.get(version.name()).cloned(),
         })
     }
 
@@ -145,13 +151,17 @@ impl Cluster {
                                 known.as_ref().is_some_and(|known| known.state == ModelState::Asleep);
                             match (placed, known) {
                                 (true, Some(known)) if known.state == ModelState::Asleep => {
-                                    known.state = ModelState::Ready;
+                                    (known.state, known.idle_ms) = (ModelState::Ready, 1);
                                 }
                                 (true, None) => {
                                     report.models.push(ModelReport {
                                         idle_ms: 1,
                                         ..reported(version, ModelState::Ready)
                                     });
+                                }
+                                // The files of a model over several workers are fetched before.
+                                (false, None) if deployment.settings.shards > 1 => {
+                                    report.models.push(reported(version, ModelState::Asleep));
                                 }
                                 (false, Some(known)) if !sleeps => known.state = ModelState::Asleep,
                                 _ => {}

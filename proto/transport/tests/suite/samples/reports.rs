@@ -7,7 +7,8 @@ use proto::served_model::ModelTask;
 use proto::usage::*;
 
 pub(super) fn host_report() -> HostReport {
-    HostReport { epoch: Epoch(3), budget: 70_000, labels: vec!["gpu=gb10".into()] }
+    let stages = Some(StageSpeed { bandwidth: 70_000, compute: 300 });
+    HostReport { epoch: Epoch(3), budget: 70_000, stages, labels: vec!["gpu=gb10".into()] }
 }
 
 pub(super) fn models_order() -> ModelsOrder {
@@ -33,7 +34,7 @@ pub(super) fn models_order() -> ModelsOrder {
         holders: vec!["10.0.0.1:7001".into()],
     };
     let asleep = OrderedModel { wanted: WantedState::Asleep, ..file.clone() };
-    ModelsOrder { version: 70_000, models: vec![fetched, file, asleep] }
+    ModelsOrder { version: 70_000, models: vec![fetched, file, asleep], lead: super::place_order().lead }
 }
 
 pub(super) fn models_report() -> ModelsReport {
@@ -58,7 +59,7 @@ pub(super) fn models_report() -> ModelsReport {
         facts: (state == Ready).then_some(facts),
     };
     let models = [Absent, Fetching, Loading, Waking, Ready, Asleep, Failed, BadFile].map(report).to_vec();
-    ModelsReport { budget: 70_000, used: 300, own: 1, models }
+    ModelsReport { version: 70_000, budget: 70_000, used: 300, own: 1, models }
 }
 
 pub(super) fn usage_report() -> UsageReport {
