@@ -16,8 +16,8 @@ use model::costs::{DrafterStage, KvSize, ModelCosts};
 use model::{ModelFile, ModelSpec};
 use serde::Serialize;
 use std::path::PathBuf;
+pub(crate) use workers::{ASSUMED_BANDWIDTH, compute, decode_bandwidth, gpu_bandwidth};
 use workers::{LayersOf, Workers};
-pub(crate) use workers::{compute, decode_bandwidth, gpu_bandwidth};
 
 /// Default context, if the model's own is longer.
 const CONTEXT: usize = 8192;

@@ -35,8 +35,6 @@ use std::time::SystemTime;
 use supervisor::Supervisor;
 
 const DEFAULT_MODEL: &str = "smollm2-135m";
-/// Assumed speed of each stage. Workers of one machine are equal, so the value has no effect.
-pub(crate) const ASSUMED_BANDWIDTH: ByteSize = ByteSize(20_000_000_000);
 /// More workers on one machine are assumed to be a typing error.
 const MAX_WORKERS: usize = 64;
 
@@ -360,7 +358,7 @@ impl Plan {
                 lora_bytes: self.settings.lora_bytes,
                 snapshot_dir: Some(dir.snapshots(&name)),
                 pool: self.shards.map(|_| true),
-                bandwidth: self.shards.map(|_| ASSUMED_BANDWIDTH),
+                bandwidth: self.shards.map(|_| crate::plan::ASSUMED_BANDWIDTH),
                 ..WorkerSettings::default()
             };
             external::selected(&settings.engine_settings())?;
@@ -645,7 +643,7 @@ mod tests {
         Plan::new(UpSettings { deploy: deploy.clone(), ..Default::default() }, false, 0).unwrap();
         let engine_url = Some(vec!["http://a:1".to_owned()]);
         let over_servers = UpSettings { deploy: deploy.clone(), engine_url, ..Default::default() };
-        assert!(refused(over_servers, false).contains("`deploy`: gemma3-270m: not with engine_url"));
+        assert!(refused(over_servers, false).contains("`deploy`: gemma3-270m is refused: not with engine_url"));
         let sharded = UpSettings { deploy, shards: Some(2), ..Default::default() };
         assert!(refused(sharded, false).contains("not with several shards"));
     }

@@ -13,6 +13,8 @@ use std::path::Path;
 use worker::defaults::Host;
 use worker::load::{self, DeviceChoice, EngineOptions};
 
+/// Bandwidth of a worker that is not measured. Among equal workers the value has no effect.
+pub(crate) const ASSUMED_BANDWIDTH: ByteSize = ByteSize(20_000_000_000);
 /// Multiply-adds per second of one core in int8 prefill (docs/placement.md).
 const COMPUTE_PER_CORE: f64 = 100e9;
 /// Share of the probed bandwidth that decoding achieves (docs/placement.md).
