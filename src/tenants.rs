@@ -12,10 +12,10 @@ const PATH: &str = "/admin/v1/tenants";
 /// Coordinators accept or refuse a change within two seconds.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Lists tenants, sets their limits, and lets them share cached prefixes.
+/// Lists tenants, sets their limits, lets them share cached prefixes, and removes them.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  kvasir tenants list\n  kvasir tenants set team-a --rpm 6000 --concurrency 64\n\n\
+    after_help = "Examples:\n  kvasir tenants list\n  kvasir tenants set team-a --rpm 6000 --concurrency 64\n  kvasir tenants remove team-a\n\n\
     Tenants with the same --cache-group share cached prefixes. One of them can infer from the time of an answer whether\n\
     another one has sent the same prompt. A tenant without a group shares with no other tenant."
 )]
@@ -28,6 +28,7 @@ pub(crate) struct Tenants {
 enum Action {
     List(List),
     Set(Set),
+    Remove(Remove),
 }
 
 /// Lists the tenants that have keys or limits.
@@ -57,6 +58,17 @@ struct Set {
     access: Access,
 }
 
+/// Removes a tenant with its limits and its cache group, and revokes all its keys.
+#[derive(clap::Args)]
+#[command(after_help = "Example:\n  kvasir tenants remove team-a")]
+struct Remove {
+    /// Name of the tenant.
+    #[arg(value_name = "NAME")]
+    tenant: String,
+    #[command(flatten)]
+    access: Access,
+}
+
 impl Tenants {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let mut out = std::io::stdout().lock();
@@ -73,6 +85,10 @@ impl Tenants {
                 body["cache_group"] = cache_group.into();
                 access.json("PUT", &format!("{PATH}/{}", escape(&tenant)), Some(&body), TIMEOUT)?;
                 writeln!(out, "the limits of {tenant} are set at all coordinators")?;
+            }
+            Action::Remove(Remove { tenant, access }) => {
+                access.json("DELETE", &format!("{PATH}/{}", escape(&tenant)), None, TIMEOUT)?;
+                writeln!(out, "{tenant} is removed at all coordinators, and its keys are revoked")?;
             }
         }
         Ok(())

@@ -643,7 +643,9 @@ mod tests {
         Plan::new(UpSettings { deploy: deploy.clone(), ..Default::default() }, false, 0).unwrap();
         let engine_url = Some(vec!["http://a:1".to_owned()]);
         let over_servers = UpSettings { deploy: deploy.clone(), engine_url, ..Default::default() };
-        assert!(refused(over_servers, false).contains("`deploy`: gemma3-270m is refused: not with engine_url"));
+        assert!(
+            refused(over_servers, false).contains("`deploy`: gemma3-270m is refused: not with engine_url")
+        );
         let sharded = UpSettings { deploy, shards: Some(2), ..Default::default() };
         assert!(refused(sharded, false).contains("not with several shards"));
     }

@@ -7,6 +7,7 @@
 //! | `DELETE keys/{id}` | revokes it | 204 |
 //! | `GET tenants` | lists | `{"tenants":[T]}` |
 //! | `PUT tenants/{tenant}` JSON `{"rpm"?, "tpm"?, "concurrency"?, "cache_group"?}` | sets the tenant's limits and cache group | 204 |
+//! | `DELETE tenants/{tenant}` | removes the tenant with its limits, and revokes its keys | 204 |
 //!
 //! K is `{"id","tenant","admin","models","rpm","tpm","concurrency","created_unix_s","expires_unix_s","from"}`.
 //! `from` is `cluster`, or `file` for a key of the coordinator's configuration, which only that coordinator
@@ -43,7 +44,7 @@ pub(super) fn router() -> Router<Arc<Ops>> {
         .route("/admin/v1/keys", get(list).post(create))
         .route("/admin/v1/keys/{id}", delete(revoke))
         .route("/admin/v1/tenants", get(tenants))
-        .route("/admin/v1/tenants/{tenant}", put(tune))
+        .route("/admin/v1/tenants/{tenant}", put(tune).delete(remove))
 }
 
 /// The limits in a request. `None`: no limit.
@@ -175,6 +176,14 @@ async fn tune(
         cache_group: cache_group.map(group).transpose()?,
     };
     change(&ops, "tune_tenant", Change::TenantTuned(tuned)).await
+}
+
+async fn remove(State(ops): State<Arc<Ops>>, Path(tenant): Path<String>) -> Result<StatusCode, ApiError> {
+    let tenant = TenantId::new(tenant).map_err(|error| ApiError::field("tenant", error.rule))?;
+    if !access(&ops).tenants().contains_key(&tenant) {
+        return Err(ApiError::Unknown { what: format!("tenant {tenant}") });
+    }
+    change(&ops, "remove_tenant", Change::TenantDropped(tenant)).await
 }
 
 fn key_json(key: &KeyRecord, scope: &KeyScope, from: &str) -> Value {

@@ -158,6 +158,14 @@ async fn sec_tenant_cache() {
     assert_eq!(cached(&complete(&rig, &a.key, &body).await), 96);
     let tenants = get(rig.at.ops, "/admin/v1/tenants").await.json();
     assert_eq!(tenants["tenants"][1]["cache_group"], "g");
+    // A removed tenant's keys are refused; those of others stay.
+    let remove = async || send(rig.at.ops, Method::DELETE, "/admin/v1/tenants/b", &[], "{}").await;
+    assert_eq!(remove().await.status.as_u16(), 204);
+    assert_eq!(complete(&rig, &b.key, &body).await.status.as_u16(), 401);
+    assert_eq!(cached(&complete(&rig, &c.key, &body).await), 96);
+    let tenants = get(rig.at.ops, "/admin/v1/tenants").await.json();
+    assert_eq!(tenants["tenants"].as_array().unwrap().len(), 2);
+    assert_eq!(remove().await.status.as_u16(), 404);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -215,6 +223,7 @@ async fn sec_audit_complete() {
         (Method::PUT, "/admin/v1/tenants/a", 204),
         (Method::DELETE, wrong.as_str(), 400),
         (Method::DELETE, right.as_str(), 204),
+        (Method::DELETE, "/admin/v1/tenants/a", 204),
     ];
     for (method, path, status) in actions.clone() {
         let reply = send(rig.at.ops, method, path, &authorization, "{}").await;

@@ -71,15 +71,15 @@ pub enum Change {
     ModelPlanned(ModelPlan),
     /// Removes a version from all workers.
     ModelDropped(ModelId),
-    /// Sets a tenant, its salt and its limits.
+    /// Sets a tenant, its salt and its limits. [`TenantTuned`](Self::TenantTuned) has taken its place: nothing proposes it.
     TenantSet(TenantRecord),
     /// Removes a tenant and its keys.
     TenantDropped(TenantId),
-    /// Sets a key of a tenant.
+    /// Sets a key of a tenant. [`KeyIssued`](Self::KeyIssued) has taken its place: nothing proposes it.
     KeySet(KeyRecord),
     /// Revokes the key with this SHA-256.
     KeyRevoked([u8; 32]),
-    /// Advances the version of the routing policy.
+    /// Advances the version of the routing policy. The policy is that of the build: only tests propose it.
     PolicyAdvanced(PolicyAdvanced),
     /// Plans a replica of several stages, or replaces one. The index of this entry becomes the replica's
     /// epoch.
