@@ -3,6 +3,7 @@
 use crate::access::Access;
 use crate::config::Period;
 use crate::deploy::{Replicas, list, path_of};
+use crate::fleet_file::{CostsEntry, NodeEntry};
 use anyhow::Context;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -19,7 +20,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 #[command(after_help = "Example:\n  kvasir apply -f fleet.toml --dry-run --ops 127.0.0.1:9090\n\n\
     fleet.toml:\n  [models.chat]\n  from = \"smollm2-135m\"\n  replicas = \"1:2\"\n  idle = \"10m\"\n  \
     nodes = [\"gpu=gb10\"]\n\n  [models.big]\n  file = \"/models/big.gguf\"\n  priority = 10\n\n\
-    A setting that the file leaves out gets its default. Another source is rolled out as a new version.")]
+    A setting that the file leaves out gets its default. Another source is rolled out as a new version.\n\
+    What `kvasir plan --fleet` reads besides, [[node]] and `costs` of models, changes nothing.")]
 pub(crate) struct Apply {
     /// File of the deployments, in TOML.
     #[arg(short, long, value_name = "FILE")]
@@ -36,26 +38,31 @@ pub(crate) struct Apply {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct FleetFile {
+pub(crate) struct FleetFile {
     #[serde(default)]
-    models: BTreeMap<String, ModelEntry>,
+    pub(crate) models: BTreeMap<String, ModelEntry>,
+    /// For `kvasir plan --fleet`.
+    #[serde(default)]
+    pub(crate) node: Vec<NodeEntry>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct ModelEntry {
-    file: Option<String>,
-    from: Option<String>,
-    replicas: Option<String>,
-    idle: Option<Period>,
+pub(crate) struct ModelEntry {
+    pub(crate) file: Option<String>,
+    pub(crate) from: Option<String>,
+    pub(crate) replicas: Option<String>,
+    pub(crate) idle: Option<Period>,
     #[serde(default)]
-    pin: bool,
+    pub(crate) pin: bool,
     #[serde(default)]
-    nodes: Vec<String>,
+    pub(crate) nodes: Vec<String>,
     #[serde(default)]
-    context: u32,
-    priority: Option<u32>,
-    shards: Option<u16>,
+    pub(crate) context: u32,
+    pub(crate) priority: Option<u32>,
+    /// For `kvasir plan --fleet`.
+    pub(crate) costs: Option<CostsEntry>,
+    pub(crate) shards: Option<u16>,
 }
 
 /// A change of one deployment.
@@ -214,6 +221,14 @@ mod tests {
         let [Step::Set(name, body, lines)] = &steps(&other, &present(), false).unwrap()[..] else { panic!() };
         assert_eq!((name.as_str(), &body["from"], &body["file"]), ("chat", &json!(7), &json!("/m.gguf")));
         assert_eq!(lines[..], ["file: null -> \"/m.gguf\"", "min: 0 -> 1", "max: 1 -> 2"]);
+        let planned = "[models.chat.costs]\nbytes = 1\nneeded_bytes = 1\nproducts = 1.0\n[[node]]\nname = \"a\"\n\
+            memory = 1\nbandwidth = 1\ncompute = 1.0\nread = 1\n";
+        let with_nodes = fleet(&format!("[models.chat]\nfrom = \"smollm2-135m\"\n{planned}"));
+        assert_eq!(
+            steps(&with_nodes, &present(), false).unwrap(),
+            [],
+            "nodes and costs are of no deployment"
+        );
         let new = fleet("[models.new]\nfrom = \"gemma3-270m\"\n");
         let [Step::Set(name, body, lines)] = &steps(&new, &present(), false).unwrap()[..] else { panic!() };
         assert_eq!((name.as_str(), &body["from"]), ("new", &json!(0)));

@@ -23,6 +23,7 @@ mod doctor;
 mod drain;
 mod embed;
 mod external;
+mod fleet_file;
 mod front;
 mod gpu_bench;
 mod gpu_check;

@@ -1,7 +1,8 @@
 //! `kvasir plan`: predicts a placement of layers and its speed without loading the model, and applies an
-//! operator's plan to a cluster.
+//! operator's plan to a cluster. With `--fleet`, replays traffic on a virtual fleet of deployed models.
 
 mod apply;
+mod fleet;
 mod workers;
 
 use crate::access::Access;
@@ -26,12 +27,16 @@ const CONTEXT: usize = 8192;
 ///
 /// With --apply the plan of the workers file is sent to a cluster. From then on the model has these replicas, and the
 /// named workers serve nothing else, until --withdraw returns the model to the coordinators' planning.
+///
+/// With --fleet an arrival log is replayed on a virtual fleet, and replicas of its deployed models are proposed.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir plan smollm2-135m\n  \
     kvasir plan ./model-00001-of-00003.gguf --workers-file workers.toml --shards 2 --context 32768 --json\n  \
     kvasir plan smollm2-135m --workers-file workers.toml --apply --ops 10.0.0.7:9090\n  \
-    kvasir plan smollm2-135m --withdraw --ops 10.0.0.7:9090\n\n\
+    kvasir plan smollm2-135m --withdraw --ops 10.0.0.7:9090\n  \
+    kvasir plan --fleet fleet.toml --traffic log.jsonl > proposal.toml\n  \
+    kvasir plan --fleet fleet.toml --synthetic zipf:1.1,rate=2 --seed 7 --compare\n\n\
     workers.toml, with compute in multiply-adds per second. `layers` is for your own plan; each worker whose layers begin\n\
     with 0 begins another replica:\n  \
     [[worker]]\n  name = \"w0\"\n  memory = \"24GiB\"\n  bandwidth = \"40GB\"\n  compute = 4e11\n  layers = [0, 20]\n\n\
@@ -39,7 +44,10 @@ const CONTEXT: usize = 8192;
     file, a plan that does not fit its workers is not sent.")]
 pub(crate) struct Plan {
     /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
-    model: String,
+    #[arg(required_unless_present = "fleet")]
+    model: Option<String>,
+    #[command(flatten)]
+    simulation: fleet::FleetArgs,
     /// File of workers, TOML or .json [default: this machine, divided among the shards]
     #[arg(long, value_name = "FILE")]
     workers_file: Option<PathBuf>,
@@ -138,17 +146,25 @@ struct StageDrafterReport {
 }
 
 impl Plan {
+    /// Only empty with `--fleet`.
+    fn model(&self) -> &str {
+        self.model.as_deref().unwrap_or_default()
+    }
+
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
+        if let Some(path) = &self.simulation.fleet {
+            return self.simulation.run(path, self.json);
+        }
         if self.withdraw {
             return self.withdraw();
         }
         if !self.apply {
-            return self.show(&self.report(&resolve_or_pull(&self.model)?)?);
+            return self.show(&self.report(&resolve_or_pull(self.model())?)?);
         }
         // Validate the plan before anything is sent or measured.
         let plan = self.requested_plan()?;
-        match resolve_here(&self.model)? {
+        match resolve_here(self.model())? {
             Some(here) => {
                 let mut report = self.report(&here)?;
                 self.send(&here.id, &plan)?;
@@ -158,7 +174,7 @@ impl Plan {
             }
             None => {
                 self.send_unseen(&plan)?;
-                self.print_applied(&self.model);
+                self.print_applied(self.model());
             }
         }
         Ok(())
@@ -225,7 +241,7 @@ impl Plan {
             pipelined_decode_tps: spec.logits().map(|_| replica.pipelined_decode_rate()),
         };
         Ok(Report {
-            model: self.model.clone(),
+            model: self.model().to_owned(),
             layers: costs.layers(),
             context: workload.context,
             sequences: workload.sequences,

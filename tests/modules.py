@@ -17,6 +17,7 @@ CRATES = [
     ("api", "coordinator/api/src"),
     ("group", "coordinator/group/src"),
     ("ops", "coordinator/ops/src"),
+    ("planner", "coordinator/planner/src"),
     ("usage", "coordinator/usage/src"),
     ("coordinator", "coordinator/src"),
     ("kernels", "kernels/src"),

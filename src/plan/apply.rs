@@ -30,9 +30,9 @@ impl Plan {
 
     /// Sends a plan for a model without a local file; its speed cannot be predicted.
     pub(super) fn send_unseen(&self, plan: &Value) -> Result<()> {
-        let Ok(id) = ModelId::new(self.model.as_str()) else {
+        let Ok(id) = ModelId::new(self.model()) else {
             let limit = "must be a model file, or a name that the cluster serves";
-            return Err(ConfigError::field("model", &self.model, limit).into());
+            return Err(ConfigError::field("model", self.model(), limit).into());
         };
         self.send(&id, plan)?;
         match self.json {
@@ -59,8 +59,8 @@ impl Plan {
 
     /// Withdraws the plan, so that the coordinators plan the model themselves.
     pub(super) fn withdraw(&self) -> Result<()> {
-        let id = crate::models::resolve_here(&self.model)?.map(|here| here.id.to_string());
-        let id = id.unwrap_or_else(|| self.model.clone());
+        let id = crate::models::resolve_here(self.model())?.map(|here| here.id.to_string());
+        let id = id.unwrap_or_else(|| self.model().to_owned());
         let answer = self.access.send("DELETE", &of(&id), None, CHANGE_LIMIT)?.text()?;
         if answer.status == 404 {
             bail!("there is no operator's plan of {id}");

@@ -55,7 +55,7 @@ use drafter::LoadedDrafter;
 pub(crate) use drafter::{digest_of as drafter_digest, offered as offered_drafter};
 pub use encoder::encoder;
 pub(crate) use hosted::pinned_files;
-pub use hosted::{HostedLoad, SharedDevice, facts, process_bytes};
+pub use hosted::{HostedLoad, SharedDevice, facts, needed_bytes, process_bytes};
 use hosted::{HostedSource, elastic_floor};
 use reading::Reading;
 use staged::Staged;

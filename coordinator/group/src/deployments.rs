@@ -9,7 +9,7 @@ pub mod decide;
 mod exchanges;
 mod judge;
 mod offers;
-mod uses;
+pub mod uses;
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};

@@ -160,3 +160,27 @@ fn an_invalid_plan_is_refused_by_name_and_nothing_is_agreed_on_without_a_majorit
     assert_eq!(answer.status, 503);
     assert_eq!(answer.json().unwrap()["error"]["code"], "no_quorum");
 }
+
+/// Also covers a model whose costs are those of its file's header.
+#[test]
+fn the_fleet_of_a_simulation_and_its_proposal_are_files_that_apply_takes() {
+    let cluster = Cluster::builder("fleet_plan", &tiny_model()).start().unwrap();
+    let ops = cluster.coordinator().ops.to_string();
+    let dir = tempfile::tempdir().unwrap();
+    let [fleet, proposal] = ["fleet.toml", "proposal.toml"].map(|name| dir.path().join(name));
+    let file = tiny_model();
+    let text = format!(
+        "[models.small]\nfile = {:?}\n[[node]]\nname = \"w\"\ncount = 2\nmemory = \"1GiB\"\nbandwidth = \"10GB\"\n\
+         compute = 1e11\nread = \"1GB\"\n",
+        file
+    );
+    std::fs::write(&fleet, text).unwrap();
+    let [fleet, proposal] = [&fleet, &proposal].map(|path| path.to_str().unwrap());
+    let drawn = ["--synthetic", "zipf:1,rate=0.5,requests=50", "--evaluations", "8"];
+    let proposed = binary::stdout(&[&["plan", "--fleet", fleet], &drawn[..]].concat()).unwrap();
+    std::fs::write(proposal, &proposed).unwrap();
+    for file in [fleet, proposal] {
+        let shown = binary::stdout(&["apply", "-f", file, "--dry-run", "--ops", &ops]).unwrap();
+        assert!(shown.starts_with("+ small\n"), "{shown}\n{proposed}");
+    }
+}

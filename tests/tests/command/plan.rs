@@ -219,3 +219,62 @@ fn this_machine_is_planned_for_by_default_and_shared_by_shards() {
         assert!(out.contains(expected), "{expected} not in {out}");
     }
 }
+
+/// The repository's example: eight nodes, six models.
+fn simulated(arguments: &[&str]) -> std::process::Output {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/plan/fleet.toml");
+    binary::run(&[&["plan", "--fleet", file.to_str().unwrap()], arguments].concat()).unwrap()
+}
+
+#[test]
+fn traffic_is_replayed_on_a_fleet_and_gives_the_same_proposal_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("log.jsonl");
+    let log = log.to_str().unwrap();
+    let drawn = ["--synthetic", "zipf:1,rate=1,requests=400", "--seed", "5", "--save-traffic", log, "--json"];
+    let more = ["--evaluations", "12", "--compare"];
+    let read = |arguments: &[&str]| {
+        let output = simulated(&[arguments, &more].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    let found = read(&drawn);
+    let outcome = &found["outcome"];
+    assert_eq!(outcome["requests"], 400);
+    for model in outcome["models"].as_array().unwrap() {
+        let refused: u64 = model["refused"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+        assert_eq!(
+            model["answered"].as_u64().unwrap() + refused,
+            model["requests"].as_u64().unwrap(),
+            "{model}"
+        );
+    }
+    for node in outcome["nodes"].as_array().unwrap() {
+        assert!(node["most_used"].as_u64() <= node["memory"].as_u64(), "{node}");
+    }
+    assert!(found["others"]["belady"]["loads"].is_u64() && found["others"]["lru"]["loads"].is_u64());
+    let cost = |outcome: &Value| outcome["cost"].as_f64().unwrap();
+    assert!(cost(&found["proposal"]["outcome"]) <= cost(outcome), "{found}");
+    assert_eq!(read(&["--traffic", log, "--json"]), found, "its own log is replayed alike");
+
+    let output = simulated(&["--traffic", log, "--evaluations", "12"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("TTFT P50") && text.contains("[models.a-chat-8b]"), "{text}");
+}
+
+#[test]
+fn a_simulation_takes_a_fleet_and_traffic_and_nothing_of_layers() {
+    let code = |arguments: &[&str]| simulated(arguments).status.code();
+    assert_eq!(code(&[]), Some(2), "which traffic?");
+    assert_eq!(code(&["--synthetic", "uniform"]), Some(2));
+    assert_eq!(code(&["--synthetic", "zipf:1", "--shards", "2"]), Some(2));
+    assert_eq!(code(&["model", "--synthetic", "zipf:1"]), Some(2));
+    assert_eq!(binary::run(&["plan"]).unwrap().status.code(), Some(2), "which model?");
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("log.jsonl");
+    std::fs::write(&log, "{\"t\":0,\"model\":\"a-chat-8b\",\"prompt_tokens\":0,\"output_tokens\":1}\n")
+        .unwrap();
+    let output = simulated(&["--traffic", log.to_str().unwrap()]);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("line 1: prompt_tokens: 0, must be 1 to"), "{error}");
+}

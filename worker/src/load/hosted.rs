@@ -451,6 +451,14 @@ pub(super) fn range_bytes(
     HostedBytes::new(file, spec, &needs, rows, 0).peak()
 }
 
+/// Bytes that the model in a file needs at least with `options`. Reads no weights.
+pub fn needed_bytes(path: &Path, options: &EngineOptions) -> Result<u64, Error> {
+    let file = ModelFile::open(path)?;
+    let spec = spec_of(&file, options)?;
+    let plan = plan_for(&file, &spec, options)?;
+    Ok(bytes_of(&file, &spec, &plan, options).peak())
+}
+
 /// Files that hold the weights of a model as the device reads them: the repacked ones if there are any, else the model's.
 pub(crate) fn pinned_files(path: &Path, digest: &[u8; 32], options: &EngineOptions) -> Vec<PathBuf> {
     let Ok(file) = ModelFile::open(path) else { return Vec::new() };

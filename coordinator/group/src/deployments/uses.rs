@@ -9,7 +9,7 @@ const HALF_LIFE: Duration = Duration::from_secs(600);
 
 /// Decaying counts of requests.
 #[derive(Debug, Default)]
-pub(super) struct Uses {
+pub struct Uses {
     /// Per model: the total at the last count, the decayed count, and its time.
     models: HashMap<ModelId, (u64, f64, Instant)>,
 }
@@ -20,7 +20,7 @@ fn decay(since: Duration) -> f64 {
 
 impl Uses {
     /// Takes the totals of requests so far. A smaller total than before begins anew.
-    pub(super) fn count(&mut self, now: Instant, totals: impl IntoIterator<Item = (ModelId, u64)>) {
+    pub fn count(&mut self, now: Instant, totals: impl IntoIterator<Item = (ModelId, u64)>) {
         for (model, total) in totals {
             let (last, count, at) = self.models.entry(model).or_insert((0, 0.0, now));
             let new = total.checked_sub(*last).unwrap_or(total);
@@ -31,7 +31,7 @@ impl Uses {
         self.models.retain(|_, (_, count, at)| *count * decay(now.saturating_duration_since(*at)) > 1e-3);
     }
 
-    pub(super) fn of(&self, now: Instant, model: &ModelId) -> f64 {
+    pub fn of(&self, now: Instant, model: &ModelId) -> f64 {
         let count = |(_, count, at): &(u64, f64, Instant)| count * decay(now.saturating_duration_since(*at));
         self.models.get(model).map_or(0.0, count)
     }
