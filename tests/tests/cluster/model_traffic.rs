@@ -1,6 +1,6 @@
 //! More models than fit: twelve at three workers with room for two each, under skewed traffic at three coordinators,
 //! with kills. `KVASIR_TRAFFIC_REQUESTS` sets the number of requests, by default a sample, and `KVASIR_TRAFFIC_CLIENTS`
-//! that of clients.
+//! that of clients; `KVASIR_TRAFFIC_SEED` draws other models.
 //!
 //! Every model generates other tokens, so an answer of a wrong model is found.
 
@@ -38,6 +38,8 @@ const MOST_LOADS: usize = 1400;
 const LONG: usize = 1000;
 /// Most refused requests in a thousand.
 const MOST_REFUSED: usize = 20;
+/// Most attempts to kill a worker while it loads a model.
+const MOST_KILLS: usize = 8;
 /// A request that was not answered by so many coordinators in turn is lost.
 const MOST_TRIES: usize = 100;
 
@@ -76,8 +78,8 @@ fn write_models(directory: &Path) -> Vec<PathBuf> {
 }
 
 /// The models of all requests: Zipf with exponent 1.
-fn zipf(requests: usize) -> Vec<usize> {
-    let mut random = Random::new(29);
+fn zipf(requests: usize, seed: u64) -> Vec<usize> {
+    let mut random = Random::new(seed);
     // Multiples of 1/27720, which 1 to 12 divide.
     let weights =
         [(); MODELS].map(|()| 27720).iter().zip(1..).map(|(all, rank)| all / rank).collect::<Vec<u64>>();
@@ -220,18 +222,31 @@ impl Killed {
     }
 }
 
-/// Kills a worker while it loads a model. `first`: the worker that was killed before.
-fn kill_while_loading(site: &Site, first: &Killed) -> Killed {
-    let before: [usize; WORKERS] = std::array::from_fn(|worker| loads::of_worker(site, worker).len());
-    let loading = || {
-        (0..WORKERS).find(|worker| {
-            let events = loads::of_worker(site, *worker);
-            events.len() > before[*worker] && events.last().is_some_and(|last| last.kind == LoadKind::Begun)
-        })
-    };
-    let worker = wait::until("a worker loads a model", binary::NODE_TIMEOUT, loading).unwrap();
-    let since = if worker == first.worker { first.events[worker] } else { 0 };
-    Killed::kill(site, worker, since)
+/// Kills a worker while it loads a model, and starts it again. A load may end before the kill: then once more. Returns
+/// whether it was in time before `finished`.
+fn kill_while_loading(site: &Site, killed: &mut Vec<Killed>, finished: impl Fn() -> bool) -> bool {
+    for _ in 0..MOST_KILLS {
+        let before: [u64; WORKERS] = std::array::from_fn(|worker| loads::log_bytes(site, worker));
+        let is_loading = |worker: &usize| {
+            let events = loads::of_worker_since(site, *worker, before[*worker]);
+            events.last().is_some_and(|last| last.kind == LoadKind::Begun)
+        };
+        let loading = || match (0..WORKERS).find(is_loading) {
+            None if finished() => Some(None),
+            None => None,
+            worker => Some(worker),
+        };
+        let loading = wait::until("a worker loads a model", binary::NODE_TIMEOUT, loading).unwrap();
+        let Some(worker) = loading else { return false };
+        let last = killed.iter().rev().find(|before| before.worker == worker);
+        killed.push(Killed::kill(site, worker, last.map_or(0, |last| last.events[worker])));
+        let in_time = is_loading(&worker);
+        site.start_again(Member::Worker(worker));
+        if in_time {
+            return true;
+        }
+    }
+    false
 }
 
 struct Run {
@@ -240,6 +255,8 @@ struct Run {
     failed_tries: Vec<usize>,
     killed: Vec<Killed>,
     killed_coordinator: usize,
+    /// Whether a worker was killed while it loaded a model.
+    killed_while_loading: bool,
 }
 
 /// Sends the requests of the trace in its order, and kills nodes on the way.
@@ -268,10 +285,11 @@ fn run(site: &Site, trace: &[usize], clients: usize) -> Run {
         let reached = || (ended.lock().unwrap().len() * 100 >= trace.len() * percent).then_some(());
         wait::until("requests are answered", Duration::from_secs(600), reached).unwrap();
     };
-    let (killed, killed_coordinator) = std::thread::scope(|scope| {
+    let finished = || ended.lock().unwrap().len() == trace.len();
+    let (killed, killed_coordinator, killed_while_loading) = std::thread::scope(|scope| {
         let clients: Vec<_> = (0..clients).map(|_| scope.spawn(client)).collect();
         progress(20);
-        let first = Killed::kill(site, 0, 0);
+        let mut killed = vec![Killed::kill(site, 0, 0)];
         progress(35);
         site.start_again(Member::Worker(0));
         progress(45);
@@ -280,13 +298,13 @@ fn run(site: &Site, trace: &[usize], clients: usize) -> Run {
         progress(60);
         site.start_again(Member::Coordinator(leader));
         progress(70);
-        let second = kill_while_loading(site, &first);
-        site.start_again(Member::Worker(second.worker));
+        let killed_while_loading = kill_while_loading(site, &mut killed, finished);
         clients.into_iter().for_each(|client| client.join().unwrap());
-        (vec![first, second], leader)
+        (killed, leader, killed_while_loading)
     });
     let ended = ended.into_inner().unwrap().into_values().collect();
-    Run { ended, failed_tries: failed_tries.into_inner().unwrap(), killed, killed_coordinator }
+    let failed_tries = failed_tries.into_inner().unwrap();
+    Run { ended, failed_tries, killed, killed_coordinator, killed_while_loading }
 }
 
 fn percentile(sorted: &[Duration], percent: usize) -> Duration {
@@ -298,6 +316,7 @@ fn more_models_than_fit_are_served_through_kills() {
     let set = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().unwrap());
     let (requests, clients) =
         (set("KVASIR_TRAFFIC_REQUESTS", SAMPLE), set("KVASIR_TRAFFIC_CLIENTS", CLIENTS));
+    let seed = set("KVASIR_TRAFFIC_SEED", 29) as u64;
     let _alone = cluster::exclude_clusters();
     let directory = binary::target().join("test-logs/model-traffic");
     let _ = std::fs::remove_dir_all(&directory);
@@ -307,7 +326,7 @@ fn more_models_than_fit_are_served_through_kills() {
     let site = Site::start(&directory, MEMORY);
     deploy(&site, &directory, &files);
     check_room(&site);
-    let trace = zipf(requests);
+    let trace = zipf(requests, seed);
     let began = Instant::now();
     let run = run(&site, &trace, clients);
     let took = began.elapsed();
@@ -340,8 +359,10 @@ fn more_models_than_fit_are_served_through_kills() {
         percentile(&times, 100),
         run.failed_tries.len(),
     );
+    println!("{} kills of workers, while one loads: {}", run.killed.len(), run.killed_while_loading);
     let refused: usize = refusals.values().sum();
     assert!(refused * 1000 <= requests * MOST_REFUSED, "{refused} of {requests} requests were refused");
+    assert!(requests < LONG || run.killed_while_loading, "no worker was killed while it loaded a model");
     assert!(
         requests < LONG || loads * 1000 <= optimum * MOST_LOADS,
         "{loads} loads, and the optimum is {optimum}"

@@ -2,9 +2,9 @@
 //! memory.
 //!
 //! A version is *placed* on the workers of its [`ModelPlan`]; it is *wanted* there whether it is ready yet or not.
-//! Memory is counted by what each placed version needs at least. If a worker must give up a model for another, the one
-//! with the least recent use goes, weighed by how often it is used; never one with running requests, one of higher
-//! priority, or a replica that its deployment keeps (`min`).
+//! Memory is counted by what each placed version needs at least, or holds if that is more. If a worker must give up a
+//! model for another, the one with the least recent use goes, weighed by how often it is used; never one with running
+//! requests, one of higher priority, or a replica that its deployment keeps (`min`).
 
 mod stages;
 
@@ -485,10 +485,16 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Bytes that all versions that are placed on the worker need at least.
+    /// Bytes that all versions that are placed on the worker need or hold.
     fn placed_bytes(&self, host: &Host) -> u64 {
         let placed = self.table.models().iter().filter(|(_, plan)| plan.placement.contains(&host.name));
-        placed.map(|(version, _)| self.needed(version)).sum()
+        placed.map(|(version, _)| self.held(host, version)).sum()
+    }
+
+    /// Bytes that a version takes from others on a worker: what it needs at least, or what it holds and cannot give back,
+    /// such as the cache of long sequences.
+    fn held(&self, host: &Host, version: &ModelId) -> u64 {
+        self.needed(version).max(host.report_of(version).map_or(0, |report| report.bytes))
     }
 
     /// Bytes at each of its workers.
@@ -530,7 +536,7 @@ impl<'a> View<'a> {
         }
         let mut freed = 0;
         for (value, version) in &leaving {
-            freed += self.needed(version);
+            freed += self.held(host, version);
             if freed >= bytes {
                 return Some((leaving.first()?.1, *value));
             }

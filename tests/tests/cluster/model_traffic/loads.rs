@@ -3,6 +3,8 @@
 use super::site::{Member, Site, WORKERS};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 
 /// A line of a worker's log about a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,7 +25,20 @@ pub(super) enum LoadKind {
 
 /// All events of a worker so far, in order.
 pub(super) fn of_worker(site: &Site, worker: usize) -> Vec<LoadEvent> {
-    let text = std::fs::read_to_string(site.log(Member::Worker(worker))).unwrap_or_default();
+    of_worker_since(site, worker, 0)
+}
+
+/// Bytes of a worker's log.
+pub(super) fn log_bytes(site: &Site, worker: usize) -> u64 {
+    std::fs::metadata(site.log(Member::Worker(worker))).unwrap().len()
+}
+
+/// The events of a worker after so many bytes of its log.
+pub(super) fn of_worker_since(site: &Site, worker: usize, bytes: u64) -> Vec<LoadEvent> {
+    let mut text = String::new();
+    let mut log = File::open(site.log(Member::Worker(worker))).unwrap();
+    log.seek(SeekFrom::Start(bytes)).unwrap();
+    log.read_to_string(&mut text).unwrap();
     let event = |line: &str| {
         let line: Value = serde_json::from_str(line).ok()?;
         let fields = line.get("fields").unwrap_or(&line);

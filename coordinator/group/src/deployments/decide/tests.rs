@@ -246,6 +246,24 @@ fn the_least_used_idle_model_makes_room() {
 }
 
 #[test]
+fn room_is_what_models_do_not_hold() {
+    let mut cluster = Cluster::new(&[("w0", 30)]);
+    for model in ["a", "b", "c"] {
+        cluster.deploy(model, 10, settings());
+        cluster.settle();
+    }
+    cluster.want("a");
+    cluster.want("b");
+    cluster.settle();
+    // Running requests of this model fill a larger cache than it needs at least.
+    (cluster.report("w0", &version("a")).bytes, cluster.report("w0", &version("a")).idle_ms) = (12, 0);
+    cluster.want("c");
+    cluster.settle();
+    let places = ["a", "b", "c"].map(|model| cluster.places(&version(model)).len());
+    assert_eq!(places, [1, 0, 1], "a third one would not fit");
+}
+
+#[test]
 fn the_model_whose_requests_have_waited_longest_together_is_loaded_first() {
     let first = |waiting: [(&'static str, usize, u64); 2]| {
         let mut cluster = Cluster::new(&[("w0", 10)]);
