@@ -38,6 +38,8 @@ use worker::service::{HostingConfig, OwnModel, PoolOffer, WorkerConfig, WorkerSe
 
 /// More concurrent sequences would only lengthen every step.
 const MAX_SEQS: usize = 4096;
+/// Bytes of prefixes of each deployed model that are read from files at once, or wait to be written.
+const UNDER_WAY_BYTES: u64 = 32 << 20;
 const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
 
 /// Runs one worker: it holds weights and KV cache, computes, and connects to coordinators.
@@ -327,7 +329,7 @@ impl WorkerSettings {
             pin_bytes: None,
             max_model_len: None,
             lora: Vec::new(),
-            tiers: TiersConfig::default(),
+            tiers: TiersConfig { host_bytes: 0, under_way_bytes: UNDER_WAY_BYTES, ..self.tiers() },
             ..self.options()?
         };
         let caches_weights = self.weight_cache != Some(false);

@@ -13,6 +13,7 @@ use ::external::EngineKind;
 use engine::kv_cache::memory::HostFloor;
 use engine::snapshot::store::{SnapshotStore, StoreConfig};
 use engine::telemetry::{EnergyMetrics, GpuHealthMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
+use engine::tiers::SharedDisk;
 use pipeline::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use pki::Identity;
 use prometheus_client::registry::Registry;
@@ -132,7 +133,7 @@ impl WorkerService {
     /// Listens, fetches and loads the model (unless the worker is of the pool) and starts to register.
     /// Returns when the model is loaded; see [`Self::joined`]. Until then it reports the loading progress to
     /// coordinators.
-    pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
+    pub async fn start(mut config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let epoch = current_epoch();
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
         let hosts_stages = config.hosting.as_ref().is_some_and(|hosting| hosting.stages.is_some());
@@ -168,7 +169,15 @@ impl WorkerService {
         let shortage = Shortage::with_metrics(host);
         let own = config.model;
         let host = match config.hosting {
-            Some(hosting) => {
+            Some(mut hosting) => {
+                // All models use one directory, so that prefixes outlive the sleep of a model.
+                if let Some(disk) = hosting.engine.tiers.disk.take() {
+                    let opened = tokio::task::spawn_blocking(move || SharedDisk::open(&disk));
+                    let shared = Some(opened.await.map_err(|_| engine::Error::EngineStopped)??);
+                    for tiers in [&mut hosting.engine.tiers, &mut config.engine.tiers] {
+                        (tiers.disk, tiers.shared_disk) = (None, shared.clone());
+                    }
+                }
                 let host = tokio::task::spawn_blocking(move || Host::new(hosting));
                 Some(Arc::new(host.await.map_err(|_| engine::Error::EngineStopped)??))
             }

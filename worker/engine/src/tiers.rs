@@ -12,8 +12,8 @@
 use crate::Error;
 use crate::pieces::{Namer, PieceKey, PrefixNames};
 use crate::snapshot::Origin;
-pub use disk::PieceFile;
 use disk::{Disk, Loaded};
+pub use disk::{PieceFile, SharedDisk};
 use piece_lru::PieceLru;
 use proto::block::BlockId;
 use std::collections::HashMap;
@@ -25,7 +25,6 @@ mod disk;
 mod file;
 mod piece_lru;
 
-/// Maximum number of bytes queued for writing, and of bytes being read. One further piece may exceed it.
 const UNDER_WAY_BYTES: u64 = 256 << 20;
 
 /// Configuration of the tiers.
@@ -35,12 +34,16 @@ pub struct TiersConfig {
     pub host_bytes: u64,
     /// Directory for files; `None` disables this tier.
     pub disk: Option<DiskConfig>,
+    /// An open directory that engines of several models use, in place of `disk`.
+    pub shared_disk: Option<SharedDisk>,
+    /// Maximum number of bytes queued for writing, and of bytes being read. One further piece may exceed it.
+    pub under_way_bytes: u64,
     /// Time for which a request waits for its prefix to be read from files. Then it computes the missing
     /// part.
     pub load_timeout: Duration,
 }
 
-/// A directory of pieces. It is locked: only one process at a time may use it.
+/// A directory of pieces. It is locked: only one process may use it at a time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskConfig {
     /// The directory. Created if it does not exist.
@@ -51,7 +54,13 @@ pub struct DiskConfig {
 
 impl Default for TiersConfig {
     fn default() -> Self {
-        Self { host_bytes: 0, disk: None, load_timeout: Duration::from_secs(2) }
+        Self {
+            host_bytes: 0,
+            disk: None,
+            shared_disk: None,
+            under_way_bytes: UNDER_WAY_BYTES,
+            load_timeout: Duration::from_secs(2),
+        }
     }
 }
 
@@ -60,7 +69,7 @@ impl Default for TiersConfig {
 pub struct TierStats {
     /// Bytes in host memory.
     pub host_bytes: u64,
-    /// Bytes of files.
+    /// Bytes of files; of those of all models in a shared directory.
     pub disk_bytes: u64,
     pub loads: u64,
     /// Requested files that were damaged or missing.
@@ -78,6 +87,7 @@ pub struct Tiers {
     awaited: HashMap<PieceKey, Awaited>,
     /// Bytes that are being read or held for requests that wait.
     awaited_bytes: u64,
+    under_way_bytes: u64,
     load_timeout: Duration,
     loads: u64,
     load_failures: u64,
@@ -101,15 +111,19 @@ impl Tiers {
     /// Opens the tiers of a worker whose caches are of `origin`, including the pieces in the directory.
     /// `None` if no tier is configured.
     pub fn open(config: &TiersConfig, origin: &Origin) -> Result<Option<Self>, Error> {
-        if config.host_bytes == 0 && config.disk.is_none() {
-            return Ok(None);
-        }
+        let disk = match (&config.shared_disk, &config.disk) {
+            (Some(shared), _) => Some(Disk::of(shared)?),
+            (None, Some(own)) => Some(Disk::open(own)?),
+            (None, None) if config.host_bytes == 0 => return Ok(None),
+            (None, None) => None,
+        };
         Ok(Some(Self {
             namer: Namer::new(origin)?,
             host: PieceLru::new(config.host_bytes),
-            disk: config.disk.as_ref().map(Disk::open).transpose()?,
+            disk,
             awaited: HashMap::new(),
             awaited_bytes: 0,
+            under_way_bytes: config.under_way_bytes,
             load_timeout: config.load_timeout,
             loads: 0,
             load_failures: 0,
@@ -136,7 +150,7 @@ impl Tiers {
 
     /// Whether the write queue accepts more now. Always `true` without a directory.
     pub fn has_room(&self) -> bool {
-        self.disk.as_ref().is_none_or(|disk| disk.queued_bytes() < UNDER_WAY_BYTES)
+        self.disk.as_ref().is_none_or(|disk| disk.queued_bytes() < self.under_way_bytes)
     }
 
     /// Adds a piece to every tier that lacks it. The oldest pieces are evicted.
@@ -202,7 +216,7 @@ impl Tiers {
             })
             .collect();
         let bytes: u64 = new.iter().map(|(_, bytes, _)| bytes).sum();
-        if self.awaited_bytes > 0 && self.awaited_bytes + bytes > UNDER_WAY_BYTES {
+        if self.awaited_bytes > 0 && self.awaited_bytes + bytes > self.under_way_bytes {
             return false;
         }
         for (key, bytes, piece) in new {

@@ -496,5 +496,8 @@ pub(super) fn bytes_of(
         }
     };
     let arena = options.kv_bytes.unwrap_or(arena);
-    HostedBytes::new(file, spec, needs, rows, arena)
+    let bytes = HostedBytes::new(file, spec, needs, rows, arena);
+    // Prefixes that are read from files, or wait to be written.
+    let under_way = options.tiers.shared_disk.as_ref().map_or(0, |_| options.tiers.under_way_bytes);
+    HostedBytes { tables: bytes.tables + under_way, ..bytes }
 }

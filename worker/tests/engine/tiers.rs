@@ -49,7 +49,7 @@ pub(crate) fn host(host_bytes: u64) -> TiersConfig {
 
 pub(crate) fn disk(dir: &Path, host_bytes: u64) -> TiersConfig {
     let disk = Some(DiskConfig { dir: dir.to_owned(), bytes: 1 << 30 });
-    TiersConfig { host_bytes, disk, load_timeout: Duration::from_secs(60) }
+    TiersConfig { host_bytes, disk, load_timeout: Duration::from_secs(60), ..TiersConfig::default() }
 }
 
 /// Runs requests to the end. They may wait for files meanwhile.

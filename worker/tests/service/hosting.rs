@@ -2,6 +2,7 @@
 
 use crate::{TIMEOUT, any_port, request};
 use engine::snapshot::store::StoreConfig;
+use engine::tiers::{DiskConfig, TiersConfig};
 use kvasir_worker::load::{EngineOptions, facts};
 use kvasir_worker::service::{
     HostingConfig, ModelResolver, OwnModel, ResolveError, WorkerConfig, WorkerService,
@@ -620,5 +621,63 @@ async fn the_own_model_counts_and_encoders_are_hosted() {
     let encoded = member.connection.encode(&request).await.unwrap().unwrap();
     assert_eq!(encoded.len(), 1);
     assert_eq!(generate(&own, "own", 4).await.unwrap().len(), 4);
+    worker.stop().await;
+}
+
+/// Tokens of the prompt that were found in a cache.
+async fn cached(member: &Member, model: &str) -> u32 {
+    let prompt = (0..96).map(|at| 5 + at * 7 % 200).collect::<Vec<u32>>();
+    let request = GenerateRequest { model: name(model), prompt: prompt.into(), ..request(2) };
+    let mut stream = member.connection.open_generate(&request).await.unwrap();
+    let mut cached = 0;
+    while let Some(frame) = stream.next().await {
+        match frame.unwrap() {
+            GenerateFrame::Started(started) => cached = started.cached_tokens,
+            GenerateFrame::Finished(_) => return cached,
+            GenerateFrame::Failed(error) => panic!("{error}"),
+            GenerateFrame::Tokens(_) => {}
+        }
+    }
+    panic!("the stream ended without an end frame");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefixes_on_disk_outlive_the_sleep_of_their_models() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut fleet = Fleet::new();
+    let disk = DiskConfig { dir: directory.path().join("kv"), bytes: 64 << 20 };
+    let worker = fleet
+        .worker("w0", |config| {
+            let hosting = config.hosting.as_mut().unwrap();
+            hosting.engine.tiers = TiersConfig {
+                disk: Some(disk),
+                under_way_bytes: 1 << 20,
+                load_timeout: TIMEOUT,
+                ..TiersConfig::default()
+            };
+        })
+        .await;
+    let models = |wanted| [ordered("llama", LLAMA, wanted), ordered("qwen", QWEN, wanted)];
+    for round in 0..2 {
+        fleet.reach("w0", &models(WantedState::Ready), is(ModelState::Ready)).await;
+        let member = |model: &str| {
+            let serves =
+                |member: &&Member| member.register.worker.models.iter().any(|m| m.id.as_str() == model);
+            fleet
+                .seen
+                .lock()
+                .members
+                .iter()
+                .filter(|m| !m.connection.is_closed())
+                .find(serves)
+                .cloned()
+                .unwrap()
+        };
+        for model in ["llama", "qwen"] {
+            let found = cached(&member(model), model).await;
+            assert_eq!(found > 0, round > 0, "{model}: {found} tokens");
+        }
+        fleet.reach("w0", &models(WantedState::Asleep), is(ModelState::Asleep)).await;
+    }
     worker.stop().await;
 }

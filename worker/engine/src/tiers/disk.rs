@@ -1,4 +1,4 @@
-//! The directory of pieces, with a thread that writes and a thread that reads.
+//! The directory of pieces, with a thread that writes, and a thread of each engine that reads.
 
 use super::piece_lru::PieceLru;
 use super::{DiskConfig, PieceKey, file};
@@ -34,16 +34,46 @@ enum Order {
     Remove(PieceKey),
 }
 
+/// A directory that the engines of several models use. Keys of pieces tell their models apart.
+#[derive(Debug, Clone)]
+pub struct SharedDisk(Arc<Directory>);
+
+impl SharedDisk {
+    /// Takes over a directory with its files.
+    pub fn open(config: &DiskConfig) -> Result<Self, Error> {
+        Ok(Self(Arc::new(Directory::open(config)?)))
+    }
+}
+
+impl PartialEq for SharedDisk {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for SharedDisk {}
+
+/// An open directory and the thread that writes it.
+#[derive(Debug)]
+struct Directory {
+    shared: Arc<Shared>,
+    // Taken in `drop`, which ends the thread.
+    writes: Option<Sender<Order>>,
+    writer: Option<JoinHandle<()>>,
+    /// Held until the thread has ended.
+    _claim: DirectoryClaim,
+}
+
+/// The directory as one engine uses it.
 #[derive(Debug)]
 pub(super) struct Disk {
-    shared: Arc<Shared>,
-    // Taken in `drop`, which ends the threads.
-    writes: Option<Sender<Order>>,
+    directory: Arc<Directory>,
+    // Taken in `drop`, which ends the thread.
     reads: Option<Sender<PieceKey>>,
     arrivals: Receiver<Loaded>,
-    threads: Vec<JoinHandle<()>>,
-    /// Held until the threads have ended.
-    _claim: DirectoryClaim,
+    reader: Option<JoinHandle<()>>,
+    /// Set when queued reads are no longer needed.
+    closing: Arc<AtomicBool>,
 }
 
 /// The file of a piece. Any thread that may block on a disk can read it.
@@ -67,8 +97,6 @@ struct Shared {
     index: Mutex<Index>,
     queued_bytes: AtomicU64,
     write_failures: AtomicU64,
-    /// Set when queued reads are no longer needed.
-    closing: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -85,9 +113,9 @@ impl Index {
     }
 }
 
-impl Disk {
+impl Directory {
     /// Takes over a directory with its files; age is the time of last use.
-    pub(super) fn open(config: &DiskConfig) -> Result<Self, Error> {
+    fn open(config: &DiskConfig) -> Result<Self, Error> {
         let failed =
             |source| Error::Io { what: format!("cannot use {} for KV", config.dir.display()), source };
         // Caches are private: other users of this machine must not read them.
@@ -98,28 +126,52 @@ impl Disk {
             index: Mutex::new(Index { files, writing: HashSet::new(), doomed: HashSet::new() }),
             queued_bytes: AtomicU64::new(0),
             write_failures: AtomicU64::new(0),
-            closing: AtomicBool::new(false),
         });
         let (writes, to_write) = channel();
+        let writing = Arc::clone(&shared);
+        let writer = spawn("kvasir-kv-write", move || writing.write_all(&to_write))?;
+        Ok(Self { shared, writes: Some(writes), writer: Some(writer), _claim: claim })
+    }
+}
+
+impl Drop for Directory {
+    /// Waits until queued writes are done.
+    fn drop(&mut self) {
+        drop(self.writes.take());
+        // A thread that panicked has already reported it.
+        let _ = self.writer.take().map(JoinHandle::join);
+    }
+}
+
+impl Disk {
+    /// Takes over a directory with its files.
+    pub(super) fn open(config: &DiskConfig) -> Result<Self, Error> {
+        Self::of(&SharedDisk::open(config)?)
+    }
+
+    pub(super) fn of(SharedDisk(directory): &SharedDisk) -> Result<Self, Error> {
         let (reads, to_read) = channel();
         let (loaded, arrivals) = channel();
-        let (writer, reader) = (Arc::clone(&shared), Arc::clone(&shared));
-        let threads = vec![
-            spawn("kvasir-kv-write", move || writer.write_all(&to_write))?,
-            spawn("kvasir-kv-read", move || reader.read_all(&to_read, &loaded))?,
-        ];
-        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads, _claim: claim })
+        let closing = Arc::<AtomicBool>::default();
+        let (shared, ended) = (Arc::clone(&directory.shared), Arc::clone(&closing));
+        let reader = spawn("kvasir-kv-read", move || shared.read_all(&to_read, (&loaded, &ended)))?;
+        let directory = Arc::clone(directory);
+        Ok(Self { directory, reads: Some(reads), arrivals, reader: Some(reader), closing })
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.directory.shared
     }
 
     /// Bytes of the piece's file; `None` if there is no file.
     pub(super) fn bytes_of(&self, key: PieceKey) -> Option<u64> {
-        self.shared.index.lock().bytes_of(key)
+        self.shared().index.lock().bytes_of(key)
     }
 
     /// Whether a piece of `bytes` bytes is neither stored nor queued and would fit. A stored piece is marked
     /// as used now.
     pub(super) fn lacks(&self, key: PieceKey, bytes: u64) -> bool {
-        let mut index = self.shared.index.lock();
+        let mut index = self.shared().index.lock();
         bytes + OVERHEAD <= index.files.limit()
             && !index.files.touch(&key)
             && !index.writing.contains(&key)
@@ -129,33 +181,34 @@ impl Disk {
     /// Queues the removal of a piece's file, even if it is still to be written. The piece is not served from
     /// now on.
     pub(super) fn forget(&self, key: PieceKey) {
-        let mut index = self.shared.index.lock();
+        let mut index = self.shared().index.lock();
         let exists = index.files.get(&key).is_some() || index.writing.contains(&key);
         if exists && index.doomed.insert(key) {
             // Without the thread nothing is written or served any more.
-            let _ = self.writes.as_ref().map(|writes| writes.send(Order::Remove(key)));
+            let _ = self.directory.writes.as_ref().map(|writes| writes.send(Order::Remove(key)));
         }
     }
 
     /// Bytes queued for writing.
     pub(super) fn queued_bytes(&self) -> u64 {
-        self.shared.queued_bytes.load(Ordering::Relaxed)
+        self.shared().queued_bytes.load(Ordering::Relaxed)
     }
 
     pub(super) fn write(&self, key: PieceKey, bytes: Arc<[u8]>) {
         let length = bytes.len() as u64;
-        self.shared.index.lock().writing.insert(key);
-        self.shared.queued_bytes.fetch_add(length, Ordering::Relaxed);
-        if self.writes.as_ref().is_none_or(|writes| writes.send(Order::Write(key, bytes)).is_err()) {
-            self.shared.queued_bytes.fetch_sub(length, Ordering::Relaxed);
-            self.shared.index.lock().writing.remove(&key);
-            self.shared.write_failures.fetch_add(1, Ordering::Relaxed);
+        self.shared().index.lock().writing.insert(key);
+        self.shared().queued_bytes.fetch_add(length, Ordering::Relaxed);
+        if self.directory.writes.as_ref().is_none_or(|writes| writes.send(Order::Write(key, bytes)).is_err())
+        {
+            self.shared().queued_bytes.fetch_sub(length, Ordering::Relaxed);
+            self.shared().index.lock().writing.remove(&key);
+            self.shared().write_failures.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     /// A piece's file, to be read on another thread; `None` if there is no file.
     pub(super) fn file(&self, key: PieceKey) -> Option<PieceFile> {
-        self.bytes_of(key).map(|_| PieceFile { shared: Arc::clone(&self.shared), key })
+        self.bytes_of(key).map(|_| PieceFile { shared: Arc::clone(&self.directory.shared), key })
     }
 
     /// Queues a piece for reading. It arrives in [`Disk::loaded`]. If the reading thread is gone it never
@@ -171,24 +224,21 @@ impl Disk {
 
     /// Bytes of all files.
     pub(super) fn bytes(&self) -> u64 {
-        self.shared.index.lock().files.bytes()
+        self.shared().index.lock().files.bytes()
     }
 
     /// Pieces that could not be written.
     pub(super) fn write_failures(&self) -> u64 {
-        self.shared.write_failures.load(Ordering::Relaxed)
+        self.shared().write_failures.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for Disk {
-    /// Waits until queued writes are done.
     fn drop(&mut self) {
-        self.shared.closing.store(true, Ordering::Relaxed);
-        drop((self.writes.take(), self.reads.take()));
-        for thread in self.threads.drain(..) {
-            // A thread that panicked has already reported it.
-            let _ = thread.join();
-        }
+        self.closing.store(true, Ordering::Relaxed);
+        drop(self.reads.take());
+        // A thread that panicked has already reported it.
+        let _ = self.reader.take().map(JoinHandle::join);
     }
 }
 
@@ -237,9 +287,9 @@ impl Shared {
         }
     }
 
-    fn read_all(&self, queue: &Receiver<PieceKey>, loaded: &Sender<Loaded>) {
+    fn read_all(&self, queue: &Receiver<PieceKey>, (loaded, closing): (&Sender<Loaded>, &AtomicBool)) {
         while let Ok(key) = queue.recv() {
-            if self.closing.load(Ordering::Relaxed) || loaded.send(self.read(key)).is_err() {
+            if closing.load(Ordering::Relaxed) || loaded.send(self.read(key)).is_err() {
                 return;
             }
         }
