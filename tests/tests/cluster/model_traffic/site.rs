@@ -132,7 +132,7 @@ impl Site {
             }
             Member::Worker(_) => {
                 let own = ["worker", "--quic", any, "--coordinators", &coordinators, "--threads", "1"];
-                [&own[..], &["--memory", &self.memory]].concat()
+                [&own[..], &["--memory", &self.memory, "--device", "cpu"]].concat()
             }
         };
         let arguments = [&own_arguments[..], &common].concat();
@@ -176,7 +176,7 @@ impl Site {
 /// Starts a worker without a cluster that serves one file, and returns what `ask` returns for its API's address.
 pub(super) fn alone<T>(directory: &Path, file: &Path, ask: impl FnOnce(SocketAddr) -> T) -> T {
     let arguments = ["worker", "--model", file.to_str().unwrap(), "--http", "127.0.0.1:0", "--threads", "1"];
-    let more = ["--ops", "127.0.0.1:0", "--kv-bytes", "16MiB"];
+    let more = ["--ops", "127.0.0.1:0", "--kv-bytes", "16MiB", "--device", "cpu"];
     let arguments = [&arguments[..], &more].concat();
     let worker =
         Process::start(&arguments, &directory.join("alone/home"), &directory.join("alone.log")).unwrap();
