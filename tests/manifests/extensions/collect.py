@@ -68,7 +68,7 @@ def main(clones):
                     if of["served"] and of["storage"]
                 }
                 about = {"project": project, "version": version, "licence": "Apache-2.0", "kind": kind, "schemas": schemas}
-                (here / f"{kind}-{version}.json").write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+                (here / f"{kind}-{version}.json").write_text(json.dumps(about, separators=(",", ":"), ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
