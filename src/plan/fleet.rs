@@ -35,7 +35,7 @@ const DEPTH: u64 = 1024;
 /// Flags of a simulation.
 #[derive(Debug, clap::Args)]
 pub(super) struct FleetArgs {
-    /// Replay traffic on the fleet of this file, the one of `kvasir apply` with [[node]] entries
+    /// Replay traffic on the fleet of this file, the one of `kvasir apply` with `[[node]]` entries
     #[arg(long, value_name = "FILE", conflicts_with_all = FLAGS_OF_LAYERS, requires = "arrivals")]
     pub(super) fleet: Option<PathBuf>,
     /// Arrival log: JSON lines with t (seconds), model, prompt_tokens and output_tokens, or spans of the coordinators
