@@ -27,6 +27,8 @@ load_overhead = "500ms"
 """
 # Bytes of the files; a loaded model needs a fifth more.
 SIZES_GB = [2.0, 4.7, 8.5, 4.7, 9.0, 13.0, 8.5, 16.0]
+# By nodes: models, requests per second, requests, simulations of the search, seeds.
+FLEETS = {8: (32, 1, 5000, 30, [1, 2]), 64: (224, 8, 4000, 8, [1])}
 SETTINGS = {"min": 0, "max": 4, "idle_s": 600, "pin": False}
 
 
@@ -76,19 +78,17 @@ def loads(outcomes):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvasir", default="target/release/kvasir")
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--evaluations", default="8:100,64:40", help="simulations of a search, by nodes")
+    parser.add_argument("--nodes", type=int, choices=sorted(FLEETS), action="append", help="only these fleets")
     arguments = parser.parse_args()
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    evaluations = dict(tuple(map(int, pair.split(":"))) for pair in arguments.evaluations.split(","))
     orders, proposals = [], []
-    for nodes, models, rate, requests in [(8, 32, 1, 6000), (64, 224, 8, 20000)]:
-        for exponent, drift in [(0.6, 0), (1.0, 0), (1.4, 0), (1.0, 600)]:
+    for nodes in arguments.nodes or sorted(FLEETS):
+        models, rate, requests, evaluations, seeds = FLEETS[nodes]
+        for exponent, drift in [(0.6, 0), (1.0, 0), (1.4, 0), (1.0, 300)]:
             traffic = f"zipf:{exponent},rate={rate},requests={requests},prompt=800,output=150,drift={drift}"
             run = lambda proposed, seed, evaluations=1, compare=False: plan(
                 arguments.kvasir, fleet(nodes, models, proposed), traffic, seed, evaluations, compare
             )
-            found = [run({}, seed, evaluations[nodes], True) for seed in seeds]
+            found = [run({}, seed, evaluations, True) for seed in seeds]
             name = [nodes, models, exponent, drift or "-"]
             now = [one["outcome"] for one in found]
             others = {order: [one["others"][order] for one in found] for order in ["lru", "belady"]}
