@@ -1,14 +1,17 @@
 //! Settings of a worker whose engine is a server of another project.
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, Period};
 use anyhow::Context;
 use external::{EngineKind, EngineOptions};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use worker::generator::{self, Backend, EngineSource, KvEvents};
 
 /// Most bytes of a file with an API key.
 const MAX_KEY_BYTES: u64 = 4096;
+/// Shortest `engine_idle`: an engine takes seconds to sleep and to wake.
+const MIN_IDLE: Duration = Duration::from_secs(1);
 /// Value of `kv_events` without events.
 const OFF: &str = "off";
 
@@ -45,6 +48,7 @@ pub(crate) struct EngineSettings {
     pub(crate) model: Option<String>,
     pub(crate) key_file: Option<PathBuf>,
     pub(crate) options: Option<Vec<EngineOption>>,
+    pub(crate) idle: Option<Period>,
     pub(crate) kv_events: Option<String>,
     pub(crate) kv_events_replay: Option<String>,
     pub(crate) kv_events_topic: Option<String>,
@@ -72,6 +76,15 @@ pub(crate) fn selected(settings: &EngineSettings) -> anyhow::Result<Option<(Engi
         let need = "name the model's GGUF file, or its Hugging Face folder with tokenizer.json, as ID=PATH";
         return Err(ConfigError::missing("model", need).into());
     }
+    if let Some(idle) = settings.idle {
+        if kind == EngineKind::LlamaServer {
+            let rule = "llama-server sleeps by its own --sleep-idle-seconds";
+            return Err(ConfigError::field("engine_idle", idle, rule).into());
+        }
+        if idle.0 < MIN_IDLE {
+            return Err(ConfigError::field("engine_idle", idle, "at least 1s").into());
+        }
+    }
     match (kind, &settings.kv_events) {
         (EngineKind::LlamaServer, Some(events)) if events != OFF => {
             Err(ConfigError::field("kv_events", events, "llama-server publishes no events").into())
@@ -92,6 +105,7 @@ fn source(settings: &EngineSettings) -> anyhow::Result<Option<EngineSource>> {
             ("engine_model", model.is_some()),
             ("engine_key_file", key_file.is_some()),
             ("engine_options", stated.is_some()),
+            ("engine_idle", settings.idle.is_some()),
             ("kv_events", settings.kv_events.is_some()),
         ] {
             if set {
@@ -119,6 +133,7 @@ fn source(settings: &EngineSettings) -> anyhow::Result<Option<EngineSource>> {
         api_key: key_file.as_deref().map(read_key).transpose()?,
         options: options(stated.as_deref().unwrap_or_default()),
         kv_events,
+        idle: settings.idle.map(|idle| idle.0),
     }))
 }
 
@@ -167,10 +182,12 @@ mod tests {
             kv_events: Some("127.0.0.1:5557".to_owned()),
             kv_events_replay: Some("127.0.0.1:5558".to_owned()),
             options: Some(vec![EngineOption::Llguidance]),
+            idle: Some(Period(Duration::from_secs(600))),
             ..at("vllm")
         };
         let (kind, source) = selected(&settings).unwrap().unwrap();
         assert_eq!(kind, EngineKind::Vllm);
+        assert_eq!(source.idle, Some(Duration::from_secs(600)));
         assert_eq!(source.options, EngineOptions { llguidance: true, ..EngineOptions::default() });
         let (address, replay) = ("127.0.0.1:5557".to_owned(), Some("127.0.0.1:5558".to_owned()));
         assert_eq!(source.kv_events, KvEvents::At { address, replay, topic: String::new() });
@@ -180,6 +197,7 @@ mod tests {
     #[test]
     fn settings_that_do_not_fit_to_the_engine_are_refused_by_name() {
         let events = |address: &str| Some(address.to_owned());
+        let idle = |millis| Some(Period(Duration::from_millis(millis)));
         let cases = [
             (at("nonsense"), "known are kvasir, vllm, sglang, llama-server"),
             (at("kvasir"), "engine_url"),
@@ -191,6 +209,9 @@ mod tests {
             (EngineSettings { has_model: false, ..at("llama-server") }, "`model`"),
             (EngineSettings { url: None, ..at("llama-server") }, "engine_url"),
             (EngineSettings { cmd: events("x"), ..EngineSettings::default() }, "only with engine_url"),
+            (EngineSettings { idle: idle(1000), ..EngineSettings::default() }, "`engine_idle`"),
+            (EngineSettings { idle: idle(1000), ..at("llama-server") }, "--sleep-idle-seconds"),
+            (EngineSettings { idle: idle(999), kv_events: events("off"), ..at("vllm") }, "at least 1s"),
         ];
         for (settings, expected) in cases {
             let error = selected(&settings).unwrap_err().to_string();

@@ -100,6 +100,10 @@ pub(crate) struct WorkerSettings {
     /// Properties of the engine that its server does not report, separated by commas.
     #[arg(long, value_enum, value_name = "LIST", env = "KVASIR_ENGINE_OPTIONS", value_delimiter = ',')]
     pub(crate) engine_options: Option<Vec<EngineOption>>,
+    /// Time without requests after which vllm or sglang are put to sleep, which frees their weights' and caches' memory.
+    /// The next request wakes them [default: they stay awake].
+    #[arg(long, value_name = "TIME", env = "KVASIR_ENGINE_IDLE")]
+    pub(crate) engine_idle: Option<Period>,
     /// Where vllm or sglang publish their KV events, HOST:PORT, or off: then their caches are not known.
     #[arg(long, value_name = "HOST:PORT", env = "KVASIR_KV_EVENTS")]
     pub(crate) kv_events: Option<String>,
@@ -464,6 +468,7 @@ impl WorkerSettings {
             engine_model: self.engine_model.clone(),
             engine_key_file: self.engine_key_file.clone(),
             engine_options: self.engine_options.clone(),
+            engine_idle: self.engine_idle,
             kv_events: self.kv_events.clone(),
             kv_events_replay: self.kv_events_replay.clone(),
             kv_events_topic: self.kv_events_topic.clone(),
@@ -586,6 +591,7 @@ impl WorkerSettings {
             model: self.engine_model.clone(),
             key_file: self.engine_key_file.clone(),
             options: self.engine_options.clone(),
+            idle: self.engine_idle,
             kv_events: self.kv_events.clone(),
             kv_events_replay: self.kv_events_replay.clone(),
             kv_events_topic: self.kv_events_topic.clone(),

@@ -24,6 +24,7 @@ FOREIGN_OF = {
     "over-vllm.md": {
         "--cache-ram", "--data-parallel-rank", "--data-parallel-size", "--enable-deterministic-inference",
         "--enable-metrics", "--enable-prefix-caching", "--enable-priority-scheduling", "--enable-prompt-tokens-details",
+        "--enable-memory-saver", "--enable-sleep-mode", "--enable-weights-cpu-backup", "--sleep-idle-seconds",
         "--kv-events-config", "--metrics", "--model-path", "--page-size", "--port", "--scheduling-policy", "--slots",
         "--structured-outputs-config",
     },

@@ -12,7 +12,7 @@ use crate::Error;
 use crate::generator::{EngineSource, KvEvents};
 use external::{
     Engine, EngineConfig, EngineError, EngineEvent, EngineInfo, EngineKind, EngineOptions, EngineRequest,
-    HttpLimits, KvEventSource, connect_engine,
+    HttpLimits, KvEventSource, SleepState, connect_engine,
 };
 use metadata::Metadata;
 use model::checkpoint::tokenizer_metadata;
@@ -30,14 +30,17 @@ use text::tokenizer::Tokenizer;
 use tokio::time::{Instant, sleep};
 
 mod generator;
+mod idle;
 mod lost_tokens;
 mod metrics;
 mod process;
+mod sleeper;
 
 #[cfg(test)]
 mod tests;
 
 pub(crate) use generator::{ExternalGenerator, OnLost};
+use sleeper::Sleeper;
 
 /// Pause between two attempts to reach a server.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
@@ -65,6 +68,8 @@ pub enum ExternalEngineError {
     },
     #[error("{kind} at {url} has {ranks} data-parallel ranks; one worker serves one rank")]
     DataParallel { kind: EngineKind, url: String, ranks: u32 },
+    #[error("`engine_idle`: {kind} at {url} {reason}")]
+    NoSleep { kind: EngineKind, url: String, reason: &'static str },
     #[error("cannot read {path}: {source}")]
     Unreadable { path: PathBuf, source: std::io::Error },
     #[error("cannot start the engine: {0}")]
@@ -122,6 +127,8 @@ pub(crate) struct OpenedEngine {
     /// Most tokens of a prompt with its answer.
     max_model_len: u32,
     process: Option<Arc<EngineProcess>>,
+    /// If the server is put to sleep without requests.
+    sleeper: Option<Arc<Sleeper>>,
 }
 
 impl OpenedEngine {
@@ -167,6 +174,8 @@ pub(crate) struct EngineSupervisor {
     load_options: crate::load::EngineOptions,
     limits: HttpLimits,
     process: tokio::sync::Mutex<process::Restarts>,
+    /// Sleep of the server's run.
+    sleeper: parking_lot::Mutex<Option<Arc<Sleeper>>>,
 }
 
 impl EngineSupervisor {
@@ -178,7 +187,8 @@ impl EngineSupervisor {
         stall_after: Duration,
     ) -> Self {
         let limits = HttpLimits { next_event: stall_after, ..HttpLimits::default() };
-        Self { kind, source, path, load_options, limits, process: tokio::sync::Mutex::default() }
+        let (process, sleeper) = (tokio::sync::Mutex::default(), parking_lot::Mutex::default());
+        Self { kind, source, path, load_options, limits, process, sleeper }
     }
 
     /// Waits until the server answers, and checks that it is fit. A server that cannot be reached or still
@@ -224,6 +234,18 @@ impl EngineSupervisor {
             limits: self.limits,
         };
         let engine: Arc<dyn Engine> = connect_engine(config).map_err(failed)?.into();
+        if self.source.idle.is_some() {
+            match engine.sleep_state().await.map_err(failed)? {
+                SleepState::Unable { reason } => {
+                    return Err(ExternalEngineError::NoSleep { kind, url, reason }.into());
+                }
+                SleepState::Asleep => {
+                    tracing::info!(engine = %kind, url, "the engine sleeps and is woken");
+                    engine.wake().await.map_err(failed)?;
+                }
+                SleepState::Awake => {}
+            }
+        }
         engine.health().await.map_err(failed)?;
         let info = engine.info().await.map_err(failed)?;
         if let Some(ranks) = info.data_parallel_ranks.filter(|ranks| *ranks > 1) {
@@ -252,7 +274,9 @@ impl EngineSupervisor {
             batch_invariant: self.source.options.batch_invariant || info.batch_invariant == Some(true),
             ..self.source.options
         };
-        Ok(OpenedEngine { engine, info, files, options, kv_events, max_model_len, process })
+        let sleeper = self.source.idle.map(|idle| Arc::new(Sleeper::new(Arc::clone(&engine), idle)));
+        self.sleeper.lock().clone_from(&sleeper);
+        Ok(OpenedEngine { engine, info, files, options, kv_events, max_model_len, process, sleeper })
     }
 
     /// Compares the server's tokens of a text with ours, if it tells them.
@@ -276,8 +300,12 @@ impl EngineSupervisor {
         self.process.lock().await.replace().await;
     }
 
-    /// Ends the server if this worker has started it.
+    /// Ends the server if this worker has started it. Another one is left awake.
     pub(crate) async fn end(&self) {
+        let sleeper = self.sleeper.lock().take();
+        if let Some(sleeper) = sleeper.filter(|_| self.source.command.is_none()) {
+            sleeper.leave_awake().await;
+        }
         self.process.lock().await.end().await;
     }
 }

@@ -48,6 +48,47 @@ pub trait Engine: Send + Sync {
         let _ = text;
         Box::pin(async { Ok(None) })
     }
+
+    /// Whether the server can be put to sleep, and sleeps.
+    ///
+    /// # Errors
+    ///
+    /// If the server cannot be reached or its answer is invalid.
+    fn sleep_state(&self) -> BoxFuture<'_, Result<SleepState, EngineError>> {
+        let reason = "has no call that puts it to sleep";
+        Box::pin(async move { Ok(SleepState::Unable { reason }) })
+    }
+
+    /// Frees the memory of weights and KV cache. Only for an engine that [can](SleepState) sleep and has no requests.
+    /// Its KV cache is empty afterwards.
+    ///
+    /// # Errors
+    ///
+    /// If the server cannot be reached or refuses.
+    fn sleep(&self) -> BoxFuture<'_, Result<(), EngineError>> {
+        Box::pin(async { Err(EngineError::invalid("the engine cannot sleep")) })
+    }
+
+    /// Ends a [`sleep`](Self::sleep). Only for an engine that sleeps.
+    ///
+    /// # Errors
+    ///
+    /// If the server cannot be reached or refuses.
+    fn wake(&self) -> BoxFuture<'_, Result<(), EngineError>> {
+        Box::pin(async { Err(EngineError::invalid("the engine cannot sleep")) })
+    }
+}
+
+/// Whether a server can be put to sleep, and sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SleepState {
+    /// `reason` follows the engine's name.
+    Unable {
+        reason: &'static str,
+    },
+    /// Also that of a sleeping SGLang, which does not report it.
+    Awake,
+    Asleep,
 }
 
 /// Answer of an endpoint that tokenizes.

@@ -261,6 +261,15 @@ impl EngineIndex {
         }
     }
 
+    /// The engine has cleared its cache, whether or not it has published that yet.
+    pub fn cleared(&mut self) {
+        let other_tiers = self.forest.uses_other_tiers();
+        self.forest.clear();
+        if other_tiers {
+            self.complete = Err(Inexact::OtherTiers);
+        }
+    }
+
     /// Checks by a replay that the engine runs on and that its last batches arrived. For calls every few
     /// seconds.
     pub fn probe(&mut self) {

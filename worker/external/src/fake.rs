@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 
 mod cache;
@@ -82,6 +82,18 @@ struct Shared {
     running: AtomicUsize,
     cache: Mutex<SimulatedCache>,
     publisher: Option<FakePublisher>,
+    sleep: FakeSleep,
+}
+
+/// Sleep of a fake, which clears its cache. The event of that is published with the next generation.
+#[derive(Debug)]
+struct FakeSleep {
+    enabled: AtomicBool,
+    asleep: AtomicBool,
+    sleeps: AtomicUsize,
+    wakes: AtomicUsize,
+    /// Each call to sleep takes one before it has an effect.
+    permits: Semaphore,
 }
 
 impl Drop for FakeEngine {
@@ -118,6 +130,13 @@ impl FakeEngine {
             running: AtomicUsize::new(0),
             cache: Mutex::new(SimulatedCache::new(BLOCK_TOKENS, blocks, kind != EngineKind::Vllm)),
             publisher,
+            sleep: FakeSleep {
+                enabled: AtomicBool::new(false),
+                asleep: AtomicBool::new(false),
+                sleeps: AtomicUsize::new(0),
+                wakes: AtomicUsize::new(0),
+                permits: Semaphore::new(0),
+            },
         });
         let server = Arc::clone(&shared);
         let task = tokio::spawn(async move {
@@ -150,6 +169,26 @@ impl FakeEngine {
         self.shared.cancelled.load(Ordering::SeqCst)
     }
 
+    /// The server was started so that it can sleep.
+    pub fn enable_sleep(&self) {
+        self.shared.sleep.enabled.store(true, Ordering::SeqCst);
+    }
+
+    /// Lets one call to sleep end.
+    pub fn permit_sleep(&self) {
+        self.shared.sleep.permits.add_permits(1);
+    }
+
+    pub fn is_asleep(&self) -> bool {
+        self.shared.sleep.asleep.load(Ordering::SeqCst)
+    }
+
+    /// Calls to sleep that have begun, and calls to wake.
+    pub fn sleeps_and_wakes(&self) -> (usize, usize) {
+        let FakeSleep { sleeps, wakes, .. } = &self.shared.sleep;
+        (sleeps.load(Ordering::SeqCst), wakes.load(Ordering::SeqCst))
+    }
+
     /// Clears the prefix cache.
     pub fn clear_cache(&self) {
         self.shared.cache.lock().clear();
@@ -158,6 +197,30 @@ impl FakeEngine {
 }
 
 impl Shared {
+    /// Answers an order to sleep or to wake. `None`: it is another path, or the server cannot sleep.
+    async fn order(&self, path: &str) -> Option<Response<Body>> {
+        let FakeSleep { enabled, asleep, sleeps, wakes, permits } = &self.sleep;
+        let orders = match self.kind {
+            EngineKind::Vllm => ["/sleep", "/wake_up"],
+            EngineKind::Sglang => ["/release_memory_occupation", "/resume_memory_occupation"],
+            EngineKind::LlamaServer => return None,
+        };
+        let sleeps_now = *orders.iter().find(|order| **order == path)? == orders[0];
+        if !enabled.load(Ordering::SeqCst) {
+            return None;
+        }
+        if sleeps_now {
+            sleeps.fetch_add(1, Ordering::SeqCst);
+            permits.acquire().await.ok()?.forget();
+            self.cache.lock().clear();
+        } else {
+            wakes.fetch_add(1, Ordering::SeqCst);
+        }
+        let before = asleep.swap(sleeps_now, Ordering::SeqCst);
+        let status = if before == sleeps_now { 500 } else { 200 };
+        Some(full(status, "application/json", "null".to_owned()))
+    }
+
     /// Sends the cache's events.
     fn publish(&self) {
         let events = self.cache.lock().take_events();
@@ -195,10 +258,20 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
     }
     let path = request.uri().path().to_owned();
     if request.method() == Method::GET {
-        return Ok(script::page(shared.kind, &path, shared.running.load(Ordering::SeqCst)).map_or_else(
+        let sleep = shared.sleep.enabled.load(Ordering::SeqCst);
+        let sleep = sleep.then(|| shared.sleep.asleep.load(Ordering::SeqCst));
+        let running = shared.running.load(Ordering::SeqCst);
+        return Ok(script::page(shared.kind, &path, running, sleep).map_or_else(
             || full(404, "application/json", json!({"detail": "Not Found"}).to_string()),
             |(kind, page)| full(200, kind, page),
         ));
+    }
+    if let Some(answer) = shared.order(&path).await {
+        return Ok(answer);
+    }
+    if shared.sleep.asleep.load(Ordering::SeqCst) {
+        let body = json!({"error": {"message": "a generation while asleep", "code": 500}});
+        return Ok(full(500, "application/json", body.to_string()));
     }
     if path == "/tokenize" {
         // Not every server has it.

@@ -28,6 +28,8 @@ pub struct HttpLimits {
     pub connect: Duration,
     /// For the whole answer of a short request.
     pub response: Duration,
+    /// For falling asleep, and for waking: weights are copied to host memory and back.
+    pub sleep: Duration,
     /// From a generation's request to its first event: queueing and prefill are part of it.
     pub first_event: Duration,
     /// Between two events of a generation. Comments in the stream do not count as events.
@@ -43,6 +45,7 @@ impl Default for HttpLimits {
         Self {
             connect: Duration::from_secs(2),
             response: Duration::from_secs(10),
+            sleep: Duration::from_secs(120),
             first_event: Duration::from_secs(300),
             next_event: Duration::from_secs(60),
             max_body: 4 << 20,
@@ -141,7 +144,17 @@ impl HttpClient {
         path: &str,
         body: Bytes,
     ) -> Result<T, EngineError> {
-        let limit = self.limits.response;
+        let body = self.post(path, body, self.limits.response).await?;
+        serde_json::from_slice(&body).map_err(|error| EngineError::invalid(format!("{path}: {error}")))
+    }
+
+    /// Posts an order to sleep or to wake.
+    pub(crate) async fn post_sleep(&self, path: &str, body: &'static str) -> Result<(), EngineError> {
+        self.post(path, Bytes::from_static(body.as_bytes()), self.limits.sleep).await.map(|_| ())
+    }
+
+    /// The body of a POST with status 200.
+    async fn post(&self, path: &str, body: Bytes, limit: Duration) -> Result<Bytes, EngineError> {
         let exchange = async {
             let (response, _open) = self.send(Method::POST, path, body).await?;
             let status = response.status();
@@ -150,8 +163,7 @@ impl HttpClient {
         let (status, body) =
             timeout(limit, exchange).await.map_err(|_| timed_out(Wait::Response, limit))??;
         match status {
-            StatusCode::OK => serde_json::from_slice(&body)
-                .map_err(|error| EngineError::invalid(format!("{path}: {error}"))),
+            StatusCode::OK => Ok(body),
             _ => Err(EngineError::of_status(status.as_u16(), &message_of(&body))),
         }
     }

@@ -71,7 +71,7 @@ enum SubscriberError {
 }
 
 /// Follows the engine until the future is dropped. Calls `report` with every change of the held prefixes, in
-/// order. The caller registers requests at `index`.
+/// order and with `index` locked. The caller registers requests at `index`.
 pub async fn follow_kv_events(
     source: &KvEventSource,
     limits: &SubscriberLimits,
@@ -82,13 +82,10 @@ pub async fn follow_kv_events(
     loop {
         let opened = Instant::now();
         let Err(error) = follow_connection(source, limits, index, &mut report).await;
-        let events = {
+        {
             let mut index = index.lock();
             index.disconnected();
-            index.take_events()
-        };
-        if !events.is_empty() {
-            report(events);
+            report_changes(&mut index, &mut report);
         }
         if opened.elapsed() > limits.max_pause {
             pause = limits.pause;
@@ -96,6 +93,13 @@ pub async fn follow_kv_events(
         tracing::warn!(address = %source.address, %error, ?pause, "the KV event stream of the engine ended; reconnecting");
         sleep(pause).await;
         pause = (pause * 2).min(limits.max_pause);
+    }
+}
+
+fn report_changes(index: &mut EngineIndex, report: &mut impl FnMut(Vec<KvEvent>)) {
+    let events = index.take_events();
+    if !events.is_empty() {
+        report(events);
     }
 }
 
@@ -132,13 +136,11 @@ async fn follow_connection(
     probes.reset();
     let mut replay: Option<RunningReplay> = None;
     loop {
-        let (events, action) = {
+        let action = {
             let mut index = index.lock();
-            (index.take_events(), index.next_action())
+            report_changes(&mut index, report);
+            index.next_action()
         };
-        if !events.is_empty() {
-            report(events);
-        }
         if let Some(IndexAction::Replay { from }) = action {
             replay = Some(start_replay(source, *limits, from));
         }

@@ -34,7 +34,7 @@ mod zmtp;
 mod tests;
 
 pub use arguments::{Argument, ArgumentTable, EngineKind, EngineOptions, Support, Unsupported};
-pub use engine::{Engine, EngineInfo, EngineLoad, EngineStream, KvEventPorts};
+pub use engine::{Engine, EngineInfo, EngineLoad, EngineStream, KvEventPorts, SleepState};
 pub use engine_index::{EngineIndex, IndexAction, IndexConfig, IndexStats, Inexact};
 pub use error::{EngineError, MAX_MESSAGE, Wait};
 pub use http::{HttpClient, HttpLimits};

@@ -14,12 +14,15 @@
 //! - `json_schema` is a text; `ebnf` is the only form of grammars.
 //! - `cache_salt` separates prefix caches. Servers that do not know the field ignore it.
 //! - An unexpected failure ends the stream without a finish reason.
+//! - `/release_memory_occupation` needs `--enable-memory-saver`, and loses the weights without
+//!   `--enable-weights-cpu-backup`. It fails with requests in the engine, and a `/resume_memory_occupation` without a
+//!   release before it ends the server. Neither state is reported. Both take a JSON object.
 
 use crate::arguments::{
     Argument, ArgumentTable, EngineKind, EngineOptions, Support, Unsupported, check_arguments,
 };
 use crate::engine::{
-    Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, KvEventPorts, post_tokenize,
+    Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, KvEventPorts, SleepState, post_tokenize,
 };
 use crate::error::{EngineError, bounded};
 use crate::http::HttpClient;
@@ -151,6 +154,27 @@ impl Engine for Sglang {
                 kv_usage: samples.max("sglang:token_usage").map(|usage| usage as f32),
             })
         })
+    }
+
+    fn sleep_state(&self) -> BoxFuture<'_, Result<SleepState, EngineError>> {
+        Box::pin(async {
+            let server = self.get_either("/server_info", "/get_server_info").await?;
+            let set = |field: &str| server.get(field) == Some(&Value::Bool(true));
+            if set("enable_memory_saver") && set("enable_weights_cpu_backup") {
+                return Ok(SleepState::Awake);
+            }
+            let reason =
+                "cannot free its memory: start it with --enable-memory-saver and --enable-weights-cpu-backup";
+            Ok(SleepState::Unable { reason })
+        })
+    }
+
+    fn sleep(&self) -> BoxFuture<'_, Result<(), EngineError>> {
+        Box::pin(self.client.post_sleep("/release_memory_occupation", "{}"))
+    }
+
+    fn wake(&self) -> BoxFuture<'_, Result<(), EngineError>> {
+        Box::pin(self.client.post_sleep("/resume_memory_occupation", "{}"))
     }
 }
 

@@ -17,6 +17,7 @@ fn limits() -> HttpLimits {
     HttpLimits {
         connect: Duration::from_secs(2),
         response: Duration::from_secs(2),
+        sleep: Duration::from_secs(2),
         first_event: Duration::from_secs(2),
         next_event: Duration::from_millis(300),
         max_body: 1 << 20,

@@ -15,11 +15,14 @@
 //!   or Lark in the dialect of the backend.
 //! - `priority` other than 0 is an error without `--scheduling-policy priority`.
 //! - `temperature` is at most 2.
+//! - `/is_sleeping`, `/sleep` and `/wake_up` are there with `VLLM_SERVER_DEV_MODE=1` alone. Without
+//!   `--enable-sleep-mode` a sleep frees nothing. Level 1 keeps the weights in host memory; the KV cache is cleared, and
+//!   the event of that is published with the next step.
 
 use crate::arguments::{
     Argument, ArgumentTable, EngineKind, EngineOptions, Support, Unsupported, check_arguments,
 };
-use crate::engine::{Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, post_tokenize};
+use crate::engine::{Engine, EngineInfo, EngineLoad, EngineStream, EventDecoder, SleepState, post_tokenize};
 use crate::error::EngineError;
 use crate::http::HttpClient;
 use crate::prometheus::Samples;
@@ -145,6 +148,35 @@ impl Engine for Vllm {
             })
         })
     }
+
+    fn sleep_state(&self) -> BoxFuture<'_, Result<SleepState, EngineError>> {
+        Box::pin(async {
+            match self.client.get_json("/is_sleeping").await {
+                Ok(Sleeping { is_sleeping: true }) => Ok(SleepState::Asleep),
+                Ok(Sleeping { is_sleeping: false }) => Ok(SleepState::Awake),
+                Err(EngineError::Refused { status: 404 | 405, .. }) => {
+                    let reason =
+                        "has no sleep mode: start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode";
+                    Ok(SleepState::Unable { reason })
+                }
+                Err(error) => Err(error),
+            }
+        })
+    }
+
+    fn sleep(&self) -> BoxFuture<'_, Result<(), EngineError>> {
+        Box::pin(self.client.post_sleep("/sleep?level=1", ""))
+    }
+
+    fn wake(&self) -> BoxFuture<'_, Result<(), EngineError>> {
+        Box::pin(self.client.post_sleep("/wake_up", ""))
+    }
+}
+
+/// Answer of `/is_sleeping`.
+#[derive(Debug, Deserialize)]
+struct Sleeping {
+    is_sleeping: bool,
 }
 
 /// `/v1/models`, as all engines answer it.

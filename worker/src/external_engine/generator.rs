@@ -2,8 +2,9 @@
 
 use super::OpenedEngine;
 use super::lost_tokens::LostTokens;
-use super::metrics::{ExternalMetrics, MODELLED, NO_EVENTS, reason_of};
+use super::metrics::{ExternalMetrics, MODELLED, NO_EVENTS, SleepMetrics, reason_of};
 use super::process::EngineProcess;
+use super::sleeper::Sleeper;
 use crate::generator::{Generator, RunningGeneration};
 use engine::engine::EngineLoad;
 use engine::engine::thread::EngineHandle;
@@ -67,6 +68,7 @@ struct Shared {
     metrics: ExternalMetrics,
     registry: Registry,
     process: Option<Arc<EngineProcess>>,
+    sleeper: Option<Arc<Sleeper>>,
     on_lost: Mutex<Option<OnLost>>,
     /// A request found the server gone.
     check: Notify,
@@ -113,7 +115,7 @@ impl ExternalGenerator {
     /// Follows the server's cache under the cluster key. `on_lost` is called once, if the server is gone or hangs.
     /// Must be called inside a runtime.
     pub(crate) fn start(opened: OpenedEngine, key: &ClusterKey, epoch: Epoch, on_lost: OnLost) -> Self {
-        let OpenedEngine { engine, info, files, kv_events, max_model_len, process, .. } = opened;
+        let OpenedEngine { engine, info, files, kv_events, max_model_len, process, sleeper, .. } = opened;
         let kind = engine.kind();
         let units = key.units();
         let cache = match (&kv_events, kind) {
@@ -131,6 +133,10 @@ impl ExternalGenerator {
         let metrics = ExternalMetrics::default();
         let mut registry = Registry::default();
         metrics.register(&mut registry);
+        let sleeps = SleepMetrics::default();
+        if sleeper.is_some() {
+            sleeps.register(&mut registry);
+        }
         let cached_tokens = match (info.cache_blocks, info.block_tokens, info.slots) {
             (Some(blocks), Some(tokens), _) => blocks.saturating_mul(tokens.into()),
             (_, _, Some(slots)) => u64::from(slots).saturating_mul(max_model_len.into()),
@@ -148,11 +154,18 @@ impl ExternalGenerator {
             metrics,
             registry,
             process,
+            sleeper: sleeper.clone(),
             on_lost: Mutex::new(Some(on_lost)),
             check: Notify::new(),
             kv_total: cached_tokens.saturating_mul(files.token_bytes),
         });
         let mut tasks = vec![tokio::spawn(watch_engine(Arc::clone(&shared)))];
+        if let Some(sleeper) = sleeper {
+            let shared = Arc::clone(&shared);
+            tasks.push(tokio::spawn(async move {
+                sleeper.run(sleeps, || shared.cache_cleared(), |reason| shared.lost(reason)).await;
+            }));
+        }
         if let (CacheView::Events(index), Some(source)) = (&shared.cache, kv_events) {
             let log = Arc::clone(&shared);
             let report = move |events| log.append(events);
@@ -197,6 +210,23 @@ impl Shared {
         }
     }
 
+    /// The server has emptied its cache.
+    fn cache_cleared(&self) {
+        if let CacheView::Events(index) = &self.cache {
+            // Locked until the events are in the log, as the subscription's are, which keeps their order.
+            let mut index = index.lock();
+            index.cleared();
+            let events = index.take_events();
+            self.append(events);
+        }
+        self.counts.lock().progress();
+    }
+
+    /// The server sleeps, falls asleep or wakes, and answers only what does not need its model.
+    fn away(&self) -> bool {
+        self.sleeper.as_ref().is_some_and(|sleeper| !sleeper.settled())
+    }
+
     /// The server is gone, or hangs.
     fn lost(&self, reason: &str) {
         if let Some(on_lost) = self.on_lost.lock().take() {
@@ -239,6 +269,10 @@ impl Generator for ExternalGenerator {
     }
 
     fn stalled(&self) -> Duration {
+        // The calls to sleep and to wake have limits of their own.
+        if self.shared.away() {
+            return Duration::ZERO;
+        }
         let counts = self.shared.counts.lock();
         match counts.running + counts.waiting {
             0 => Duration::ZERO,
@@ -323,13 +357,20 @@ async fn watch_engine(shared: Arc<Shared>) {
             }
             Err(error) => error,
         };
-        failures += 1;
-        tracing::debug!(%error, failures, "the engine did not report its load");
         let refused = matches!(error, EngineError::Connect { .. });
+        // One that falls asleep or wakes may be slow to answer.
+        failures += u32::from(refused || !shared.away());
+        tracing::debug!(%error, failures, "the engine did not report its load");
         if refused {
             sleep(ASK_AGAIN).await;
         }
-        if failures < MAX_FAILURES && !(refused && shared.engine.health().await.is_err()) {
+        // `/health` of some engines generates a token.
+        let gone = refused
+            && match shared.away() {
+                true => shared.engine.load().await.is_err(),
+                false => shared.engine.health().await.is_err(),
+            };
+        if failures < MAX_FAILURES && !gone {
             continue;
         }
         return shared.lost(&format!("the engine does not answer: {error}"));
@@ -350,6 +391,8 @@ struct Job {
     predicted: u32,
     deadline: Option<Duration>,
     received: Instant,
+    /// Time for which the engine did not serve.
+    asleep: Duration,
     /// Time from receipt to the first token.
     first_token: Option<Duration>,
     phase: Phase,
@@ -452,6 +495,7 @@ impl Job {
             predicted: request.predicted_cached.min(prompt_tokens),
             deadline: (request.deadline_ms > 0).then(|| Duration::from_millis(request.deadline_ms)),
             received,
+            asleep: Duration::ZERO,
             first_token: None,
             request: engine_request,
             phase: Phase::Waiting { tokens: waits },
@@ -496,6 +540,16 @@ impl Job {
             return Ok(self.finished(ending, None));
         }
         let shared = Arc::clone(&self.shared);
+        let _request = match &shared.sleeper {
+            Some(sleeper) => {
+                let arrived = Instant::now();
+                // Another worker is tried, as after every loss of an engine.
+                let request = sleeper.begin_request().await.ok_or(GenerateError::Internal)?;
+                self.asleep = arrived.elapsed();
+                Some(request)
+            }
+            None => None,
+        };
         let mut lease = match &shared.cache {
             CacheView::Slots { model, free } => {
                 let (lease, choice) = self.lease(&shared, model, free).await?;
@@ -657,7 +711,7 @@ impl Job {
         let cached = cached.min(self.prompt_tokens);
         let computed = self.prompt_tokens - cached;
         if let Some(took) = self.first_token.filter(|_| computed >= RATED_TOKENS) {
-            let rate = computed as f32 / took.as_secs_f32().max(1e-6);
+            let rate = computed as f32 / took.saturating_sub(self.asleep).as_secs_f32().max(1e-6);
             let mut counts = self.shared.counts.lock();
             counts.prefill_rate = blend(counts.prefill_rate, rate);
         }

@@ -1,7 +1,7 @@
 //! Metrics of an engine of another project: those of requests, under the names of the built-in engine's, and
 //! those of the index of its cache.
 
-use engine::telemetry::EngineMetrics;
+use engine::telemetry::{EngineMetrics, SecondsHistogram};
 use external::{IndexStats, Inexact};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -28,6 +28,25 @@ pub(super) struct ExternalMetrics {
     pub(super) mispredicted: Counter,
     /// Requests that named an argument which the engine does not honour.
     pub(super) unsupported: Counter,
+}
+
+/// Sleep of an engine. Clones count the same.
+#[derive(Debug, Clone, Default)]
+pub(super) struct SleepMetrics {
+    pub(super) asleep: Gauge,
+    pub(super) sleeps: Counter,
+    pub(super) wakes: Counter,
+    pub(super) wake_seconds: SecondsHistogram,
+}
+
+impl SleepMetrics {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        let Self { asleep, sleeps, wakes, wake_seconds } = self.clone();
+        registry.register("kvasir_engine_asleep", "1 while the engine sleeps", asleep);
+        registry.register("kvasir_engine_sleeps", "Times that the engine was put to sleep", sleeps);
+        registry.register("kvasir_engine_wakes", "Times that the engine was woken", wakes);
+        registry.register("kvasir_engine_wake_seconds", "Time to wake the engine", wake_seconds.0);
+    }
 }
 
 impl ExternalMetrics {

@@ -25,9 +25,15 @@ struct Rig {
     fake: FakeEngine,
     generator: ExternalGenerator,
     lost: mpsc::UnboundedReceiver<String>,
+    supervisor: EngineSupervisor,
 }
 
 async fn rig(kind: EngineKind) -> Rig {
+    sleepy_rig(kind, None).await
+}
+
+/// `idle`: the engine can sleep, and does so after this time.
+async fn sleepy_rig(kind: EngineKind, idle: Option<Duration>) -> Rig {
     let (publisher, kv_events) = match kind {
         EngineKind::LlamaServer => (None, KvEvents::Off),
         _ => {
@@ -41,13 +47,17 @@ async fn rig(kind: EngineKind) -> Rig {
         }
     };
     let fake = FakeEngine::start(kind, 64, publisher).await.unwrap();
-    let source = EngineSource { kv_events, ..EngineSource::at(&fake.url()) };
+    if idle.is_some() {
+        fake.enable_sleep();
+    }
+    let source = EngineSource { kv_events, idle, ..EngineSource::at(&fake.url()) };
     let options = crate::load::EngineOptions::default();
     let supervisor = EngineSupervisor::new((kind, source), model(), options, Duration::from_millis(500));
     let opened = supervisor.open().await.unwrap();
     let (sender, lost) = mpsc::unbounded_channel();
     let on_lost: OnLost = Box::new(move |reason| drop(sender.send(reason.to_owned())));
-    Rig { fake, generator: ExternalGenerator::start(opened, &KEY, Epoch(1), on_lost), lost }
+    let generator = ExternalGenerator::start(opened, &KEY, Epoch(1), on_lost);
+    Rig { fake, generator, lost, supervisor }
 }
 
 fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
@@ -248,7 +258,7 @@ async fn an_engine_that_hangs_or_dies_is_lost_and_one_that_refuses_is_not() {
             assert_eq!((load.running, load.waiting), (0, 0), "{kind}, {fault:?}");
         }
     }
-    let Rig { fake, generator: _generator, mut lost } = rig(EngineKind::Vllm).await;
+    let Rig { fake, generator: _generator, mut lost, .. } = rig(EngineKind::Vllm).await;
     drop(fake);
     let reason = tokio::time::timeout(LIMIT, lost.recv()).await.unwrap().unwrap();
     assert!(reason.contains("does not answer"), "{reason}");
@@ -293,6 +303,96 @@ async fn another_tokenizer_is_refused() {
     let supervisor = EngineSupervisor::new((EngineKind::Vllm, source), model(), options, LIMIT);
     let Err(error) = supervisor.open().await else { panic!("a URL with a query was taken") };
     assert!(error.to_string().contains("query"), "{error}");
+}
+
+/// Waits for something that changes without a signal.
+async fn until(holds: impl Fn() -> bool) {
+    let wait = async {
+        while !holds() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(LIMIT, wait).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_idle_engine_sleeps_and_any_number_of_requests_wakes_it_once() {
+    for kind in [EngineKind::Vllm, EngineKind::Sglang] {
+        let mut rig = sleepy_rig(kind, Some(Duration::from_millis(1))).await;
+        let (fake, generator) = (&rig.fake, &rig.generator);
+        let asked = [prompt(1, 64), prompt(1, 65)[1..].to_vec()];
+        // A request during the first order to sleep waits for its end.
+        until(|| fake.sleeps_and_wakes() == (1, 0)).await;
+        let sent = fake.requests().len();
+        let early = async {
+            until(|| generator.load().waiting == 1).await;
+            assert_eq!(fake.requests().len(), sent, "{kind}: a request went to an engine that falls asleep");
+            assert!(generator.stalled().is_zero());
+            fake.permit_sleep();
+        };
+        let (outcome, ()) = tokio::join!(run(generator, request(&asked[0], 1)), early);
+        assert_eq!(outcome.tokens, answer(&asked[0], 1), "{kind}: {outcome:?}");
+        assert_eq!(fake.sleeps_and_wakes().1, 1, "{kind}");
+        until_held(generator, |units| units == 4).await;
+
+        // No event of the engine's tells that its cache is gone.
+        fake.permit_sleep();
+        until_held(generator, |units| units == 0).await;
+        until(|| fake.is_asleep()).await;
+        assert!(generator.healthy() && generator.exact(), "{kind}");
+        let both = [&asked[0], &asked[1]].map(|asked| run(generator, request(asked, 1)));
+        for (outcome, asked) in futures::future::join_all(both).await.into_iter().zip(&asked) {
+            assert_eq!(outcome.tokens, answer(asked, 1), "{kind}: {outcome:?}");
+            assert_eq!(outcome.finished.unwrap().cached_tokens, Some(0), "{kind}: a cache outlived a sleep");
+        }
+        assert_eq!(fake.sleeps_and_wakes().1, 2, "{kind}");
+        until_held(generator, |units| units == 8).await;
+        let text = generator.metrics_text();
+        for line in ["sleeps_total 2", "wakes_total 2", "wake_seconds_count 2", "asleep 0"] {
+            assert!(text.contains(&format!("kvasir_engine_{line}\n")), "{kind}: {line}: {text}");
+        }
+        assert!(rig.lost.try_recv().is_err(), "{kind}");
+
+        // The worker ends and leaves the engine awake.
+        fake.permit_sleep();
+        until_held(generator, |units| units == 0).await;
+        until(|| generator.metrics_text().contains("kvasir_engine_asleep 1\n")).await;
+        generator.stop();
+        rig.supervisor.end().await;
+        assert!(!fake.is_asleep(), "{kind}");
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_does_not_wake_is_lost_and_its_request_goes_elsewhere() {
+    let mut rig = sleepy_rig(EngineKind::Vllm, Some(Duration::from_millis(1))).await;
+    rig.fake.permit_sleep();
+    until(|| rig.generator.metrics_text().contains("kvasir_engine_asleep 1\n")).await;
+    rig.fake.set_fault(Fault::Status(500));
+    let failed = run(&rig.generator, request(&prompt(1, 20), 1)).await.failed.unwrap();
+    assert!(failed == GenerateError::Internal && failed.retryable(), "{failed:?}");
+    let reason = rig.lost.try_recv().unwrap();
+    assert!(reason.contains("does not wake"), "{reason}");
+    // The next epoch finds it asleep.
+    rig.fake.set_fault(Fault::None);
+    rig.supervisor.open().await.unwrap();
+    assert!(!rig.fake.is_asleep());
+}
+
+#[tokio::test]
+async fn an_engine_that_cannot_sleep_is_refused_with_what_it_needs() {
+    for (kind, needs) in [
+        (EngineKind::Vllm, "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"),
+        (EngineKind::Sglang, "--enable-memory-saver and --enable-weights-cpu-backup"),
+    ] {
+        let fake = FakeEngine::start(kind, 64, None).await.unwrap();
+        let source = EngineSource { idle: Some(LIMIT), ..EngineSource::at(&fake.url()) };
+        let options = crate::load::EngineOptions::default();
+        let supervisor = EngineSupervisor::new((kind, source), model(), options, LIMIT);
+        let Err(error) = supervisor.open().await else { panic!("{kind}: it was taken") };
+        let error = error.to_string();
+        assert!(error.contains("`engine_idle`") && error.contains(needs), "{kind}: {error}");
+    }
 }
 
 impl Rig {

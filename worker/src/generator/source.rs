@@ -2,6 +2,7 @@
 
 use external::EngineOptions;
 use std::fmt;
+use std::time::Duration;
 
 /// Place of a server, and what the operator states of it.
 #[derive(Clone, PartialEq, Eq)]
@@ -15,6 +16,8 @@ pub struct EngineSource {
     pub api_key: Option<String>,
     pub options: EngineOptions,
     pub kv_events: KvEvents,
+    /// Time without requests after which the server is put to sleep. `None`: never.
+    pub idle: Option<Duration>,
 }
 
 /// Place of a server's KV events.
@@ -41,13 +44,14 @@ impl EngineSource {
             api_key: None,
             options: EngineOptions::default(),
             kv_events: KvEvents::Off,
+            idle: None,
         }
     }
 }
 
 impl fmt::Debug for EngineSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { url, command, model, api_key, options, kv_events } = self;
+        let Self { url, command, model, api_key, options, kv_events, idle } = self;
         f.debug_struct("EngineSource")
             .field("url", url)
             .field("command", command)
@@ -55,6 +59,7 @@ impl fmt::Debug for EngineSource {
             .field("api_key", &api_key.as_ref().map(|_| "***"))
             .field("options", options)
             .field("kv_events", kv_events)
+            .field("idle", idle)
             .finish()
     }
 }

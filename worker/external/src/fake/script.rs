@@ -170,8 +170,15 @@ impl Generation {
     }
 }
 
-/// Content type and body of a page.
-pub(super) fn page(kind: EngineKind, path: &str, running: usize) -> Option<(&'static str, String)> {
+/// Content type and body of a page. `asleep`: whether the server sleeps, if it can.
+pub(super) fn page(
+    kind: EngineKind,
+    path: &str,
+    running: usize,
+    asleep: Option<bool>,
+) -> Option<(&'static str, String)> {
+    // A server that sleeps between its requests has none of others.
+    let queued = if asleep.is_some() { 0 } else { 2 };
     let json = |value: Value| Some(("application/json", value.to_string()));
     let text = |text: String| Some(("text/plain; version=0.0.4", text));
     match (kind, path) {
@@ -182,15 +189,17 @@ pub(super) fn page(kind: EngineKind, path: &str, running: usize) -> Option<(&'st
             {"id": "fake", "object": "model", "created": 1, "owned_by": "vllm", "root": "/models/fake",
              "parent": null, "max_model_len": 4096, "permission": []},
         ]})),
+        (EngineKind::Vllm, "/is_sleeping") => json(json!({"is_sleeping": asleep?})),
         (EngineKind::Vllm, "/metrics") => text(format!(
             "vllm:num_requests_running{{engine=\"0\",model_name=\"fake\"}} {running}.0\n\
-             vllm:num_requests_waiting{{engine=\"0\",model_name=\"fake\"}} 2.0\n\
+             vllm:num_requests_waiting{{engine=\"0\",model_name=\"fake\"}} {queued}.0\n\
              vllm:kv_cache_usage_perc{{engine=\"0\",model_name=\"fake\"}} 0.5\n\
              vllm:cache_config_info{{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"}} 1.0\n"
         )),
         (EngineKind::Sglang, "/server_info") => json(json!({
             "version": "0.5.23", "page_size": 16, "context_length": 4096, "max_total_num_tokens": 1600,
             "max_running_requests": 8, "dp_size": 1, "enable_deterministic_inference": false,
+            "enable_memory_saver": asleep.is_some(), "enable_weights_cpu_backup": asleep.is_some(),
             "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "",
                           "block_size": 16, "dp_size": 1, "replay_endpoint_port_base": 5558},
         })),
@@ -199,7 +208,7 @@ pub(super) fn page(kind: EngineKind, path: &str, running: usize) -> Option<(&'st
         })),
         (EngineKind::Sglang, "/metrics") => text(format!(
             "sglang:num_running_reqs{{model_name=\"fake\",tp_rank=\"0\"}} {running}.0\n\
-             sglang:num_queue_reqs{{model_name=\"fake\",tp_rank=\"0\"}} 2.0\n\
+             sglang:num_queue_reqs{{model_name=\"fake\",tp_rank=\"0\"}} {queued}.0\n\
              sglang:token_usage{{model_name=\"fake\",tp_rank=\"0\"}} 0.5\n"
         )),
         (EngineKind::LlamaServer, "/props") => json(json!({
