@@ -1,4 +1,4 @@
-//! What `kvasir plan --fleet` reads from the file of `kvasir apply` besides the deployments: nodes, and costs of models.
+//! The part of the file of `kvasir apply` that only `kvasir plan --fleet` reads: nodes, and costs of models.
 
 use crate::config::{ByteSize, Period};
 use serde::Deserialize;

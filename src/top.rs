@@ -81,7 +81,7 @@ impl Sample {
 #[derive(Debug, Default)]
 struct Series(HashMap<(String, Place), f64>);
 
-/// Where a sample is from: a worker, and a model that it holds beside its own.
+/// Origin of a sample: a worker, and a model that it holds beside its own.
 type Place = (Option<String>, Option<String>);
 
 impl Series {

@@ -14,7 +14,8 @@
 //! deployment has another revision; 0 means that it must be new.
 //!
 //! D is the settings with `{"model","revision","state","progress","eta_s","reason","waiting","versions":[V],"rollout","last_rollout"}`,
-//! V is `{"version","id","source","digest","active","failed","rolled_back","needed_bytes","requests","errors","ttft_p50_s","workers":[{"worker","wanted","state","progress","eta_s","failures","reason","bytes","idle_s"}]}`.
+//! V is `{"version","id","source","digest","active","failed","rolled_back","stages","needed_bytes","requests","errors","ttft_p50_s","workers":[{"worker","wanted","state","progress","eta_s","failures","reason","bytes","idle_s"}]}`.
+//! `stages` has the workers of each replica over several, with their layers.
 //! `waiting` are the requests in the coordinators' queues. `requests`, those that failed (`errors`) and the median time
 //! to first token are of all coordinators, each since its start. Any coordinator may be called.
 
@@ -41,7 +42,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a deployment waits until this coordinator offers the model.
+/// Limit of the wait until this coordinator offers a deployed model.
 const HERE_LIMIT: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
@@ -152,7 +153,7 @@ async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
     Json(json!({"deployments": all(&ops)}))
 }
 
-/// What workers and clients tell of the deployed models.
+/// Reports of workers, and outcomes and queues of requests, of the deployed models.
 struct Seen {
     reports: BTreeMap<NodeId, ModelsReport>,
     /// Ended requests by version.

@@ -28,7 +28,7 @@ pub(crate) struct Held {
     /// Whether it was loaded before.
     slept: bool,
     pub(crate) pinned: bool,
-    /// When it became ready or its last request ended.
+    /// Time at which it became ready or its last request ended.
     pub(crate) idle_since: Micros,
     /// Events of earlier stages do not count.
     pub(crate) epoch: u32,
@@ -59,7 +59,7 @@ pub(crate) struct Host {
     pub(crate) service_epoch: u32,
     /// Models whose files are in the page cache, the latest last.
     cached: Vec<usize>,
-    /// When the link is free.
+    /// Time at which the link is free.
     pub(crate) link_free: Micros,
     /// Bytes of models that are loaded or pinned.
     pub(crate) used: u64,

@@ -49,7 +49,7 @@ pub(crate) enum Ranking<'a> {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Queue {
     pub(crate) requests: usize,
-    /// How long some have been waiting, as of the leader's decisions.
+    /// Waiting time of the first of them, as of the leader's decisions.
     pub(crate) waited: Micros,
 }
 

@@ -26,7 +26,6 @@ mod leader;
 #[cfg(test)]
 mod tests;
 
-/// Why a simulation cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A field of the fleet or of the traffic breaks its limit.

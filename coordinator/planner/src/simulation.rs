@@ -156,7 +156,7 @@ struct Model {
     /// The decision since which requests have been waiting at all decisions.
     waits_since: Option<Micros>,
     emptied_at: Micros,
-    /// When its demand was refused.
+    /// Time at which its demand was refused.
     refused_at: Option<Micros>,
     arrived: u64,
     answered: u64,
@@ -186,7 +186,7 @@ struct Run<'a> {
     progressed: Vec<usize>,
     /// The earliest decision that is scheduled.
     decides_at: Option<Micros>,
-    /// When each request arrived.
+    /// Arrival times of the requests.
     arrived: Vec<Micros>,
     /// Requests that came while no replica was ready.
     cold: Vec<bool>,

@@ -32,7 +32,7 @@ pub struct Arrival {
     pub output: u32,
 }
 
-/// What a log holds.
+/// Content of a log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Traffic {
     pub arrivals: Vec<Arrival>,

@@ -1,4 +1,4 @@
-//! When an engine of another project sleeps and wakes. No I/O: the caller makes the calls that [`IdleSleep::next`]
+//! Sleep of an idle engine of another project. No I/O: the caller makes the calls that [`IdleSleep::next`]
 //! names, one at a time, and reports their results.
 //!
 //! Invariants: an engine with a request is never ordered to sleep. A request goes to the engine only while it
@@ -20,7 +20,7 @@ enum State {
     Lost,
 }
 
-/// What the caller does next.
+/// Next step of the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     /// Order the engine to sleep, then report [`IdleSleep::slept`].

@@ -33,8 +33,8 @@ use text::tokenizer::Tokenizer;
 const VOCABULARY_BYTES: u64 = 256;
 /// Estimate of what an engine needs beside weights, caches and buffers: stacks, queues, the ring of KV events.
 const ENGINE_BYTES: u64 = 12 << 20;
-/// What a process needs beside its models once it serves, more than at its start: code, connections, queues, and what its
-/// allocator keeps. 85 MiB after the files of eight models were read, docs/measurements/several-models.md.
+/// Memory of a process that serves, beside its models and beyond that at its start: code, connections, queues, and what
+/// its allocator keeps. 85 MiB after the files of eight models were read, docs/measurements/several-models.md.
 const PROCESS_BYTES: u64 = 96 << 20;
 /// Divisor of the arena: the bytes of block lists and of the prefix tree.
 const TREE_DIVISOR: u64 = 32;

@@ -128,7 +128,7 @@ impl Host {
         &self.metrics
     }
 
-    /// What coordinators must know to send orders.
+    /// The report by which coordinators send orders.
     pub(super) fn announcement(&self, epoch: Epoch) -> HostReport {
         let labels = self.config.labels.iter().take(MAX_LABELS).cloned().collect();
         HostReport { epoch, budget: self.config.budget, stages: self.config.stages, labels }

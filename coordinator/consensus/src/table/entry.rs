@@ -71,7 +71,8 @@ pub enum Change {
     ModelPlanned(ModelPlan),
     /// Removes a version from all workers.
     ModelDropped(ModelId),
-    /// Sets a tenant, its salt and its limits. [`TenantTuned`](Self::TenantTuned) has taken its place: nothing proposes it.
+    /// Sets a tenant, its salt and its limits. [`TenantTuned`](Self::TenantTuned) has taken its place: nothing proposes
+    /// it.
     TenantSet(TenantRecord),
     /// Removes a tenant and its keys.
     TenantDropped(TenantId),

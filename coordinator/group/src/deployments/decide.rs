@@ -74,7 +74,7 @@ pub struct View<'a> {
     pub is_gone: &'a dyn Fn(&NodeId) -> bool,
     /// Requests that wait at all coordinators, by version.
     pub queued: &'a BTreeMap<ModelId, usize>,
-    /// How long requests for a version have been waiting.
+    /// Waiting time of the requests for a version.
     pub waited: &'a dyn Fn(&ModelId) -> Duration,
     /// Whether a version failed at a worker a short while ago.
     pub has_failed: &'a dyn Fn(&ModelId, &NodeId) -> bool,

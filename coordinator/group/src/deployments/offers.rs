@@ -15,9 +15,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
-/// How long requests for a deployed model may wait for a worker before the next round extends it.
+/// Time for which requests for a deployed model may wait for a worker. Each round extends it.
 const EXPECT_FOR: Duration = Duration::from_secs(10);
-/// How long a refused model is refused at once. Then the next request asks for it again.
+/// Time for which a refused model is refused at once. Then the next request asks for it again.
 const REFUSED_FOR: Duration = Duration::from_secs(5);
 /// Time limit of a manifest.
 const FETCH_LIMIT: Duration = Duration::from_secs(60);

@@ -227,7 +227,7 @@ pub(super) fn decide(now: Instant, models: &[ModelView], free: u64) -> Vec<Actio
             actions.push(Action::Shrink(index, models[index].spare.div_ceil(4)));
         }
     }
-    // What is left after the loads may hold the weights of models that are asleep.
+    // Memory that is left after the loads may hold the weights of models that are asleep.
     let waits = |model: &ModelView| {
         model.target == Target::Wanted(WantedState::Ready)
             && !matches!(model.stage, Stage::Ready | Stage::BadFile)

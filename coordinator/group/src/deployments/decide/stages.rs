@@ -73,7 +73,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The worker that takes a version's requests for the replica in which `node` is. `None` while its layers are not cut.
+    /// The worker that takes a version's requests for the replica in which `node` is. `None` while its layers are not
+    /// cut.
     pub(super) fn lead<'b>(
         &'b self,
         version: &ModelId,
