@@ -52,7 +52,7 @@ struct Line<'a> {
     output_tokens: u64,
     #[serde(default, skip_serializing_if = "is_zero")]
     cached_tokens: u64,
-    /// Whose request it is; requests are not told apart by it.
+    /// Tenant of the request. It has no effect on the simulation.
     #[serde(default, rename = "tenant", skip_serializing)]
     _tenant: Option<Cow<'a, str>>,
 }

@@ -6,18 +6,7 @@ const ASLEEP: Target = Target::Wanted(Asleep);
 const IDENTIFIED: Target = Target::Wanted(Identified);
 
 fn view(target: Target, stage: Stage) -> ModelView {
-    ModelView {
-        target,
-        stage,
-        needed: 100,
-        pinned: 0,
-        spare: 0,
-        shrinks: false,
-        lacks: false,
-        to_pin: 0,
-        retry_at: None,
-        short_of_room: false,
-    }
+    ModelView { target, stage, ..ModelView::of_stage(100) }
 }
 
 #[test]
