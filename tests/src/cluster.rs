@@ -232,6 +232,16 @@ impl Cluster {
         http::get(self.coordinator().ops, "/admin/v1/cluster")?.ok()
     }
 
+    /// The index in `nodes` of the coordinator that leads, once one does: an election can be running at any
+    /// time on a machine that is busy.
+    pub fn leader(&self) -> anyhow::Result<usize> {
+        let leads = || {
+            let leader = leader(self.coordinator().ops)?;
+            self.nodes().coordinators.iter().position(|node| node.id == leader)
+        };
+        wait::until("a coordinator leads", binary::NODE_TIMEOUT, leads)
+    }
+
     /// Sum over all series of a metric at the first coordinator, including re-exported worker metrics.
     pub fn metric(&self, name: &str) -> anyhow::Result<f64> {
         http::metric(self.coordinator().ops, name)
@@ -256,6 +266,13 @@ impl Cluster {
         while self.stdout.read_line(&mut rest)? > 0 {}
         Ok(rest)
     }
+}
+
+/// The id of the coordinator that leads, as the one at `ops` knows it, or `None` while it knows of no leader.
+pub fn leader(ops: SocketAddr) -> Option<String> {
+    let status: serde_json::Value = http::get(ops, "/admin/v1/cluster").ok()?.ok().ok()?;
+    let leader = status["coordinators"].as_array()?.iter().find(|listed| listed["role"] == "leader")?;
+    Some(leader["id"].as_str()?.to_owned())
 }
 
 impl Drop for Cluster {

@@ -1,5 +1,5 @@
-//! How requests for versions of deployed models ended, at this coordinator and at the others: the basis on which the
-//! leader judges a canary, and chooses the model that makes room.
+//! Outcomes of requests by model and version, at this coordinator and at the others: the basis on which the leader
+//! judges a canary, and chooses the model that makes room.
 
 use parking_lot::Mutex;
 use proto::ids::{ModelId, NodeId};
@@ -9,12 +9,12 @@ use std::time::Duration;
 
 /// Buckets of times to first token, each 19 % wider than the one before: from 1 ms to 10 minutes.
 const BUCKETS: usize = 78;
-/// Most versions of a report.
-const MAX_VERSIONS: usize = 1024;
+/// Most models of a report.
+const MAX_MODELS: usize = 1024;
 
-/// Requests for one version since a coordinator's start.
+/// Requests for one model, or one version of a deployed model, since a coordinator's start.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct VersionCounts {
+pub struct ModelCounts {
     pub finished: u64,
     /// Requests that ended with an error of the server.
     pub failed: u64,
@@ -24,11 +24,11 @@ pub struct VersionCounts {
 
 /// All counts of a coordinator. Sent to the others; the form is frozen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OutcomeReport(Vec<(ModelId, VersionCounts)>);
+pub struct OutcomeReport(Vec<(ModelId, ModelCounts)>);
 
 #[derive(Debug, Default)]
 pub struct Outcomes {
-    own: Mutex<BTreeMap<ModelId, VersionCounts>>,
+    own: Mutex<BTreeMap<ModelId, ModelCounts>>,
     peers: Mutex<HashMap<NodeId, OutcomeReport>>,
 }
 
@@ -42,7 +42,7 @@ fn bucket(time: Duration) -> usize {
     (quarters as usize).min(BUCKETS - 1)
 }
 
-impl VersionCounts {
+impl ModelCounts {
     pub fn requests(&self) -> u64 {
         self.finished.saturating_add(self.failed)
     }
@@ -94,34 +94,32 @@ impl Outcomes {
         self.count(model, |counts| counts.failed += 1);
     }
 
-    fn count(&self, model: &ModelId, count: impl FnOnce(&mut VersionCounts)) {
-        if model.is_version() {
-            count(self.own.lock().entry(model.clone()).or_default());
-        }
+    fn count(&self, model: &ModelId, count: impl FnOnce(&mut ModelCounts)) {
+        count(self.own.lock().entry(model.clone()).or_default());
     }
 
     /// Forgets versions that are not deployed any more.
     pub fn retain(&self, deployed: impl Fn(&ModelId) -> bool) {
-        self.own.lock().retain(|model, _| deployed(model));
+        self.own.lock().retain(|model, _| !model.is_version() || deployed(model));
     }
 
     /// The counts of this coordinator.
     pub fn report(&self) -> OutcomeReport {
         let own = self.own.lock();
         OutcomeReport(
-            own.iter().take(MAX_VERSIONS).map(|(model, counts)| (model.clone(), counts.clone())).collect(),
+            own.iter().take(MAX_MODELS).map(|(model, counts)| (model.clone(), counts.clone())).collect(),
         )
     }
 
     /// Takes the counts of another coordinator. Further ones than a coordinator may send are dropped.
     pub fn reported(&self, peer: &NodeId, mut report: OutcomeReport) {
-        report.0.truncate(MAX_VERSIONS);
+        report.0.truncate(MAX_MODELS);
         report.0.iter_mut().for_each(|(_, counts)| counts.first_token.truncate(BUCKETS));
         self.peers.lock().insert(peer.clone(), report);
     }
 
-    /// The counts of all coordinators, by version.
-    pub fn totals(&self) -> BTreeMap<ModelId, VersionCounts> {
+    /// The counts of all coordinators, by model or version.
+    pub fn totals(&self) -> BTreeMap<ModelId, ModelCounts> {
         let mut totals = self.own.lock().clone();
         for OutcomeReport(report) in self.peers.lock().values() {
             for (model, counts) in report {
@@ -141,27 +139,28 @@ mod tests {
     }
 
     #[test]
-    fn only_versions_are_counted_and_a_peers_counts_replace_its_earlier_ones() {
+    fn a_peers_counts_replace_its_earlier_ones_and_only_versions_are_forgotten() {
         let outcomes = Outcomes::default();
         let (a, peer) = (version("a"), NodeId::new("c1").unwrap());
-        outcomes.finished(&ModelId::new("a").unwrap(), Duration::from_secs(1));
-        assert!(outcomes.totals().is_empty());
+        let configured = ModelId::new("a").unwrap();
+        outcomes.finished(&configured, Duration::from_secs(1));
         outcomes.finished(&a, Duration::from_secs(1));
         outcomes.failed(&a);
-        let mut more = VersionCounts { finished: 5, ..VersionCounts::default() };
+        let mut more = ModelCounts { finished: 5, ..ModelCounts::default() };
         outcomes.reported(&peer, OutcomeReport(vec![(a.clone(), more.clone())]));
         more.finished = 7;
         outcomes.reported(&peer, OutcomeReport(vec![(a.clone(), more)]));
         assert_eq!((outcomes.totals()[&a].finished, outcomes.totals()[&a].failed), (8, 1));
         outcomes.retain(|_| false);
         assert_eq!(outcomes.totals()[&a].finished, 7);
+        assert_eq!(outcomes.totals()[&configured].finished, 1);
     }
 
     #[test]
     fn the_median_is_within_a_bucket() {
         let outcomes = Outcomes::default();
         let a = version("a");
-        assert_eq!(VersionCounts::default().median_first_token(), None);
+        assert_eq!(ModelCounts::default().median_first_token(), None);
         for millis in [1, 10, 100, 1_000, 1_000_000] {
             outcomes.finished(&a, Duration::from_millis(millis));
         }

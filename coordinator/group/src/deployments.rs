@@ -17,7 +17,7 @@ use crate::replicas::room::of_stages;
 use consensus::table::{Change, Demand, ReplicaPlan, Rollout, RolloutEnded, StagePlan, Table};
 use decide::{Host, View, decide, identifiers, shards};
 use dispatch::models::Models;
-use dispatch::{Dispatch, HostWorker, VersionCounts};
+use dispatch::{Dispatch, HostWorker, ModelCounts};
 use exchanges::Exchanges;
 use judge::worse;
 use offers::Offers;
@@ -74,12 +74,12 @@ struct Seen {
     /// Since when requests wait, by version.
     waiting: HashMap<ModelId, Instant>,
     /// By version of a rollout: the counts of the active version and its own when the rollout was first seen.
-    rollouts: HashMap<ModelId, (VersionCounts, VersionCounts)>,
+    rollouts: HashMap<ModelId, (ModelCounts, ModelCounts)>,
 }
 
 impl Seen {
     /// The end of a canary that is worse than its bounds.
-    fn roll_back(&mut self, table: &Table, totals: &BTreeMap<ModelId, VersionCounts>) -> Option<Change> {
+    fn roll_back(&mut self, table: &Table, totals: &BTreeMap<ModelId, ModelCounts>) -> Option<Change> {
         let counts = |version: &ModelId| totals.get(version).cloned().unwrap_or_default();
         let mut running = BTreeSet::new();
         let mut found = None;
@@ -274,6 +274,7 @@ impl Deployments {
         }
         let totals = self.dispatch.outcomes().totals();
         seen.uses.count(now, totals.iter().map(|(version, counts)| (version.clone(), counts.requests())));
+        seen.uses.retain(|version| totals.contains_key(version));
         let is_queued = |version: &ModelId| queued.get(version).is_some_and(|requests| *requests > 0);
         seen.waiting.retain(|version, _| is_queued(version));
         for version in queued.keys().filter(|version| is_queued(version)) {

@@ -31,7 +31,7 @@ use consensus::table::{
     CanaryShare, Change, Deployment, DeploymentDropped, DeploymentSet, DeploymentSettings, Refusal,
     RolloutEnded, RolloutStarted, StagePlan, Table, Version,
 };
-use dispatch::VersionCounts;
+use dispatch::ModelCounts;
 use group::agreement::{Agreement, ChangeError};
 use group::deployments::decide::files_report;
 use proto::deployment::{MAX_SOURCE, ModelReport, ModelSource, ModelsReport};
@@ -157,7 +157,7 @@ async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
 struct Seen {
     reports: BTreeMap<NodeId, ModelsReport>,
     /// Ended requests by version.
-    outcomes: BTreeMap<ModelId, VersionCounts>,
+    outcomes: BTreeMap<ModelId, ModelCounts>,
     /// Waiting requests by version.
     queued: BTreeMap<ModelId, usize>,
 }
@@ -275,9 +275,9 @@ fn version_json(model: &ModelId, version: &Version, active: bool, table: &Table,
         "rolled_back": version.rolled_back,
         "stages": id.as_ref().map(|id| stages_json(id, table)),
         "needed_bytes": version.facts.map(|facts| facts.needed_bytes),
-        "requests": outcomes.map_or(0, VersionCounts::requests),
+        "requests": outcomes.map_or(0, ModelCounts::requests),
         "errors": outcomes.map_or(0, |counts| counts.failed),
-        "ttft_p50_s": outcomes.and_then(VersionCounts::median_first_token).map(|time| time.as_secs_f64()),
+        "ttft_p50_s": outcomes.and_then(ModelCounts::median_first_token).map(|time| time.as_secs_f64()),
         "workers": workers.collect::<Vec<_>>(),
     })
 }

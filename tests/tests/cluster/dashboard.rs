@@ -362,7 +362,8 @@ fn deploy_models(cluster: &Cluster) {
 /// A look of one model that is being loaded, drawn by the page's own module.
 const LOADING: &str = r##"
     const version = { version: 7, id: "big@0", source: { fetch: "big" }, digest: null, active: true, failed: "", requests: 0, errors: 0,
-        ttft_p50_s: null, rolled_back: false, workers: [{ worker: "spark-1", wanted: true, state: "loading", progress: 43, bytes: 0, failures: 1, reason: "" }] };
+        ttft_p50_s: null, rolled_back: false, stages: [[{ worker: "spark-1", layers: [0, 9] }, { worker: "spark-2", layers: [9, 20] }]],
+        workers: [{ worker: "spark-1", wanted: true, state: "loading", progress: 43, bytes: 0, failures: 1, reason: "" }] };
     const big = { model: "big", min: 0, max: 1, idle_s: 600, pin: false, nodes: [], context: 0, priority: 1, state: "loading",
         progress: 43, eta_s: 12, reason: "", waiting: 3, versions: [version], rollout: null, last_rollout: "" };
     return import("/dashboard/models.js").then(({ drawModels }) => {
@@ -396,7 +397,7 @@ fn models_are_shown_with_state_place_versions_traffic_and_use() {
                 for round in (0..).take_while(|_| !stop.load(Ordering::Relaxed)) {
                     let prompt: Vec<u64> =
                         (0..40).map(|at| 5 + (client * 31 + round * 17 + at * 3) % 200).collect();
-                    let model = if client == 0 { "code" } else { "chat" };
+                    let model = ["code", cluster.model(), "chat", "chat"][client as usize];
                     let body =
                         json!({"model": model, "prompt": prompt, "max_tokens": 64, "ignore_eos": true});
                     http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
@@ -420,10 +421,13 @@ fn models_are_shown_with_state_place_versions_traffic_and_use() {
                     &format!("{versions}.length === 2 && /active/.test({versions}[0]) && /canary 50 %/.test({versions}[1]) && {versions}.every((text) => /first token \\d/.test(text))"),
                 )
                 .unwrap();
-            let rate = |column: u32| {
-                format!("/[1-9]/.test({}.children[{column}].querySelector('b').textContent)", row("chat"))
+            let rate = |model: &str, column: u32| {
+                format!("/[1-9]/.test({}.children[{column}].querySelector('b').textContent)", row(model))
             };
-            browser.wait_for("its rates", &format!("{} && {}", rate(3), rate(4))).unwrap();
+            for model in ["chat", cluster.model()] {
+                let rates = format!("{} && {}", rate(model, 3), rate(model, 4));
+                browser.wait_for("rates of requests and tokens", &rates).unwrap();
+            }
             // The two workers, and under each the models that it holds.
             let under = "[...document.querySelectorAll('#workers tr')].every((row, at, all) => row.dataset.worker ? true : row.dataset.instance.startsWith(all.slice(0, at).findLast((other) => other.dataset.worker).dataset.worker + '.'))";
             browser
@@ -455,7 +459,7 @@ fn models_are_shown_with_state_place_versions_traffic_and_use() {
         seen.unwrap_or_else(|panic| resume_unwind(panic));
     });
     let text = browser.script(LOADING).unwrap();
-    for expected in ["loading", "43 %, ready in 12 s", "spark-1 loading 43 %", "3 waiting"] {
+    for expected in ["loading", "43 %, ready in 12 s", "spark-1 → spark-2 loading 43 %", "3 waiting"] {
         assert!(text.as_str().unwrap().contains(expected), "{expected} not in {text}");
     }
     assert_eq!(browser.script(WAITING).unwrap(), json!(["loading, 43 %, ready in 12 s", "hello"]));

@@ -94,11 +94,8 @@ fn a_deployed_model_is_loaded_when_it_is_asked_for_and_outlives_a_coordinator() 
     wait::until("the model is shown as ready", binary::NODE_TIMEOUT, ready).unwrap();
 
     // The next leader goes on from the table.
-    let status = cluster.status().unwrap();
-    let leader = status["coordinators"].as_array().unwrap().iter().find(|c| c["role"] == "leader").unwrap();
-    let (leaders, others): (Vec<_>, Vec<_>) =
-        nodes.into_iter().partition(|node| json!(node.id) == leader["id"]);
-    signal::kill_now(leaders[0].pid);
+    let mut others = nodes;
+    signal::kill_now(others.remove(cluster.leader().unwrap()).pid);
     assert_eq!(ask(others[0].http, "other").unwrap().0, 200);
     let bad = cluster.data_dir().join("bad.gguf");
     std::fs::write(&bad, "not a model").unwrap();

@@ -306,12 +306,7 @@ fn a_plan_outlives_the_leader_that_made_it() {
         .unwrap();
     let nodes = cluster.nodes().coordinators.clone();
     let seen = |at: usize| -> Option<Value> { http::get(nodes[at].ops, "/admin/v1/cluster").ok()?.ok().ok() };
-    let leader = wait::until("one leads", binary::NODE_TIMEOUT, || {
-        let status = seen(0)?;
-        let leads = status["coordinators"].as_array()?.iter().find(|listed| listed["role"] == "leader")?;
-        nodes.iter().position(|node| leads["id"] == node.id.as_str())
-    })
-    .unwrap();
+    let leader = cluster.leader().unwrap();
     let other = (leader + 1) % 3;
     let serving = |at: usize| {
         let status = seen(at)?;

@@ -1,13 +1,13 @@
 //! Whether a canary is rolled back.
 
 use consensus::table::CanaryShare;
-use dispatch::VersionCounts;
+use dispatch::ModelCounts;
 
 /// The reason to roll back the canary, if there is one. `active` and `canary` are the counts since the rollout began.
 /// Errors are judged as soon as the requests that are still missing cannot make up for them.
-pub(super) fn worse(bounds: &CanaryShare, active: &VersionCounts, canary: &VersionCounts) -> Option<String> {
+pub(super) fn worse(bounds: &CanaryShare, active: &ModelCounts, canary: &ModelCounts) -> Option<String> {
     let min = u64::from(bounds.min_requests);
-    let per_thousand = |counts: &VersionCounts, of: u64| (counts.failed * 1000) as f64 / of.max(1) as f64;
+    let per_thousand = |counts: &ModelCounts, of: u64| (counts.failed * 1000) as f64 / of.max(1) as f64;
     let (own, base) =
         (per_thousand(canary, canary.requests().max(min)), per_thousand(active, active.requests()));
     let most = base + f64::from(bounds.max_errors_permille);
@@ -43,7 +43,7 @@ mod tests {
     const BOUNDS: CanaryShare =
         CanaryShare { permille: 50, min_requests: 50, max_errors_permille: 20, max_ttft_percent: 200 };
 
-    fn counts(finished: u64, failed: u64, millis: u64) -> VersionCounts {
+    fn counts(finished: u64, failed: u64, millis: u64) -> ModelCounts {
         let outcomes = Outcomes::default();
         let id = ModelId::new("m").unwrap().version(&[1; 32]).unwrap();
         (0..finished).for_each(|_| outcomes.finished(&id, Duration::from_millis(millis)));
@@ -72,7 +72,7 @@ mod tests {
             assert!(reason.is_none_or(|reason| found.unwrap().starts_with(reason)));
         }
         // Without requests of the active version only errors count.
-        let none = VersionCounts::default();
+        let none = ModelCounts::default();
         assert_eq!(worse(&BOUNDS, &none, &counts(50, 0, 90_000)), None);
         assert!(worse(&BOUNDS, &none, &counts(0, 2, 1)).is_some());
     }

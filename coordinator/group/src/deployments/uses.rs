@@ -27,8 +27,11 @@ impl Uses {
             *count = *count * decay(now.saturating_duration_since(*at)) + new as f64;
             (*last, *at) = (total, now);
         }
-        // Negligible, and models without requests are not kept for ever.
-        self.models.retain(|_, (_, count, at)| *count * decay(now.saturating_duration_since(*at)) > 1e-3);
+    }
+
+    /// Forgets models whose totals begin anew if they come back.
+    pub fn retain(&mut self, is_known: impl Fn(&ModelId) -> bool) {
+        self.models.retain(|model, _| is_known(model));
     }
 
     pub fn of(&self, now: Instant, model: &ModelId) -> f64 {
@@ -53,7 +56,9 @@ mod tests {
         uses.count(later, [(model.clone(), 2)]);
         assert!((uses.of(later, &model) - 7.0).abs() < 1e-9, "the coordinator's counters began at 0");
         let much_later = later + HALF_LIFE * 20;
-        uses.count(much_later, [(ModelId::new("n").unwrap(), 0)]);
-        assert!(uses.models.is_empty());
+        uses.count(much_later, [(model.clone(), 2)]);
+        assert!(uses.of(much_later, &model) < 1e-3, "old requests do not count again");
+        uses.retain(|_| false);
+        assert_eq!(uses.of(later, &model), 0.0);
     }
 }

@@ -1,7 +1,7 @@
 //! Requests and tokens per second of each model.
 
 use super::requests::rounded;
-use dispatch::VersionCounts;
+use dispatch::ModelCounts;
 use proto::ids::{Epoch, ModelId, NodeId};
 use router::balancer::WorkerView;
 use serde_json::{Value, json};
@@ -16,15 +16,15 @@ const MAX_SAMPLES: usize = 16;
 /// Totals at one time.
 #[derive(Debug, Default)]
 pub(super) struct Totals {
-    /// Ended requests for versions of deployed models at all coordinators, and the failed ones among them.
+    /// Ended requests at all coordinators, and the failed ones among them.
     requests: BTreeMap<ModelId, (u64, u64)>,
     /// Generated tokens by model, since each worker's start.
     tokens: BTreeMap<ModelId, BTreeMap<(NodeId, Epoch), u64>>,
 }
 
 impl Totals {
-    pub(super) fn read(workers: &[WorkerView], outcomes: BTreeMap<ModelId, VersionCounts>) -> Self {
-        let counts = |(model, counts): (ModelId, VersionCounts)| (model, (counts.requests(), counts.failed));
+    pub(super) fn read(workers: &[WorkerView], outcomes: BTreeMap<ModelId, ModelCounts>) -> Self {
+        let counts = |(model, counts): (ModelId, ModelCounts)| (model, (counts.requests(), counts.failed));
         let mut totals = Self { requests: outcomes.into_iter().map(counts).collect(), ..Self::default() };
         for view in workers {
             // Reports do not divide the tokens among the models of an engine.

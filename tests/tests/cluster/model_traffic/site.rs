@@ -1,6 +1,6 @@
 //! Coordinators and workers without models of their own, as processes that are killed and started again.
 
-use kvasir_cluster_tests::{binary, http, wait};
+use kvasir_cluster_tests::{binary, cluster, http, wait};
 use pki::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use serde_json::Value;
@@ -154,11 +154,7 @@ impl Site {
 
     /// The coordinator that leads, as one of them knows it.
     pub(super) fn leader(&self) -> usize {
-        let leads = || {
-            let status = http::get(self.coordinator(0).ops, "/admin/v1/cluster").ok()?.ok().ok()?;
-            let leader = status["coordinators"].as_array()?.iter().find(|node| node["role"] == "leader")?;
-            leader["id"].as_str()?.strip_prefix('c')?.parse().ok()
-        };
+        let leads = || cluster::leader(self.coordinator(0).ops)?.strip_prefix('c')?.parse().ok();
         wait::until("a coordinator leads", binary::NODE_TIMEOUT, leads).unwrap()
     }
 

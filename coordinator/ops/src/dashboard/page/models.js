@@ -69,13 +69,15 @@ function settings({ min, max, idle_s: idle, pin, nodes, priority, context }, act
   return parts.filter(Boolean).join("; ");
 }
 
-/** The workers that have a version in some state. */
+/** The workers that have a version in some state. A replica over several is shown at its first one. */
 function workers(version) {
   const there = (version?.workers ?? []).filter(({ state, wanted }) => wanted || state !== "absent");
   return there.map(({ worker, state, progress, bytes: held, failures, reason }) => {
+    const stages = (version.stages ?? []).find(([first]) => first?.worker === worker) ?? [{ worker }];
     const now = state === "ready" ? "" : ` ${WORDS[state] ?? state}${progress === null || !LOADS.includes(state) ? "" : ` ${Math.round(progress)} %`}`;
-    const title = [held > 0 && `holds ${bytes(held)}`, failures > 0 && `${whole(failures)} failed attempts`, reason].filter(Boolean).join("; ");
-    return { text: `${worker}${now}`, title, lost: state === "failed" || state === "bad_file" };
+    const ranges = stages.length > 1 && stages.map(({ worker, layers }) => `${worker}: layers ${layers[0]}–${layers[1]}`).join(", ");
+    const title = [ranges, held > 0 && `holds ${bytes(held)}`, failures > 0 && `${whole(failures)} failed attempts`, reason].filter(Boolean).join("; ");
+    return { text: `${stages.map(({ worker }) => worker).join(" → ")}${now}`, title, lost: state === "failed" || state === "bad_file" };
   });
 }
 
