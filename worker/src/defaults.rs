@@ -13,9 +13,12 @@ const ROW_BYTES_PER_CORE: u64 = 120_000_000_000;
 const CHUNK_MILLIS: u64 = 250;
 /// Range of a chunk's rows on a CPU.
 const CPU_CHUNK: RangeInclusive<u64> = 64..=2048;
-/// Range of a chunk's rows on a GPU. With fewer rows, matrix products are limited by reading the weights, and
-/// even a few rows read nearly all experts.
+/// Range of a chunk's rows on a GPU. With fewer rows, matrix products are limited by reading the weights.
 const GPU_CHUNK: RangeInclusive<u64> = 512..=2048;
+/// Minimum average rows of an expert in a chunk on a GPU, up to the maximum chunk. A chunk reads nearly all
+/// experts. With fewer rows for each, a GB10 (22 T multiply-adds and 240 GB per second, half a byte per weight)
+/// spends more time on reading them than on multiplying.
+const EXPERT_ROWS: u64 = 64;
 /// A chunk is a multiple of this.
 const CHUNK_STEP: u64 = 64;
 /// Divisor of the memory after weights: a GPU's chunk uses at most that part for activations.
@@ -80,6 +83,8 @@ pub struct ModelNeeds {
     pub active_weight_bytes: u64,
     /// Multiply-adds of a prompt row.
     pub row_products: u64,
+    /// Experts of a layer for each one that a row uses, rounded down; the layers' maximum. 1 without experts.
+    pub experts_per_used: u64,
     /// Bytes of KV per token, summed over all layers.
     pub kv_bytes_per_token: u64,
     /// Bytes of recurrent state of one sequence, summed over all layers.
@@ -241,8 +246,9 @@ fn chunk(host: Host, model: ModelNeeds, room: u64) -> Explained<u32> {
         );
         return Explained { value: within(rows, &CPU_CHUNK) as u32, reason };
     };
-    let rows = (compute / 1000).saturating_mul(CHUNK_MILLIS) / model.row_products.max(1);
-    let rows = within(rows, &GPU_CHUNK);
+    let timed = (compute / 1000).saturating_mul(CHUNK_MILLIS) / model.row_products.max(1);
+    let shared = EXPERT_ROWS.saturating_mul(model.experts_per_used);
+    let rows = within(timed.max(shared), &GPU_CHUNK);
     let fit = room / ACTIVATIONS_DIVISOR / model.activation_bytes_per_row.max(1);
     if fit < rows {
         let value = (fit / CHUNK_STEP * CHUNK_STEP).max(CHUNK_STEP);
@@ -253,11 +259,19 @@ fn chunk(host: Host, model: ModelNeeds, room: u64) -> Explained<u32> {
         );
         return Explained { value: value as u32, reason };
     }
-    let reason = format!(
-        "about {CHUNK_MILLIS} ms of this GPU at {} million multiply-adds per row, {}",
-        model.row_products / 1_000_000,
-        limits(GPU_CHUNK)
-    );
+    let reason = if rows > within(timed, &GPU_CHUNK) {
+        format!(
+            "{EXPERT_ROWS} rows for an expert of which a row uses one in {}, {}",
+            model.experts_per_used,
+            limits(GPU_CHUNK)
+        )
+    } else {
+        format!(
+            "about {CHUNK_MILLIS} ms of this GPU at {} million multiply-adds per row, {}",
+            model.row_products / 1_000_000,
+            limits(GPU_CHUNK)
+        )
+    };
     Explained { value: rows as u32, reason }
 }
 
@@ -277,6 +291,7 @@ mod tests {
         weight_bytes: 87 * MIB,
         active_weight_bytes: 87 * MIB,
         row_products: 106_000_000,
+        experts_per_used: 1,
         kv_bytes_per_token: 23_040,
         state_bytes: 0,
         activation_bytes_per_row: 64 * 1024,
@@ -286,6 +301,7 @@ mod tests {
         weight_bytes: 4700 * MIB,
         active_weight_bytes: 4700 * MIB,
         row_products: 7_000_000_000,
+        experts_per_used: 1,
         kv_bytes_per_token: 131_072,
         state_bytes: 0,
         activation_bytes_per_row: 512 * 1024,
@@ -297,9 +313,21 @@ mod tests {
         weight_bytes: 66_000 * MIB,
         active_weight_bytes: 2_900 * MIB,
         row_products: 5_000_000_000,
+        experts_per_used: 32,
         kv_bytes_per_token: 73_728,
         state_bytes: 0,
         activation_bytes_per_row: 900 * 1024,
+        max_context: 131_072,
+    };
+    /// Qwen3-30B-A3B, Q4_K_M: 8 of 128 experts.
+    const A3B: ModelNeeds = ModelNeeds {
+        weight_bytes: 19_500 * MIB,
+        active_weight_bytes: 1_700 * MIB,
+        row_products: 3_000_000_000,
+        experts_per_used: 16,
+        kv_bytes_per_token: 98_304,
+        state_bytes: 0,
+        activation_bytes_per_row: 440 * 1024,
         max_context: 131_072,
     };
     const H100: HostGpu = HostGpu { compute: 49_658_400_000_000, unified: false };
@@ -328,9 +356,12 @@ mod tests {
             ((host(6 * GIB, 8, 1), EIGHT_B), (512, 64, 4, 68, 255)),
             ((host(4 * GIB, 8, 1), EIGHT_B), (512, 64, 1, 65, 0)),
             ((gpu(128, 115, 1, GB10), EIGHT_B), (13107, 768, 128, 896, 89554)),
-            ((gpu(128, 115, 1, GB10), OSS_120B), (13107, 1088, 192, 1280, 33775)),
+            ((gpu(128, 115, 1, GB10), A3B), (13107, 1792, 256, 2048, 75845)),
+            ((gpu(128, 115, 2, GB10), A3B), (13107, 1024, 160, 1184, 29085)),
+            ((gpu(128, 115, 1, GB10), OSS_120B), (13107, 2048, 192, 2240, 33015)),
             ((gpu(128, 115, 2, GB10), EIGHT_B), (13107, 512, 64, 576, 42604)),
             ((gpu(80, 79, 1, H100), EIGHT_B), (4096, 1728, 256, 1984, 63997)),
+            ((gpu(80, 79, 1, H100), A3B), (4096, 2048, 256, 2304, 50679)),
             ((gpu(80, 79, 1, H100), OSS_120B), (4096, 1536, 256, 1792, 8302)),
             ((gpu(80, 79, 2, H100), EIGHT_B), (4096, 832, 160, 992, 29883)),
             ((gpu(80, 79, 1, H100), SMOLLM2), (4096, 2048, 256, 2304, 46080)),
@@ -416,6 +447,11 @@ mod tests {
                 "about 250 ms of this GPU at 7000 million multiply-adds per row, between 512 and 2048",
                 "about 50 ms of this GPU at 7000 million multiply-adds per row, between 64 and 256",
             )
+        );
+        let d = defaults(gpu(128, 115, 1, GB10), OSS_120B);
+        assert_eq!(
+            d.chunk.reason,
+            "64 rows for an expert of which a row uses one in 32, between 512 and 2048"
         );
         let d = defaults(gpu(8, 7, 1, SMALL), EIGHT_B);
         assert_eq!(

@@ -767,6 +767,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         // step.
         active_weight_bytes: costs.token_bytes.saturating_sub(head),
         row_products: costs.row_products,
+        experts_per_used: experts_per_used(spec),
         kv_bytes_per_token: kv_bytes,
         // Upper bound: which heads can use a narrower state type is known only once the weights are loaded.
         state_bytes: spec.layers.iter().map(|layer| layer.state_elements() as u64 * 4).sum::<u64>() + past,
@@ -774,6 +775,15 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         max_context: spec.context_length.min(MAX_CONTEXT) as u32,
     };
     Ok(Plan { defaults: defaults(host, needs), host, needs, task: engine::encoder::task(spec) })
+}
+
+/// See [`ModelNeeds::experts_per_used`].
+fn experts_per_used(spec: &ModelSpec) -> u64 {
+    let share = |part: &FfnPart| match &part.ffn {
+        FfnSpec::Gated { .. } | FfnSpec::Plain { .. } => 1,
+        FfnSpec::Moe(moe) => (moe.experts / moe.used.max(1)) as u64,
+    };
+    spec.layers.iter().flat_map(|layer| &layer.ffn).map(share).max().unwrap_or(1)
 }
 
 /// Bytes of activation buffers per row: f32 and the 8-bit form.
