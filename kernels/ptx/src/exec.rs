@@ -146,6 +146,7 @@ impl Block<'_> {
             Op::Pack { d, ref parts } => lane_data::pack(warp, d, parts, mask),
             Op::Unpack { a, ref parts } => lane_data::unpack(warp, a, parts, mask),
             Op::Load(ref access) => self.load(warp, access, mask)?,
+            Op::Prefetch { space, address } => self.prefetch(warp, space, address, mask)?,
             Op::Store(ref access) => self.store(warp, access, mask)?,
             Op::Atomic(ref atomic) => self.atomic(warp, atomic, mask)?,
             Op::Branch { to } => {

@@ -36,6 +36,8 @@ pub struct Counts {
     pub global_read: u64,
     /// Bytes that lanes have written to global memory.
     pub global_written: u64,
+    /// Prefetches by lanes.
+    pub prefetches: u64,
 }
 
 impl Counts {
@@ -45,6 +47,7 @@ impl Counts {
             lane_instructions: self.lane_instructions - before.lane_instructions,
             global_read: self.global_read - before.global_read,
             global_written: self.global_written - before.global_written,
+            prefetches: self.prefetches - before.prefetches,
         }
     }
 }

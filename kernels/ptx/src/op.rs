@@ -344,6 +344,11 @@ pub(crate) enum Op {
         parts: Box<[Option<Data>]>,
     },
     Load(Box<Access>),
+    /// Brings the cache line of an address into a cache.
+    Prefetch {
+        space: Space,
+        address: Address,
+    },
     Store(Box<Access>),
     Atomic(Box<Atomic>),
     Branch {
@@ -405,7 +410,7 @@ pub(crate) enum Op {
     ActiveMask {
         d: u32,
     },
-    /// Fences, hints, prefetches: they have no effect in lock-step execution.
+    /// Fences and hints: they have no effect in lock-step execution.
     Nothing,
 }
 

@@ -4,6 +4,7 @@ use super::Decoded;
 use super::float::flush;
 use super::operands::Decoder;
 use super::ty::Ty;
+use crate::ast::Space;
 use crate::lanes::{V32, V64, compare};
 use crate::op::{Compared, Logic, Op};
 
@@ -221,10 +222,18 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
             Ok(Op::Nothing)
         }
         "prefetch" => {
-            d.one_of(&["global", "local"]);
-            d.one_of(&["L1", "L2"]).ok_or("prefetch needs its level")?;
-            d.address(crate::ast::Space::Global)?;
-            Ok(Op::Nothing)
+            let space = match d.one_of(&["global", "local"]) {
+                Some("global") => Space::Global,
+                Some(_) => Space::Local,
+                None => Space::Generic,
+            };
+            let evicted =
+                space == Space::Global && d.one_of(&["L2::evict_last", "L2::evict_normal"]).is_some();
+            if !evicted {
+                d.one_of(&["L1", "L2"]).ok_or("prefetch needs its level")?;
+            }
+            let (space, address) = d.address(space)?;
+            Ok(Op::Prefetch { space, address })
         }
         other => Err(format!("the opcode {other} is not known")),
     }

@@ -321,6 +321,30 @@ impl Block<'_> {
         Ok(())
     }
 
+    /// Checks the addresses of a prefetch. Unwritten bytes may be prefetched, since no value is read. PTX promises nothing
+    /// for an address outside all memory, so that is a fault; one of shared memory has no effect.
+    pub(super) fn prefetch(&mut self, warp: &Warp, space: Space, address: Address, mask: u32) -> Run<()> {
+        self.counts.prefetches += u64::from(mask.count_ones());
+        let mut hint = None;
+        for lane in each(mask) {
+            let address = warp.address(address, lane);
+            let (space, address) = match space {
+                Space::Generic => window::resolve(address),
+                named => (named, address),
+            };
+            match space {
+                Space::Global => self.global(address, 1, lane, &mut hint)?,
+                Space::Local => local(warp, address, 1, lane)?,
+                Space::Shared => continue,
+                other => {
+                    let what = format!("a prefetch of {} memory", other.name());
+                    return Err((FaultKind::Invalid { what }, lane));
+                }
+            };
+        }
+        Ok(())
+    }
+
     /// Returns another block that stored there before, if nothing orders the two accesses.
     fn other_writer(&self, allocation: &Allocation, address: u64, bytes: usize) -> Option<u32> {
         let block_id = self.memory.block_id(self.number);

@@ -49,6 +49,29 @@ fn a_read_past_the_end_is_reported() {
 }
 
 #[test]
+fn a_prefetch_outside_of_all_memory_is_reported() {
+    for level in ["global.L1", "global.L2", "L2", "global.L2::evict_last"] {
+        let body = format!(".loc 1 42 1\n prefetch.{level} [%rd3];");
+        // Addresses need no alignment, and no bytes are read.
+        let counts = run(&format!("{body} prefetch.{level} [%rd3+3];"), 64).unwrap();
+        assert_eq!((counts.prefetches, counts.global_read), (128, 0));
+        let found = fault(run(&body, 65));
+        assert!(matches!(found.kind, FaultKind::OutOfBounds { bytes: 1, .. }), "{found}");
+        assert!(found.to_string().contains("kernel.cu:42"), "{found}");
+        // A lane whose guard is false prefetches nothing.
+        run(&format!("setp.lt.u32 %p1, %r1, 64; @%p1 prefetch.{level} [%rd3];"), 96).unwrap();
+    }
+    // Bytes that nothing has written may be prefetched. Shared memory has no cache, and every address in it will do.
+    let mut rig =
+        Rig::new(&kernel("prefetch.global.L2 [%rd3]; cvta.shared.u64 %rd6, %rd4; prefetch.L1 [%rd6+4096];"));
+    let p = rig.machine.allocate(256).unwrap();
+    rig.launch(64, &[p]).unwrap();
+    rig.machine.free(p).unwrap();
+    assert!(matches!(fault(rig.launch(1, &[p])).kind, FaultKind::Freed { .. }));
+    assert!(matches!(fault(run("prefetch.local.L1 [%rd4+4];", 1)).kind, FaultKind::OutOfBounds { .. }));
+}
+
+#[test]
 fn a_missing_barrier_is_reported() {
     let body = |barrier: &str| {
         format!(
