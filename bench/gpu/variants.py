@@ -16,35 +16,29 @@ import re
 import sys
 
 SOURCES = pathlib.Path(__file__).resolve().parents[2] / "kernels/cuda/src"
-# For prompts: two blocks per multiprocessor instead of one. A thread has half the registers, so some formats
-# spill.
-OCCUPANCY = [
-    ("PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1,", "PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 2,"),
-    ("    Fragments f;\n    f.load(tile, 0, g, q);\n#pragma unroll 1", "#pragma unroll 1"),
-    ("            Fragments now = f;\n"
-     "            f.load(tile + (u64)(next / UNIT_BLOCKS) * UNIT_BYTES, next % UNIT_BLOCKS, g, q);",
-     "            Fragments now;\n"
-     "            now.load(tile + (u64)(block / UNIT_BLOCKS) * UNIT_BYTES, block % UNIT_BLOCKS, g, q);"),
+# For prompts: one block per multiprocessor instead of two. A thread has twice the registers, and holds the next
+# weights while it multiplies with the current ones.
+ONE_BLOCK = [
+    ("PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 2,", "PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1,"),
+    ("    bring(1);\n", "    bring(1);\n    Fragments f;\n    f.load(tile, 0, g, q);\n"),
+    ("            Fragments f;\n"
+     "            f.load(tile + (u64)(block / UNIT_BLOCKS) * UNIT_BYTES, block % UNIT_BLOCKS, g, q);\n",
+     "            u32 next = min(block + 1, blocks - 1);\n"
+     "            Fragments now = f;\n"
+     "            f.load(tile + (u64)(next / UNIT_BLOCKS) * UNIT_BYTES, next % UNIT_BLOCKS, g, q);\n"),
+    ("add_block<32>(f, g,", "add_block<32>(now, g,"),
 ]
-# Prefetches weights into the L2 cache, the unit after the next one.
-AHEAD = """template <class P> __device__ __forceinline__ void ahead(const P &p, const u8 *tile, u32 u, u32 end) {
-    if (u >= end) return;
-    for (u32 at = 128 * p.lane(); at < UNIT_BYTES; at += 4096)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(tile + (u64)u * UNIT_BYTES + at));
-}
-// Activations of 8 bits.
-"""
-ASK = "        if (u == first) ahead(p, tile, u + 1, end);\n        ahead(p, tile, u + 2, end);\n"
-PREFETCH = [
-    ("// Activations of 8 bits.\n", AHEAD),
-    ("        Unit<Words> unit(tile", ASK + "        Unit<Words> unit(tile"),
-    ("#pragma unroll 1\n        for (int j = 0; j < UNIT_BLOCKS && u",
-     ASK + "#pragma unroll 1\n        for (int j = 0; j < UNIT_BLOCKS && u"),
-    ("            if (block >= blocks) break;\n",
-     "            if (block >= blocks) break;\n"
-     "            if (block % UNIT_BLOCKS == 0) ahead(p, tile, block / UNIT_BLOCKS + 1, units);\n"),
+# Without the prefetches of weights into the L2 cache.
+NO_PREFETCH = [
+    ('asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at + LINE * thread));', ";"),
 ]
-VARIANTS = {"base": [], "occupancy": OCCUPANCY, "prefetch": PREFETCH, "both": OCCUPANCY + PREFETCH}
+# For prompts: the end of a segment by a count instead of a remainder. Fewer instructions, one more register.
+COUNTED = [
+    ("    Sums<32> sums = {}, total = {};\n", "    u32 left = p.segment * UNIT_BLOCKS;\n    Sums<32> sums = {}, total = {};\n"),
+    ("            if ((block + 1) % (p.segment * UNIT_BLOCKS) == 0) end_segment();\n",
+     "            if (--left == 0) end_segment(), left = p.segment * UNIT_BLOCKS;\n"),
+]
+VARIANTS = {"base": [], "one_block": ONE_BLOCK, "no_prefetch": NO_PREFETCH, "counted": COUNTED}
 # BITS, LEVELS, OFFSET and SCALING, as in kernels/cuda/src/source/matmul.rs.
 TYPES = {"q4_k": ("4", "PLAIN", "0", "SUPER_MIN"), "q6_k": ("6", "PLAIN", "32", "SIXTEENTHS"), "mxfp4": ("4", "E2M1", "0", "E8M0")}
 
@@ -58,14 +52,14 @@ def source(ty, changes):
     source.
     """
     bits, levels, offset, scaling = TYPES[ty]
-    text = read("matmul/quantised.cu")
+    text = "".join(read(f"matmul/{name}") for name in ["format.cuh", "product.cuh", "exact.cuh", "quantised.cu"])
     for old, new in changes:
         if old not in text:
-            raise SystemExit(f"matmul/quantised.cu has no {old!r} any more")
+            raise SystemExit(f"the products' sources have no {old!r} any more")
         text = text.replace(old, new)
     head = f"#define NAME(kernel) {ty}_##kernel\n#define BITS {bits}\n#define LEVELS {levels}\n#define OFFSET {offset}\n" \
            f"#define SCALING {scaling}\n"
-    return head + read("matmul/format.cuh") + read("matmul/product.cuh") + text
+    return head + text
 
 
 class Compiler:

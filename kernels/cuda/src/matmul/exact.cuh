@@ -1,5 +1,10 @@
-// Products of weights as the format rounds them, with f32 activations, and embedding lookups. format.cuh and
-// product.cuh precede this text.
+// Prefetches of units, products of weights as the format rounds them, with f32 activations, and embedding lookups.
+// format.cuh and product.cuh precede this text.
+
+// Prefetches unit `u` of a tile if it is before `end`, the end of the warp's segment, and whole.
+__device__ __forceinline__ void prefetch_unit(const Product &p, const u8 *tile, u32 u, u32 end) {
+    if (u < min(end, p.cols / 256)) prefetch<UNIT_BYTES>(tile + (u64)u * UNIT_BYTES, p.lane());
+}
 
 // Product with f32 activations [rows][cols], with weights rounded as the format defines them.
 template <int NT> __device__ __forceinline__ void multiply_exactly(const Product &p) {
@@ -11,7 +16,9 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
 #pragma unroll
     for (int t = 0; t < NT; t++) rows[t] = p.source(t, NT) * (p.cols / 4);
     float sums[NT] = {};
+    prefetch_unit(p, tile, first + 1, end);
     for (u32 u = first; u < end; u++) {
+        prefetch_unit(p, tile, u + 2, end);
         Unit<Direct> unit(tile + (u64)u * UNIT_BYTES, p.lane(), blocks - u * UNIT_BLOCKS);
 #pragma unroll 1
         for (int j = 0; j < UNIT_BLOCKS; j++) {

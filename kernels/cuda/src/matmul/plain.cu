@@ -5,9 +5,10 @@
 
 enum Element { AN_F32, AN_F16, A_BF16 };
 
-// PIECE_COLS: columns of a piece of 16 bytes. UNIT_PIECES: pieces of a row in a unit of 256 columns.
-constexpr u32 PIECE_COLS = ELEMENT == AN_F32 ? 4 : 8;
-constexpr u32 UNIT_PIECES = 256 / PIECE_COLS;
+// PIECE_COLS: columns of a piece of 16 bytes. PIECE_BYTES: bytes of the pieces of a tile's 32 rows at the same
+// columns. UNIT_PIECES: pieces of a row in a unit of 256 columns. GROUP: pieces that are prefetched together.
+constexpr u32 PIECE_COLS = ELEMENT == AN_F32 ? 4 : 8, PIECE_BYTES = 512;
+constexpr u32 UNIT_PIECES = 256 / PIECE_COLS, GROUP = 8;
 
 // Element `k` of packed words, as f32.
 __device__ __forceinline__ float element(const u32 *piece, int k) {
@@ -18,7 +19,7 @@ __device__ __forceinline__ float element(const u32 *piece, int k) {
 }
 
 __device__ __forceinline__ void load_piece(const u8 *tile, u32 index, u32 lane, u32 (&piece)[4]) {
-    uint4 words = *(const uint4 *)(tile + (u64)index * 512 + 16 * lane);
+    uint4 words = *(const uint4 *)(tile + (u64)index * PIECE_BYTES + 16 * lane);
     piece[0] = words.x, piece[1] = words.y, piece[2] = words.z, piece[3] = words.w;
 }
 
@@ -30,30 +31,35 @@ template <int NT, bool ALIGNED> __device__ __forceinline__ void add_up(const Pro
     const float *x[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) x[t] = (const float *)p.x + (u64)p.source(t, NT) * p.cols;
+    // With several tokens the registers are needed for activations, and nothing is prefetched.
+    for (u32 group = first, next; group < end; group = next) {
+        next = NT == 1 ? min(group + GROUP, end) : end;
+        if (next + GROUP <= end) prefetch<GROUP * PIECE_BYTES>(tile + (u64)next * PIECE_BYTES, p.lane());
 #pragma unroll 4
-    for (u32 i = first; i < end; i++) {
-        u32 piece[4];
-        load_piece(tile, i, p.lane(), piece);
+        for (u32 i = group; i < next; i++) {
+            u32 piece[4];
+            load_piece(tile, i, p.lane(), piece);
 #pragma unroll
-        for (int k = 0; k < PIECE_COLS; k += 4) {
-            u32 column = i * PIECE_COLS + k;
+            for (int k = 0; k < PIECE_COLS; k += 4) {
+                u32 column = i * PIECE_COLS + k;
 #pragma unroll
-            for (int t = 0; t < NT; t++) {
-                // Loads beyond the last column would read another row. These activations are zeroes, as the
-                // weights are.
-                float4 a = {0, 0, 0, 0};
-                if (ALIGNED) {
-                    if (column < p.cols) a = *(const float4 *)(x[t] + column);
-                } else {
-                    if (column < p.cols) a.x = x[t][column];
-                    if (column + 1 < p.cols) a.y = x[t][column + 1];
-                    if (column + 2 < p.cols) a.z = x[t][column + 2];
-                    if (column + 3 < p.cols) a.w = x[t][column + 3];
+                for (int t = 0; t < NT; t++) {
+                    // Loads beyond the last column would read another row. These activations are zeroes, as the
+                    // weights are.
+                    float4 a = {0, 0, 0, 0};
+                    if (ALIGNED) {
+                        if (column < p.cols) a = *(const float4 *)(x[t] + column);
+                    } else {
+                        if (column < p.cols) a.x = x[t][column];
+                        if (column + 1 < p.cols) a.y = x[t][column + 1];
+                        if (column + 2 < p.cols) a.z = x[t][column + 2];
+                        if (column + 3 < p.cols) a.w = x[t][column + 3];
+                    }
+                    sums[t] = __fmaf_rn(element(piece, k), a.x, sums[t]);
+                    sums[t] = __fmaf_rn(element(piece, k + 1), a.y, sums[t]);
+                    sums[t] = __fmaf_rn(element(piece, k + 2), a.z, sums[t]);
+                    sums[t] = __fmaf_rn(element(piece, k + 3), a.w, sums[t]);
                 }
-                sums[t] = __fmaf_rn(element(piece, k), a.x, sums[t]);
-                sums[t] = __fmaf_rn(element(piece, k + 1), a.y, sums[t]);
-                sums[t] = __fmaf_rn(element(piece, k + 2), a.z, sums[t]);
-                sums[t] = __fmaf_rn(element(piece, k + 3), a.w, sums[t]);
             }
         }
     }
@@ -76,7 +82,7 @@ extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols
     u32 column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= cols) return;
     u32 row = index[blockIdx.x];
-    const u8 *from = table + (u64)(row / 32) * tile_bytes + (u64)(column / PIECE_COLS) * 512 + row % 32 * 16;
+    const u8 *from = table + (u64)(row / 32) * tile_bytes + (u64)(column / PIECE_COLS) * PIECE_BYTES + row % 32 * 16;
     u32 word[1], i = column % PIECE_COLS;
     if constexpr (ELEMENT == AN_F32) word[0] = ((const u32 *)from)[i];
     else word[0] = ((const u16 *)from)[i];

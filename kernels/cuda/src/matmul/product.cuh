@@ -102,6 +102,14 @@ struct Product {
     }
 };
 
+// Brings `BYTES` bytes into the L2 cache. `thread`: index among the `THREADS` threads that share the work.
+template <int BYTES, int THREADS = 32> __device__ __forceinline__ void prefetch(const u8 *from, u32 thread) {
+    constexpr u32 LINE = 128;
+#pragma unroll
+    for (u32 at = 0; at < BYTES; at += LINE * THREADS)
+        if (at + LINE * thread < BYTES) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at + LINE * thread));
+}
+
 // Sums of each segment for each token and row.
 template <int NT> using Segments = float[MAX_SEGMENTS][NT][32];
 

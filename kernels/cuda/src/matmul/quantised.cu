@@ -71,8 +71,10 @@ template <int NT, class Words> __device__ __forceinline__ void multiply(const Pr
 #pragma unroll
     for (int t = 0; t < NT; t++) rows[t] = p.source(t, NT) * (units * UNIT_BLOCKS * (ACTIVATION_BYTES / 16));
     float sums[NT] = {};
+    prefetch_unit(p, tile, first + 1, end);
     for (u32 u = first; u < end; u++) {
         Unit<Words> unit(tile + (u64)u * UNIT_BYTES, p.lane(), blocks - u * UNIT_BLOCKS);
+        prefetch_unit(p, tile, u + 2, end);
         const u8 *x = p.x + u * (UNIT_BLOCKS * ACTIVATION_BYTES);
         // Registers need constant indices, so the loop over `Held` words is unrolled.
         constexpr int UNROLL = sizeof(Words) == sizeof(Held) ? UNIT_BLOCKS : 1;
@@ -180,6 +182,7 @@ template <int NT> __device__ __forceinline__ void multiply_fragments(const Produ
     }
     Sums<NT> sums = {};
     for (u32 u = first; u < end; u++) {
+        prefetch_unit(p, tile, u + 1, end);
 #pragma unroll 1
         for (int j = 0; j < UNIT_BLOCKS && u * UNIT_BLOCKS + j < blocks; j++) {
             Fragments f;
@@ -203,11 +206,14 @@ template <int NT> __device__ __forceinline__ void multiply_fragments(const Produ
 // Product with 8-bit activations for prompts: 64 rows (two tiles) and 128 tokens per block of threads.
 // Activations are copied to shared memory two steps ahead, and both tiles use them. Each warp computes 32 x
 // 32 outputs, all segments one after the other.
-constexpr int STAGED_TOKENS = 128;
+// Two blocks fit a multiprocessor: weights are not held in registers ahead, and the other warps of both blocks
+// compute while one waits for its weights.
+constexpr int STAGED_TOKENS = 128, TILE_THREADS = 32 * MAX_SEGMENTS / 2;
 // STEP_BLOCKS: blocks of 32 columns per step. STEPS: steps in shared memory, copied or in flight. STEP_BYTES:
 // bytes of a token per step. STAGED_BYTES: stride of tokens in shared memory; it puts eight tokens into
 // different banks.
 constexpr int STEP_BLOCKS = 2, STEPS = 3, STEP_BYTES = STEP_BLOCKS * ACTIVATION_BYTES, STAGED_BYTES = STEP_BYTES + 16;
+constexpr u32 UNIT_STEPS = UNIT_BLOCKS / STEP_BLOCKS;
 
 __device__ __forceinline__ void multiply_staged(const Product &p) {
     constexpr int PIECES = STAGED_TOKENS * STEP_BYTES / 16 / (32 * MAX_SEGMENTS);
@@ -215,14 +221,13 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 steps = (blocks + STEP_BLOCKS - 1) / STEP_BLOCKS;
     u32 g = p.lane() / 4, q = p.lane() % 4;
-    // Sources and destinations of the pieces of 16 bytes that a thread copies in each step. Rows of
-    // activations are whole units, so no piece is partial.
-    const u8 *from[PIECES];
-    u32 to[PIECES];
+    // Sources (offsets in pieces) and destinations of the pieces of 16 bytes that a thread copies in each step.
+    // Rows of activations are whole units, so no piece is partial.
+    u32 from[PIECES], to[PIECES];
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         u32 piece = threadIdx.x + i * 32 * MAX_SEGMENTS, t = piece / (STEP_BYTES / 16), part = piece % (STEP_BYTES / 16);
-        from[i] = p.x + (u64)p.source(t, STAGED_TOKENS) * (units * UNIT_BLOCKS * ACTIVATION_BYTES) + part * 16;
+        from[i] = p.source(t, STAGED_TOKENS) * (units * UNIT_BLOCKS * (ACTIVATION_BYTES / 16)) + part;
         to[i] = (u32)__cvta_generic_to_shared(&staged[0][t * STAGED_BYTES + part * 16]);
     }
     auto bring = [&](u32 step) {
@@ -231,7 +236,7 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
             for (int i = 0; i < PIECES; i++)
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                                  to[i] + step % STEPS * (STAGED_TOKENS * STAGED_BYTES)),
-                             "l"(from[i] + (u64)step * STEP_BYTES)
+                             "l"(p.x + (u64)(from[i] + step * (STEP_BYTES / 16)) * 16)
                              : "memory");
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -252,27 +257,28 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
     };
     bring(0);
     bring(1);
-    Fragments f;
-    f.load(tile, 0, g, q);
 #pragma unroll 1
     for (u32 step = 0; step < steps; step++) {
         asm volatile("cp.async.wait_group 1;" ::: "memory");
         __syncthreads();
         // All warps have finished the step whose buffer is overwritten here.
         bring(step + 2);
+        if (step % UNIT_STEPS == 0 && step / UNIT_STEPS + 1 < p.cols / 256)
+            prefetch<UNIT_BYTES, TILE_THREADS>(tile + (u64)(step / UNIT_STEPS + 1) * UNIT_BYTES,
+                                               threadIdx.x % TILE_THREADS);
         if (!works) continue;
         const u8 *x = &staged[step % STEPS][first * STAGED_BYTES];
 #pragma unroll
         for (u32 i = 0; i < STEP_BLOCKS; i++) {
-            u32 block = step * STEP_BLOCKS + i, next = min(block + 1, blocks - 1);
+            u32 block = step * STEP_BLOCKS + i;
             if (block >= blocks) break;
-            Fragments now = f;
-            f.load(tile + (u64)(next / UNIT_BLOCKS) * UNIT_BYTES, next % UNIT_BLOCKS, g, q);
+            Fragments f;
+            f.load(tile + (u64)(block / UNIT_BLOCKS) * UNIT_BYTES, block % UNIT_BLOCKS, g, q);
             auto at = [&](int n, int which) {
                 u32 t = 8 * n + (which == 0 ? g : 2 * q + which - 1);
                 return x + t * STAGED_BYTES + i * ACTIVATION_BYTES;
             };
-            add_block<32>(now, g, q, at, sums);
+            add_block<32>(f, g, q, at, sums);
             if ((block + 1) % (p.segment * UNIT_BLOCKS) == 0) end_segment();
         }
     }
@@ -292,11 +298,7 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
 
 PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
 PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
-// Blocks per multiprocessor. Two blocks keep twice as many weight loads in flight as one. With 16 scales per
-// 256 weights, two blocks have too few registers for the fragments.
-constexpr int FRAGMENT_BLOCKS_PER_SM =
-    SCALING == SIXTEENTHS || SCALING == SIXTEENTHS_PACKED || SCALING == SIXTEENTHS_MIN ? 1 : 2;
 PRODUCT_KERNEL(mul_8, 8, 2, (multiply<8, Direct>))
-PRODUCT_KERNEL(mul_32, 32, FRAGMENT_BLOCKS_PER_SM, multiply_fragments<32>)
-PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1, multiply_staged)
+PRODUCT_KERNEL(mul_32, 32, 2, multiply_fragments<32>)
+PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 2, multiply_staged)
 PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)

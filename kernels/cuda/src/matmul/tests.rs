@@ -132,22 +132,40 @@ fn int8_products_have_the_bits_of_the_definition_for_any_batch_size() {
     }
 }
 
+/// Columns of several units in each segment, and of a short unit, so that every kernel prefetches.
 #[test]
 fn long_rows_are_added_up_in_segments() {
     // 18 units: six segments of three. 11 units, the last of them short: five segments of two and one of one.
-    for (ty, cols) in [(GgmlType::Q4_K, 18 * 256), (GgmlType::Q8_0, 10 * 256 + 32), (GgmlType::F16, 2600)] {
-        let mut case = Case::new(Arch::SM_90, ty, 3, cols, 1, 7);
-        let a = Random(8).values(2 * cols);
+    for (arch, ty) in Arch::CHECKED.into_iter().flat_map(|arch| served().map(move |ty| (arch, ty))) {
+        let cols = if ty.block_len() == 32 { 10 * 256 + 32 } else { 18 * 256 };
+        let mut case = Case::new(arch, ty, 3, cols, 1, 7);
+        let a = Random(8).values(3 * cols);
         let found = case.multiply(&a, reads_int8(ty));
         if reads_int8(ty) {
-            // The same tokens repeated, with the kernel for prompts.
-            let prompt = case.multiply(&a.repeat(40), true);
-            assert_same(&prompt, &found.repeat(40), &format!("{ty}, a prompt"));
+            // The same tokens repeated, with the kernels for several tokens and for prompts.
+            for times in [2, 4, 30] {
+                let repeated = case.multiply(&a.repeat(times), true);
+                assert_same(&repeated, &found.repeat(times), &format!("{ty} {arch}, {times} times"));
+            }
             let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
-            assert_same(&found, &expected, &format!("{ty}"));
+            assert_same(&found, &expected, &format!("{ty} {arch}"));
         }
         let single: Vec<f32> = a.chunks(cols).flat_map(|a| case.multiply(a, reads_int8(ty))).collect();
-        assert_same(&found, &single, &format!("{ty} one by one"));
+        assert_same(&found, &single, &format!("{ty} {arch} one by one"));
+    }
+}
+
+/// A block of threads prefetches whole units, once each, without those that its warps read first.
+#[test]
+fn weights_are_prefetched_once() {
+    // Three units in each of six segments, of 36 lines; two tiles.
+    let mut case = Case::new(Arch::SM_121A, GgmlType::Q4_K, 64, 18 * 256, 1, 7);
+    let a = Random(8).values(128 * 18 * 256);
+    for (tokens, prefetched) in [(1, 12), (4, 12), (8, 12), (32, 12), (128, 17)] {
+        let before = case.sim.device.machine().counts().prefetches;
+        case.multiply(&a[..tokens * 18 * 256], true);
+        let found = case.sim.device.machine().counts().prefetches - before;
+        assert_eq!(found, 2 * prefetched * 36, "{tokens} tokens");
     }
 }
 
