@@ -2,65 +2,127 @@
 #include "prelude.cuh"
 
 #define THREADS 1024
-#define WARPS (THREADS / 32)
+// Loads of a thread in flight.
+#define LOADS 4
+// Maximum number of values that are selected from a row.
+#define MOST 1024
+// Keys in shared memory: the best so far, and those of one step.
+#define CAPACITY (MOST + LOADS * THREADS)
 
-// Maps a value to an integer of the same order. NaN has the largest integer, and 0 is above -0.
-__device__ __forceinline__ u32 rank_of(float x) {
+// A key orders the values of a row: larger values first, then lower indices. NaN is the largest value, and 0 is
+// above -0.
+__device__ __forceinline__ u64 key_of(float x, u32 index) {
     const u32 bits = __float_as_uint(x);
-    if (x != x) return 0xffffffff;
-    return bits >> 31 ? ~bits : bits | 0x80000000;
+    const u32 rank = x != x ? 0xffffffff : bits >> 31 ? ~bits : bits | 0x80000000;
+    return (u64)rank << 32 | ~index;
 }
 
-// out[row]: the `count` largest values of the row as {index, bits of the value}, in no particular order. Ties
-// go to the lowest indices. 1 <= count <= cols. One block of threads per row.
-extern "C" __global__ void __launch_bounds__(THREADS) best(const float *x, u32 cols, u32 count, uint2 *out) {
-    __shared__ u32 histogram[256];
-    __shared__ u32 before[WARPS];
-    __shared__ u32 known, wanted, placed;
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    x += (u64)blockIdx.x * cols;
-    out += (u64)blockIdx.x * count;
+// Keys of a block in shared memory, in no particular order.
+struct Kept {
+    u64 (&keys)[CAPACITY];
+    u32 &count;
 
-    // Radix select: finds the `count`-th largest rank, one digit of 8 bits at a time. The histogram counts
-    // the digits of the values whose higher digits equal those of the rank.
-    u32 rank = 0, left = count;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        if (threadIdx.x < 256) histogram[threadIdx.x] = 0;
-        __syncthreads();
-        for (u32 i = threadIdx.x; i < cols; i += THREADS) {
-            const u32 own = rank_of(x[i]);
-            if (shift == 24 || own >> (shift + 8) == rank) atomicAdd(&histogram[own >> shift & 255], 1);
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            u32 digit = 255, rest = left;
-            while (histogram[digit] < rest) rest -= histogram[digit--];
-            known = rank << 8 | digit;
-            wanted = rest;
-        }
-        __syncthreads();
-        rank = known;
-        left = wanted;
+    // Adds the keys of those lanes of a warp that have `add`.
+    __device__ __forceinline__ void append(u64 key, bool add) {
+        const u32 lane = threadIdx.x % 32, adding = __ballot_sync(0xffffffff, add);
+        if (adding == 0) return;
+        u32 first = lane == 0 ? atomicAdd(&count, __popc(adding)) : 0;
+        first = __shfl_sync(0xffffffff, first, 0);
+        if (add) keys[first + __popc(adding & ((1u << lane) - 1))] = key;
     }
 
-    // Writes all values above the rank, and the first `left` values with exactly this rank.
-    if (threadIdx.x == 0) placed = 0;
-    __syncthreads();
-    u32 taken = 0;
-    for (u32 base = 0; base < cols; base += THREADS) {
-        const u32 i = base + threadIdx.x;
-        const u32 own = i < cols ? rank_of(x[i]) : 0;
-        const bool equal = i < cols && own == rank;
-        const u32 equals = __ballot_sync(0xffffffff, equal);
-        if (lane == 0) before[warp] = __popc(equals);
-        __syncthreads();
-        u32 place = taken + __popc(equals & ((1u << lane) - 1));
-        for (u32 w = 0; w < WARPS; w++) {
-            if (w < warp) place += before[w];
-            taken += before[w];
+    // Drops all of the block's `n` keys but the `best` largest, best < n. Returns a bound that these reach and no other
+    // key does. Radix select: finds the bound digit by digit, 8 bits at a time.
+    __device__ __forceinline__ u64 select(u32 n, u32 best) {
+        __shared__ u32 histogram[256];
+        __shared__ u32 found_digit, found_left;
+        u64 bound = 0;
+        u32 left = best;
+        for (int shift = 56;; shift -= 8) {
+            if (threadIdx.x < 256) histogram[threadIdx.x] = 0;
+            __syncthreads();
+            for (u32 i = threadIdx.x; i < n; i += THREADS)
+                if (shift == 56 || keys[i] >> (shift + 8) == bound) atomicAdd(&histogram[keys[i] >> shift & 255], 1);
+            __syncthreads();
+            if (threadIdx.x < 32) {
+                // Lane r has the digits from 255 - 8 r downwards.
+                const u32 top = 255 - 8 * threadIdx.x;
+                u32 own = 0;
+                for (u32 i = 0; i < 8; i++) own += histogram[top - i];
+                u32 above = own;
+                for (u32 apart = 1; apart < 32; apart *= 2) {
+                    const u32 other = __shfl_up_sync(0xffffffff, above, apart);
+                    if (threadIdx.x >= apart) above += other;
+                }
+                above -= own;
+                if (above < left && left <= above + own) {
+                    u32 digit = top, rest = left - above;
+                    while (histogram[digit] < rest) rest -= histogram[digit--];
+                    found_digit = digit;
+                    // Nothing is left to decide if all keys with this digit are among the best.
+                    found_left = histogram[digit] == rest ? 0 : rest;
+                }
+            }
+            __syncthreads();
+            bound = bound << 8 | found_digit;
+            left = found_left;
+            if (left == 0) {
+                bound <<= shift;
+                break;
+            }
         }
-        if ((i < cols && own > rank) || (equal && place < left))
-            out[atomicAdd(&placed, 1)] = uint2{i, __float_as_uint(x[i])};
+        u64 own[CAPACITY / THREADS];
+#pragma unroll
+        for (u32 k = 0; k < CAPACITY / THREADS; k++) {
+            const u32 i = k * THREADS + threadIdx.x;
+            own[k] = i < n ? keys[i] : 0;
+        }
+        if (threadIdx.x == 0) count = 0;
         __syncthreads();
+#pragma unroll
+        for (u32 k = 0; k < CAPACITY / THREADS; k++) append(own[k], k * THREADS + threadIdx.x < n && own[k] >= bound);
+        __syncthreads();
+        return bound;
+    }
+};
+
+// out[row]: the `best` largest values of the row as {index, bits of the value}, in no particular order. Ties go to the
+// lowest indices. 1 <= best <= cols, MOST. One block of threads per row, which reads the row once.
+extern "C" __global__ void __launch_bounds__(THREADS) best(const float *x, u32 cols, u32 best, uint2 *out) {
+    __shared__ u64 keys[CAPACITY];
+    __shared__ u32 count;
+    Kept kept{keys, count};
+    x += (u64)blockIdx.x * cols;
+    out += (u64)blockIdx.x * best;
+    if (threadIdx.x == 0) count = 0;
+    float values[LOADS];
+    auto load = [&](u32 base) {
+#pragma unroll
+        for (u32 k = 0; k < LOADS; k++) {
+            const u32 i = base + k * THREADS + threadIdx.x;
+            values[k] = i < cols ? x[i] : 0.0f;
+        }
+    };
+    load(0);
+    __syncthreads();
+    // A lower bound of the row's best keys.
+    u64 bound = 0;
+    for (u32 base = 0; base < cols; base += LOADS * THREADS) {
+#pragma unroll
+        for (u32 k = 0; k < LOADS; k++) {
+            const u32 i = base + k * THREADS + threadIdx.x;
+            const u64 key = key_of(values[k], i);
+            kept.append(key, i < cols && key >= bound);
+        }
+        const u32 next = base + LOADS * THREADS;
+        if (next < cols) load(next);
+        __syncthreads();
+        const u32 n = count;
+        __syncthreads();
+        if (n > best && (n > MOST || next >= cols)) bound = kept.select(n, best);
+    }
+    for (u32 i = threadIdx.x; i < best; i += THREADS) {
+        const u32 index = ~(u32)keys[i];
+        out[i] = uint2{index, __float_as_uint(x[index])};
     }
 }

@@ -10,6 +10,9 @@ mod tests;
 /// Threads of a block, as in `sampling.cu`.
 const THREADS: u32 = 1024;
 
+/// Maximum number of values that are selected from a row.
+const MOST: usize = 1024;
+
 /// The kernels of [`source::SAMPLING`].
 #[derive(Debug, Clone, Copy)]
 pub struct SamplingKernels {
@@ -37,7 +40,7 @@ impl SamplingKernels {
     /// and NaN larger than everything.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] if `count` is 0 or more than a row's values; errors of the device.
+    /// [`CudaError::Invalid`] if `count` is 0, more than a row's values or more than 1,024; errors of the device.
     pub fn best(
         &self,
         device: &mut dyn Device,
@@ -46,7 +49,7 @@ impl SamplingKernels {
         count: usize,
         out: DevicePtr,
     ) -> Result<(), CudaError> {
-        if count == 0 || count > of.cols {
+        if count == 0 || count > of.cols.min(MOST) {
             return Err(CudaError::Invalid { what: format!("the best {count} of {} values", of.cols) });
         }
         if of.rows == 0 {

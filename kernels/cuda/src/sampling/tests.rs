@@ -41,6 +41,12 @@ fn the_best_values_of_each_row_have_their_indices() {
         // Few distinct values, so that many are equal, over several rounds of the block.
         let equal = |index: usize| ((index * 7919) % 5) as f32 - 2.0;
         assert_best(&mut sim, &[(0..2500).map(equal).collect(), vec![-1.5; 2500]], 33);
+        // More than a step of the block: every value among the best so far, none of the later ones, all equal.
+        let rising: Vec<f32> = (0..9000u16).map(f32::from).collect();
+        let falling: Vec<f32> = rising.iter().rev().copied().collect();
+        for count in [1, 64, 1024] {
+            assert_best(&mut sim, &[rising.clone(), falling.clone(), vec![0.5; 9000]], count);
+        }
         let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, f32::MIN_POSITIVE / 2.0, -f32::NAN];
         let mixed: Vec<f32> = random(4, 70)
             .into_iter()
@@ -58,8 +64,8 @@ fn more_values_than_a_row_has_are_refused() {
     let mut sim = Sim::each().next().unwrap();
     let compiled = sim.compiled(&source::SAMPLING);
     let kernels = SamplingKernels::load(&mut sim.device, compiled).unwrap();
-    for count in [0, 4] {
-        let of = Rows { rows: 1, cols: 3 };
+    for (count, cols) in [(0, 3), (4, 3), (1025, 4096)] {
+        let of = Rows { rows: 1, cols };
         assert!(kernels.best(&mut sim.device, of, DevicePtr(0), count, DevicePtr(0)).is_err());
     }
 }
