@@ -37,7 +37,7 @@ pub use hosts::HostWorker;
 pub use link::SessionId;
 pub use lost_devices::LostDevices;
 pub use operation::{OpenedSession, OperationJob, Seating, Unopened};
-pub use outcomes::{OutcomeReport, Outcomes, ModelCounts};
+pub use outcomes::{ModelCounts, OutcomeReport, Outcomes};
 pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;

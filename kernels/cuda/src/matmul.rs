@@ -24,6 +24,9 @@ const QUANTISED_BLOCK: usize = 48;
 /// Maximum number of products of one launch.
 pub(super) const TOGETHER: usize = 3;
 
+/// Maximum number of tokens of a group of one expert.
+pub(super) const GROUP_TOKENS: usize = 32;
+
 /// Tokens of a block of the kernel for prompts.
 const STAGED_TOKENS: usize = 128;
 /// Tiles of a block of the kernel for prompts.
@@ -84,19 +87,21 @@ pub enum Activations {
 }
 
 /// Selects the matrix that each token is multiplied with.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Experts {
     One,
     /// `[tokens]` u32: the expert of each token. Weights are read separately for each token.
     Each(DevicePtr),
-    /// Tokens grouped by expert. The tokens of a group share the weights that are read.
+    /// Groups of tokens of one expert, which share the weights that are read.
     Listed {
-        /// `[experts + 1]` u32: first entry of each expert in `list`; the last is the number of entries.
-        starts: DevicePtr,
+        /// `[count]` of two u32: the first entry of the group in `list`; the expert times 256 plus the number of its
+        /// entries, 0 to `most`.
+        groups: DevicePtr,
+        count: usize,
         /// `[tokens]` u32.
         list: DevicePtr,
-        /// Maximum number of tokens of one expert.
-        max_per_expert: usize,
+        /// Maximum number of entries of a group, 1 to 32.
+        most: usize,
     },
 }
 
@@ -142,14 +147,21 @@ impl Product<'_> {
     /// Arguments of an unused product.
     const NONE: [Argument; 7] = [Argument(0); 7];
 
-    /// Whether one launch can compute both: equal activations, tokens, type and columns, and no experts.
+    /// Whether one launch can compute both: equal activations, tokens, experts, type and columns.
     pub(super) fn goes_with(&self, other: &Self) -> bool {
-        let plain = |product: &Self| matches!(product.experts, Experts::One);
         let shared = |product: &Self| {
             let shape = &product.matrix.shape;
-            (product.x, product.tokens, product.share, shape.ty(), shape.cols())
+            (
+                product.x,
+                product.tokens,
+                product.share,
+                product.experts,
+                shape.ty(),
+                shape.cols(),
+                shape.experts(),
+            )
         };
-        plain(self) && plain(other) && shared(self) == shared(other)
+        shared(self) == shared(other)
     }
 
     /// Returns the arguments that are specific to one of several products.
@@ -202,7 +214,7 @@ impl MatmulKernels {
     }
 
     /// Multiplies in one launch. Up to three products of the same rows with matrices of one type are
-    /// possible; several products may not have experts. A product's result does not depend on the others.
+    /// possible. A product's result does not depend on the others.
     ///
     /// # Errors
     /// [`CudaError::Invalid`] for products that cannot share a launch, a matrix of another type, 8-bit
@@ -224,21 +236,23 @@ impl MatmulKernels {
             Activations::Int8(x) => (x, &self.int8),
         };
         let (none, shape) = (DevicePtr::default(), &matrix.shape);
-        let (experts, starts, list, max_per_matrix, depth) = match first.experts {
-            Experts::One => (none, none, none, tokens, 1),
-            Experts::Each(experts) => (experts, none, none, 1, 1),
-            Experts::Listed { starts, list, max_per_expert } => {
-                (none, starts, list, max_per_expert, shape.experts())
-            }
+        let (experts, groups, list, together) = match first.experts {
+            Experts::One => (none, none, none, tokens),
+            Experts::Each(experts) => (experts, none, none, 1),
+            // Kernels for one token know no groups.
+            Experts::Listed { groups, list, most, .. } => (none, groups, list, most.max(2)),
         };
         // The narrowest kernel that holds all tokens, else the widest. With [`Experts::Each`], blocks have
         // one token.
-        let width = widths.iter().find(|width| width.tokens >= max_per_matrix).or(widths.last());
+        let width = widths.iter().find(|width| width.tokens >= together).or(widths.last());
         let pairwise = matches!(first.experts, Experts::Each(_));
         let width = width.filter(|width| !pairwise || width.tokens == 1).ok_or_else(|| {
             CudaError::Invalid { what: format!("{} has no such product of these activations", self.ty) }
         })?;
-        let columns = if pairwise { tokens } else { max_per_matrix }.div_ceil(width.tokens);
+        let (columns, parts) = match first.experts {
+            Experts::Listed { count, most, .. } => (count, most.div_ceil(width.tokens)),
+            _ => (tokens.div_ceil(width.tokens), 1),
+        };
         let (segment, segments) = segments(shape.cols());
         let mut arguments: Vec<Argument> = Vec::with_capacity(30);
         for index in 0..TOGETHER {
@@ -247,7 +261,7 @@ impl MatmulKernels {
         let shared: [Argument; 9] = [
             small(shape.tile_bytes())?.into(),
             experts.into(),
-            starts.into(),
+            groups.into(),
             list.into(),
             x.into(),
             small(first.share.max(1))?.into(),
@@ -257,16 +271,14 @@ impl MatmulKernels {
         ];
         arguments.extend(shared);
         let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
-        // With experts, each has only a few of the tokens. Their number is not known on the host.
+        // The kernel for prompts knows no experts.
         let int8 = matches!((first.x, first.experts), (Activations::Int8(_), Experts::One));
         let staged = self.staged.filter(|_| int8);
         let (kernel, grid, threads) = match staged {
-            Some(staged) if self.is_for_staged(max_per_matrix, tiles) => (
-                staged,
-                [max_per_matrix.div_ceil(STAGED_TOKENS), tiles.div_ceil(STAGED_TILES), depth],
-                STAGED_THREADS,
-            ),
-            _ => (width.kernel, [columns, tiles, depth], small(segments * 32)?),
+            Some(staged) if self.is_for_staged(tokens, tiles) => {
+                (staged, [tokens.div_ceil(STAGED_TOKENS), tiles.div_ceil(STAGED_TILES), 1], STAGED_THREADS)
+            }
+            _ => (width.kernel, [columns, tiles, parts], small(segments * 32)?),
         };
         device.launch(&Launch {
             kernel,

@@ -98,31 +98,68 @@ extern "C" __global__ void __launch_bounds__(128)
         weights[(u64)row * used + rank] = __fdiv_rn(weights[(u64)row * used + rank], total);
 }
 
-// Sorts pairs by expert, pairs of one expert in ascending order. Expert e has list[starts[e] .. starts[e +
-// 1]]. One block of 1024 threads, one thread per expert; at most 1024 experts.
-extern "C" __global__ void __launch_bounds__(1024)
-    expert_lists(u32 *starts, u32 *list, const u32 *chosen, u32 pairs, u32 experts) {
-    __shared__ u32 counts[1024];
-    const u32 e = threadIdx.x;
-    u32 count = 0;
-    if (e < experts)
-        for (u32 i = 0; i < pairs; i++) count += chosen[i] == e;
-    counts[e] = count;
+// Inclusive sums of one value of each of 1,024 threads.
+__device__ __forceinline__ u32 sums_of_block(u32 (&sums)[1024], u32 value) {
+    const u32 i = threadIdx.x;
+    sums[i] = value;
     __syncthreads();
-    // Inclusive prefix sums.
     for (u32 apart = 1; apart < 1024; apart *= 2) {
-        const u32 before = e >= apart ? counts[e - apart] : 0;
+        const u32 before = i >= apart ? sums[i - apart] : 0;
         __syncthreads();
-        counts[e] += before;
+        sums[i] += before;
         __syncthreads();
     }
-    if (e >= experts) return;
-    u32 at = counts[e] - count;
-    starts[e] = at;
-    if (e == experts - 1) starts[experts] = counts[e];
-    if (count == 0) return;
-    for (u32 i = 0; i < pairs; i++)
-        if (chosen[i] == e) list[at++] = i;
+    return sums[i];
+}
+
+// Sorts pairs by expert, pairs of one expert in ascending order, and divides each expert's into groups of up to 32:
+// {first of the list, expert << 8 | count}. Groups behind the last one get a count of 0. One block of 1,024 threads, one
+// thread per expert; at most 1,024 experts. Warps sort consecutive parts of the pairs.
+extern "C" __global__ void __launch_bounds__(1024)
+    expert_lists(uint2 *groups, u32 *list, const u32 *chosen, u32 pairs, u32 experts, u32 max_groups) {
+    constexpr u32 GROUP = 32, ROOM = 8192;
+    // [warps][experts]: pairs of an expert in a warp's part, then the place in the list of the next one.
+    __shared__ u32 counts[ROOM];
+    __shared__ u32 sums[1024];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = threadIdx.x;
+    const u32 warps = min(32u, ROOM / experts), part = (pairs + 32 * warps - 1) / (32 * warps) * 32;
+    const u32 first = warp * part, end = warp < warps ? min(first + part, pairs) : 0;
+    u32 *own = counts + warp * experts;
+    for (u32 i = threadIdx.x; i < warps * experts; i += 1024) counts[i] = 0;
+    __syncthreads();
+    for (u32 base = first; base < end; base += 32) {
+        const u32 i = base + lane, expert = i < end ? chosen[i] : experts;
+        const u32 same = __match_any_sync(0xffffffff, expert);
+        if (i < end && lane == __ffs(same) - 1) own[expert] += __popc(same);
+        __syncwarp();
+    }
+    __syncthreads();
+    u32 count = 0;
+    if (e < experts)
+        for (u32 w = 0; w < warps; w++) count += counts[w * experts + e];
+    const u32 start = sums_of_block(sums, count) - count;
+    if (e < experts)
+        for (u32 w = 0, at = start; w < warps; w++) {
+            const u32 in_part = counts[w * experts + e];
+            counts[w * experts + e] = at;
+            at += in_part;
+        }
+    __syncthreads();
+    const u32 own_groups = (count + GROUP - 1) / GROUP, last = sums_of_block(sums, own_groups);
+    for (u32 g = 0; g < own_groups; g++)
+        groups[last - own_groups + g] = uint2{start + GROUP * g, e << 8 | min(GROUP, count - GROUP * g)};
+    for (u32 g = sums[1023] + threadIdx.x; g < max_groups; g += 1024) groups[g] = uint2{0, 0};
+    for (u32 base = first; base < end; base += 32) {
+        const u32 i = base + lane, expert = i < end ? chosen[i] : experts;
+        const u32 same = __match_any_sync(0xffffffff, expert);
+        const u32 at = i < end ? own[expert] : 0;
+        __syncwarp();
+        if (i < end) {
+            list[at + __popc(same & ((1u << lane) - 1))] = i;
+            if (lane == __ffs(same) - 1) own[expert] = at + __popc(same);
+        }
+        __syncwarp();
+    }
 }
 
 // An output of an expert with its scale and bias: scale * product + bias.
@@ -164,11 +201,14 @@ extern "C" __global__ void __launch_bounds__(128)
     out[at] = fmaf(sum, factor, accumulate ? out[at] : 0.0f);
 }
 
-// Pairs whose experts are the heads of a row: pair `row * heads + head` is at expert `head`. One thread per pair, at
-// least heads + 1 threads.
-extern "C" __global__ void head_lists(u32 *chosen, u32 *starts, u32 *list, u32 rows, u32 heads) {
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i <= heads) starts[i] = i * rows;
+// Pairs whose experts are the heads of a row: pair `row * heads + head` is at expert `head`. Lists and groups as those of
+// `expert_lists`. One thread per pair, at least as many as groups.
+extern "C" __global__ void head_lists(u32 *chosen, uint2 *groups, u32 *list, u32 rows, u32 heads) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x, of_head = (rows + 31) / 32;
+    if (i < of_head * heads) {
+        const u32 head = i / of_head, first = i % of_head * 32;
+        groups[i] = uint2{head * rows + first, head << 8 | min(32u, rows - first)};
+    }
     if (i >= rows * heads) return;
     chosen[i] = i % heads;
     list[i] = i % rows * heads + i / rows;

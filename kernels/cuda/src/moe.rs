@@ -2,9 +2,10 @@
 //! products, and the weighted sum.
 //!
 //! A *pair* is one row at one of its experts, numbered `row * used + rank`. No pair is copied to the host.
-//! Products read the expert of each pair from [`Routes::chosen`], or process the pairs of one expert
-//! together from [`Routes::list`].
+//! Products read the expert of each pair from [`Routes::chosen`], or process groups of pairs of one expert from
+//! [`Routes::groups`].
 
+use super::matmul::GROUP_TOKENS;
 use super::rowwise::gate_code;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use kernels::Error;
@@ -46,8 +47,9 @@ pub struct Routes {
     pub chosen: DevicePtr,
     /// `[pairs]`, f32.
     pub weights: DevicePtr,
-    /// `[experts + 1]`: first entry of each expert in `list`; the last is the number of pairs.
-    pub starts: DevicePtr,
+    /// `[MoeShape::groups]` of two u32: groups of up to 32 entries of `list`, see
+    /// [`super::matmul::Experts::Listed`].
+    pub groups: DevicePtr,
     /// `[pairs]`: pairs grouped by expert, in ascending order.
     pub list: DevicePtr,
 }
@@ -118,6 +120,16 @@ impl MoeShape {
     pub fn pairs(&self) -> usize {
         self.rows * self.used
     }
+
+    /// Returns the maximum number of groups: each expert may have one that is not full.
+    pub fn groups(&self) -> usize {
+        self.pairs() / GROUP_TOKENS + self.pairs().min(self.experts)
+    }
+}
+
+/// Returns the number of groups of `rows` rows at each of `heads` heads.
+pub fn head_groups(rows: usize, heads: usize) -> usize {
+    rows.div_ceil(GROUP_TOKENS) * heads
 }
 
 /// The choice of experts: see [`kernels::backend::Selection`].
@@ -185,25 +197,31 @@ impl MoeKernels {
         })
     }
 
-    /// Fills [`Routes::starts`] and [`Routes::list`] from [`Routes::chosen`].
+    /// Fills [`Routes::groups`] and [`Routes::list`] from [`Routes::chosen`].
     ///
     /// # Errors
     /// Errors of the device.
     pub fn lists(&self, device: &mut dyn Device, shape: &MoeShape, routes: &Routes) -> Result<(), CudaError> {
         let number = |n: usize| Argument::from(n as u32);
-        let pointers = [routes.starts, routes.list, routes.chosen].map(Argument::from);
-        let [starts, list, chosen] = pointers;
+        let [groups, list, chosen] = [routes.groups, routes.list, routes.chosen].map(Argument::from);
         device.launch(&Launch {
             kernel: self.expert_lists,
             grid: [1, 1, 1],
             block: [MAX_EXPERTS as u32, 1, 1],
             shared_bytes: 0,
-            arguments: &[starts, list, chosen, number(shape.pairs()), number(shape.experts)],
+            arguments: &[
+                groups,
+                list,
+                chosen,
+                number(shape.pairs()),
+                number(shape.experts),
+                number(shape.groups()),
+            ],
         })
     }
 
-    /// Fills the routes of heads, each of which is an expert of every row: [`Routes::chosen`], [`Routes::starts`] and
-    /// [`Routes::list`].
+    /// Fills the routes of heads, each of which is an expert of every row: [`Routes::chosen`], [`head_groups`] of
+    /// [`Routes::groups`], and [`Routes::list`].
     ///
     /// # Errors
     /// Errors of the device.
@@ -212,15 +230,15 @@ impl MoeKernels {
         device: &mut dyn Device,
         rows: usize,
         heads: usize,
-        [chosen, starts, list]: [DevicePtr; 3],
+        [chosen, groups, list]: [DevicePtr; 3],
     ) -> Result<(), CudaError> {
         let number = |n: usize| Argument::from(n as u32);
         device.launch(&Launch {
             kernel: self.head_lists,
-            grid: [(rows * heads).max(heads + 1).div_ceil(128) as u32, 1, 1],
+            grid: [(rows * heads).div_ceil(128) as u32, 1, 1],
             block: [128, 1, 1],
             shared_bytes: 0,
-            arguments: &[chosen.into(), starts.into(), list.into(), number(rows), number(heads)],
+            arguments: &[chosen.into(), groups.into(), list.into(), number(rows), number(heads)],
         })
     }
 

@@ -1,7 +1,7 @@
 //! Products and parts of the heads of rows.
 
-use super::super::matmul::{Activations, Experts, Product, quantised_row_bytes, reads_int8};
-use super::super::moe::MoeKernels;
+use super::super::matmul::{Activations, Experts, GROUP_TOKENS, Product, quantised_row_bytes, reads_int8};
+use super::super::moe::{MoeKernels, head_groups};
 use super::super::rowwise::Rows;
 use super::super::source;
 use super::CudaBackend;
@@ -35,12 +35,13 @@ pub(super) fn head_matmul(backend: &mut CudaBackend, op: &HeadMatmulOp) -> Resul
     let int8 = *mode == ActivationMode::Int8 && reads_int8(matrix.shape.ty());
     let mut layout = ScratchLayout::default();
     let [chosen, list] = [4 * pairs; 2].map(|bytes| layout.next(bytes));
-    let starts = layout.next(4 * (heads + 1));
+    let count = head_groups(rows, heads);
+    let groups = layout.next(8 * count);
     let quantised = layout.next(if int8 { pairs * quantised_row_bytes(cols) } else { 0 });
     let base = scratch.of(device, layout.bytes())?;
-    let [chosen, starts, list, quantised] =
-        [chosen, starts, list, quantised].map(|offset| base.offset(offset));
-    moe.heads(device, rows, heads, [chosen, starts, list])?;
+    let [chosen, groups, list, quantised] =
+        [chosen, groups, list, quantised].map(|offset| base.offset(offset));
+    moe.heads(device, rows, heads, [chosen, groups, list])?;
     let activations = match int8 {
         false => Activations::F32(x.ptr),
         true => {
@@ -50,7 +51,7 @@ pub(super) fn head_matmul(backend: &mut CudaBackend, op: &HeadMatmulOp) -> Resul
     };
     let experts = match int8 && rows <= MAX_PAIRWISE_ROWS {
         true => Experts::Each(chosen),
-        false => Experts::Listed { starts, list, max_per_expert: rows },
+        false => Experts::Listed { groups, count, list, most: rows.min(GROUP_TOKENS) },
     };
     let out = out.ptr.offset(at * size_of::<f32>());
     let (bias, accumulate, share) = (None, false, 1);

@@ -1,11 +1,11 @@
 //! Mixture of experts. Routes are never copied to the host.
 
 use super::super::matmul::{
-    Activations, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
+    Activations, Experts, GROUP_TOKENS, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
 };
 use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Router, Routes};
 use super::super::rowwise::Rows;
-use super::super::{CudaError, Device, DevicePtr, source};
+use super::super::{DevicePtr, source};
 use super::CudaBackend;
 use super::memory::{ScratchLayout, Vectors, same};
 use super::product::activations;
@@ -57,7 +57,7 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
 
     let mut layout = ScratchLayout::default();
     let [chosen, weights, list] = [4 * pairs; 3].map(|bytes| layout.next(bytes));
-    let starts = layout.next(4 * (shape.experts + 1));
+    let groups = layout.next(8 * shape.groups());
     // Gate and up: side by side in one product, or one after the other.
     let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| layout.next(bytes));
     let inner_at = layout.next(4 * pairs * ff);
@@ -65,7 +65,7 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let down_at = layout.next(4 * pairs * hidden);
     let base = scratch.of(device, layout.bytes())?;
     let at = |offset: usize| base.offset(offset);
-    let routes = Routes { chosen: at(chosen), weights: at(weights), starts: at(starts), list: at(list) };
+    let routes = Routes { chosen: at(chosen), weights: at(weights), groups: at(groups), list: at(list) };
 
     let Selection { sigmoid, bias, groups } = op.selection;
     groups.map_or(Ok(()), |groups| groups.check(shape.experts, op.used))?;
@@ -77,37 +77,39 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
         kernels.lists(device, &shape, &routes)?;
     }
     let experts = match listed {
-        true => Experts::Listed { starts: routes.starts, list: routes.list, max_per_expert: x.rows },
+        true => Experts::Listed {
+            groups: routes.groups,
+            count: shape.groups(),
+            list: routes.list,
+            most: x.rows.min(GROUP_TOKENS),
+        },
         false => Experts::Each(routes.chosen),
-    };
-    let multiply = |device: &mut dyn Device,
-                    (matrix, kernels): (&Matrix, &MatmulKernels),
-                    x: Activations,
-                    share: usize,
-                    out: DevicePtr|
-     -> Result<(), CudaError> {
-        let ld = matrix.shape.rows();
-        let (scale, bias, accumulate) = (1.0, None, false);
-        let product = Product { matrix, x, tokens: pairs, share, experts, scale, bias, accumulate, out, ld };
-        kernels.multiply(device, &[product])
     };
     let affine = |scale, bias, width| expert_scale(vectors, shape.experts, scale, bias, width);
 
     let gate_up = match op.gate_up {
         ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => {
             let addresses = [gate_at, up_at].map(at);
-            for (id, address) in [gate, up].into_iter().zip(addresses) {
-                let found = expert(id, ff, None)?;
-                let rows = activations(device, buffers, rowwise, *mode, (op.x, found.0))?;
-                multiply(device, found, rows, op.used, address)?;
+            let mut product_of = |id, out| -> Result<(Product<'_>, &MatmulKernels), Error> {
+                let (matrix, kernels) = expert(id, ff, None)?;
+                let rows = activations(device, buffers, rowwise, *mode, (op.x, matrix))?;
+                Ok((product(matrix, rows, (pairs, op.used), experts, out), kernels))
+            };
+            let (gate, kernels) = product_of(gate, addresses[0])?;
+            let (up, of_up) = product_of(up, addresses[1])?;
+            if gate.goes_with(&up) {
+                kernels.multiply(device, &[gate, up])?;
+            } else {
+                kernels.multiply(device, &[gate])?;
+                of_up.multiply(device, &[up])?;
             }
             let (gate_scale, up_scale) = (affine(gate_scale, gate_bias, ff)?, affine(up_scale, up_bias, ff)?);
             GateUp::Separate { gate: addresses[0], up: addresses[1], gate_scale, up_scale }
         }
         ExpertGateUp::Fused { gate_up, scale, bias } => {
-            let found = expert(gate_up, 2 * ff, None)?;
-            let rows = activations(device, buffers, rowwise, *mode, (op.x, found.0))?;
-            multiply(device, found, rows, op.used, at(gate_at))?;
+            let (matrix, kernels) = expert(gate_up, 2 * ff, None)?;
+            let rows = activations(device, buffers, rowwise, *mode, (op.x, matrix))?;
+            kernels.multiply(device, &[product(matrix, rows, (pairs, op.used), experts, at(gate_at))])?;
             GateUp::Fused { gate_up: at(gate_at), scale: affine(scale, bias, 2 * ff)? }
         }
     };
@@ -121,7 +123,7 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
             Activations::Int8(at(quantised_at))
         }
     };
-    multiply(device, down, inner, 1, at(down_at))?;
+    down.1.multiply(device, &[product(down.0, inner, (pairs, 1), experts, at(down_at))])?;
     let sum = ExpertSum {
         down: at(down_at),
         down_scale: affine(op.down_scale, op.down_bias, hidden)?,
@@ -131,6 +133,18 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
         out: out.ptr,
     };
     Ok(kernels.sum(device, &shape, &sum, &routes)?)
+}
+
+/// A product of `tokens` pairs, of which `share` read one row.
+fn product(
+    matrix: &Matrix,
+    x: Activations,
+    (tokens, share): (usize, usize),
+    experts: Experts,
+    out: DevicePtr,
+) -> Product<'_> {
+    let (ld, scale, bias, accumulate) = (matrix.shape.rows(), 1.0, None, false);
+    Product { matrix, x, tokens, share, experts, scale, bias, accumulate, out, ld }
 }
 
 fn expert_scale(

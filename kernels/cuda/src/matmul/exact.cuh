@@ -10,7 +10,7 @@ __device__ __forceinline__ void prefetch_unit(const Product &p, const u8 *tile, 
 template <int NT> __device__ __forceinline__ void multiply_exactly(const Product &p) {
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
-    const u8 *tile = p.tile();
+    const u8 *tile = p.tile(NT);
     // Offsets of the tokens' rows, in pieces of 16 bytes.
     u32 rows[NT];
 #pragma unroll

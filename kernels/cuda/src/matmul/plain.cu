@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_piece(const u8 *tile, u32 index, u32 lane, 
 template <int NT, bool ALIGNED> __device__ __forceinline__ void add_up(const Product &p, float (&sums)[NT]) {
     u32 pieces = (p.cols + PIECE_COLS - 1) / PIECE_COLS;
     u32 first = p.warp() * p.segment * UNIT_PIECES, end = min(first + p.segment * UNIT_PIECES, pieces);
-    const u8 *tile = p.tile();
+    const u8 *tile = p.tile(NT);
     const float *x[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) x[t] = (const float *)p.x + (u64)p.source(t, NT) * p.cols;

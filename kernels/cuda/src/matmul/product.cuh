@@ -7,11 +7,12 @@
 // change no bit of a token's output. (In the kernel for prompts a block has two tiles, and a warp processes
 // all segments one after the other. The order of each output is the same.)
 //
-// blockIdx.x: tokens NT * x .. NT * (x + 1) of those that the block's expert has. blockIdx.y: the tile,
-// counted over up to three matrices. blockIdx.z: the expert if tokens are listed by expert. blockDim.x: 32
-// for each segment.
+// blockIdx.x: tokens NT * x .. NT * (x + 1), or the group of tokens, with blockIdx.z: its tokens NT * z .. NT * (z + 1).
+// blockIdx.y: the tile, counted over up to three matrices. blockDim.x: 32 for each segment.
 
 constexpr int MAX_SEGMENTS = 8;
+// Maximum number of tokens of a group.
+constexpr u32 GROUP_TOKENS = 32;
 
 // A matrix and the destination of its product: out = [out +] (scale * product + bias[row]), out [tokens][ld].
 struct Matrix {
@@ -28,16 +29,16 @@ struct Matrix {
 };
 
 struct Product {
-    // Up to three matrices; an unused one has 0 rows. Several matrices have the same number of columns and no
-    // experts.
+    // Up to three matrices; an unused one has 0 rows. Several matrices have the same number of columns and experts.
     Matrix first, second, third;
     u32 tile_bytes;
-    // [tokens]: the expert of each token, only if NT = 1. Null: all tokens use the first expert, or `starts`
+    // [tokens]: the expert of each token, only if NT = 1. Null: all tokens use the first expert, or `groups`
     // is set.
     const u32 *experts;
-    // [experts + 1] and [tokens]: expert e has the tokens list[starts[e] .. starts[e + 1]]. Null: tokens are
-    // not listed.
-    const u32 *starts, *list;
+    // Groups of tokens of one expert, only if 1 < NT <= GROUP_TOKENS: {i, expert << 8 | count} is the group of
+    // list[i .. i + count]. A count may be 0. Null: tokens are not listed.
+    const uint2 *groups;
+    const u32 *list;
     // Rows of activations in the kernel's type. Token i uses row i / share.
     const u8 *x;
     u32 share, tokens;
@@ -64,37 +65,44 @@ struct Product {
     __device__ __forceinline__ u32 lane() const { return threadIdx.x % 32; }
     __device__ __forceinline__ u32 warp() const { return threadIdx.x / 32; }
 
-    // Number of tokens of the block's expert.
-    __device__ __forceinline__ u32 count() const {
-        return starts ? starts[blockIdx.z + 1] - starts[blockIdx.z] : tokens;
+    __device__ __forceinline__ bool grouped(int nt) const { return nt > 1 && nt <= GROUP_TOKENS && groups; }
+
+    // Number of the block's first token in the list, or among all tokens; the number of tokens from there on in its
+    // group, or of all. Callers compute it again instead of keeping it in registers.
+    __device__ __forceinline__ uint2 range(int nt) const {
+        if (!grouped(nt)) return {blockIdx.x * nt, tokens - min(tokens, blockIdx.x * nt)};
+        uint2 group = groups[blockIdx.x];
+        u32 skipped = blockIdx.z * nt, count = group.y & 255;
+        return {group.x + skipped, count - min(count, skipped)};
     }
+
+    __device__ __forceinline__ u32 count(int nt) const { return range(nt).y; }
 
     // Index of the block's token number `t`, which must exist.
     __device__ __forceinline__ u32 token(u32 t, int nt) const {
-        u32 i = blockIdx.x * nt + t;
-        return starts ? list[starts[blockIdx.z] + i] : i;
+        u32 i = range(nt).x + t;
+        return grouped(nt) ? list[i] : i;
     }
 
     // Row of x of the block's token number `t`. Behind the last token it is that of the last one. `store`
     // drops the outputs of such tokens.
-    __device__ __forceinline__ u32 source(u32 t, int nt) const {
-        return token(min(t, count() - 1 - blockIdx.x * nt), nt) / share;
-    }
+    __device__ __forceinline__ u32 source(u32 t, int nt) const { return token(min(t, count(nt) - 1), nt) / share; }
 
     __device__ __forceinline__ u32 tiles() const { return first.tiles() + second.tiles() + third.tiles(); }
 
     // Address of a tile's weights.
-    __device__ __forceinline__ const u8 *tile(u32 of_all) const {
-        u64 expert = starts ? blockIdx.z : experts ? experts[blockIdx.x] : 0;
+    __device__ __forceinline__ const u8 *tile(u32 of_all, int nt) const {
+        u64 expert = nt == 1 && experts ? experts[blockIdx.x] : 0;
+        if (grouped(nt)) expert = groups[blockIdx.x].y >> 8;
         u32 tile;
         Matrix m = matrix(of_all, tile);
         return m.weights + (expert * m.tiles() + tile) * tile_bytes;
     }
-    __device__ __forceinline__ const u8 *tile() const { return tile(blockIdx.y); }
+    __device__ __forceinline__ const u8 *tile(int nt) const { return tile(blockIdx.y, nt); }
 
     // Stores the output of the block's token number `t` for row `row` of a matrix.
     __device__ __forceinline__ void store(const Matrix &m, u32 row, u32 t, int nt, float sum) const {
-        if (row >= m.rows || blockIdx.x * nt + t >= count()) return;
+        if (row >= m.rows || t >= count(nt)) return;
         float value = __fmul_rn(sum, m.scale);
         if (m.bias) value = __fadd_rn(value, m.bias[row]);
         float *out = m.out + (u64)token(t, nt) * m.ld + row;
@@ -142,14 +150,14 @@ template <int NT> __device__ __forceinline__ void finish(const Product &p, const
 #define MATRIX_ARGUMENTS(n) {weights_##n, rows_##n, scale_##n, bias_##n, accumulate_##n, out_##n, ld_##n}
 #define PRODUCT_PARAMETERS                                                                                             \
     MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2), u32 tile_bytes, const u32 *experts,              \
-        const u32 *starts, const u32 *list, const u8 *x, u32 share, u32 tokens, u32 cols, u32 segment
+        const uint2 *groups, const u32 *list, const u8 *x, u32 share, u32 tokens, u32 cols, u32 segment
 #define PRODUCT_ARGUMENTS                                                                                              \
-    {MATRIX_ARGUMENTS(0), MATRIX_ARGUMENTS(1), MATRIX_ARGUMENTS(2), tile_bytes, experts, starts, list, x, share,       \
+    {MATRIX_ARGUMENTS(0), MATRIX_ARGUMENTS(1), MATRIX_ARGUMENTS(2), tile_bytes, experts, groups, list, x, share,       \
      tokens, cols, segment}
-// An expert may have fewer tokens than the grid covers.
+// A group may have fewer tokens than the grid covers.
 #define PRODUCT_KERNEL(name, nt, per_sm, body)                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {           \
         Product p = PRODUCT_ARGUMENTS;                                                                                 \
-        if (blockIdx.x * nt >= p.count()) return;                                                                      \
+        if (p.count(nt) == 0) return;                                                                                  \
         body(p);                                                                                                       \
     }

@@ -64,7 +64,7 @@ __device__ __forceinline__ float fold(const Scales &s, const u32 (&words)[8], co
 template <int NT, class Words> __device__ __forceinline__ void multiply(const Product &p) {
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
-    const u8 *tile = p.tile();
+    const u8 *tile = p.tile(NT);
     // Offsets of the tokens' rows in pieces of 16 bytes. A u32 of these reaches 64 GiB, more than activations
     // ever need.
     u32 rows[NT];
@@ -171,7 +171,7 @@ template <int NT> __device__ __forceinline__ void multiply_fragments(const Produ
     u32 blocks = p.cols / 32, units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     u32 first = p.warp() * p.segment, end = min(first + p.segment, units);
     u32 g = p.lane() / 4, q = p.lane() % 4, pieces = units * UNIT_BLOCKS * (ACTIVATION_BYTES / 16);
-    const u8 *tile = p.tile();
+    const u8 *tile = p.tile(NT);
     // Offsets of the activations of tokens g, 2q and 2q + 1 of every 8, in pieces of 16 bytes.
     u32 rows[NT / 8][3];
 #pragma unroll
@@ -244,8 +244,8 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
     // The warp's tile (one of two) and its first token (a multiple of 32). A warp without outputs still
     // copies pieces for the other warps.
     u32 of_all = 2 * blockIdx.y + p.warp() / 4, first = p.warp() % 4 * 32;
-    bool works = of_all < p.tiles() && blockIdx.x * STAGED_TOKENS + first < p.count();
-    const u8 *tile = p.tile(works ? of_all : 2 * blockIdx.y);
+    bool works = of_all < p.tiles() && first < p.count(STAGED_TOKENS);
+    const u8 *tile = p.tile(works ? of_all : 2 * blockIdx.y, STAGED_TOKENS);
     Sums<32> sums = {}, total = {};
     auto end_segment = [&] {
 #pragma unroll

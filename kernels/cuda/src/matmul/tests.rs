@@ -44,11 +44,6 @@ impl Case {
         self.matrix.shape.cols()
     }
 
-    fn expert(&self, expert: usize) -> &[u8] {
-        let bytes = self.file.len() / self.matrix.shape.experts();
-        &self.file[expert * bytes..][..bytes]
-    }
-
     /// Uploads rows of activations, quantised if `int8`.
     fn activations(&mut self, a: &[f32], int8: bool) -> Activations {
         let cols = self.cols();
@@ -266,32 +261,72 @@ fn the_epilogue_scales_adds_bias_and_accumulates() {
     }
 }
 
+/// Groups of up to `most` tokens of one expert, each followed by an empty one, and their tokens.
+fn grouped(chosen: &[u32], most: usize) -> (Vec<[u32; 2]>, Vec<u32>) {
+    let (mut groups, mut list) = (Vec::new(), Vec::new());
+    for expert in 0..3 {
+        let tokens: Vec<u32> = (0..).zip(chosen).filter(|(_, e)| **e == expert).map(|(t, _)| t).collect();
+        for group in tokens.chunks(most) {
+            groups.extend([[list.len() as u32, expert << 8 | group.len() as u32], [0, 0]]);
+            list.extend(group);
+        }
+    }
+    (groups, list)
+}
+
 #[test]
-fn tokens_are_routed_one_by_one_or_by_lists() {
-    let (ty, rows, cols) = (GgmlType::Q4_K, 34, 256);
-    let mut case = Case::new(Arch::SM_121A, ty, rows, cols, 3, 17);
-    // Five rows at two experts each. Expert 1 has more tokens than one block of four processes, expert 2
-    // has one token.
-    let chosen = [1, 0, 1, 2, 1, 0, 0, 1, 1, 0];
-    let a = Random(18).values(5 * cols);
-    let expected: Vec<f32> = (0..10)
-        .flat_map(|token| {
-            let bytes = case.expert(chosen[token] as usize);
-            reference::int8(ty, cols, bytes, &a[token / 2 * cols..][..cols]).unwrap()
-        })
-        .collect();
-    let (x, experts) = (case.activations(&a, true), case.sim.numbers(&chosen));
-    let each = |product: &mut Product<'_>| {
-        (product.share, product.experts) = (2, Experts::Each(experts));
-    };
-    assert_same(&case.run(each, x, 10), &expected, "each");
-    let list: Vec<u32> = (0..3).flat_map(|e| (0..10).filter(move |t| chosen[*t as usize] == e)).collect();
-    let (starts, list) = (case.sim.numbers(&[0, 4, 9, 10]), case.sim.numbers(&list));
-    for max_per_expert in [5, 8, 10] {
-        let listed = |product: &mut Product<'_>| {
-            (product.share, product.experts) = (2, Experts::Listed { starts, list, max_per_expert });
-        };
-        assert_same(&case.run(listed, x, 10), &expected, "listed");
+fn tokens_are_routed_one_by_one_or_by_groups() {
+    for (arch, ty, rows) in Arch::CHECKED.into_iter().flat_map(|arch| {
+        [(GgmlType::Q4_K, 5), (GgmlType::MXFP4, 60), (GgmlType::BF16, 5), (GgmlType::FP8, 5)]
+            .map(|(ty, rows)| (arch, ty, rows))
+    }) {
+        let (outputs, cols, int8) = (34, 256, reads_int8(ty));
+        let mut case = Case::new(arch, ty, outputs, cols, 3, 17);
+        // Rows at two experts each. Most use expert 1, two expert 2.
+        let pairs = 2 * rows;
+        let chosen: Vec<u32> =
+            (0..pairs).map(|i| if i % 8 == 3 && i < 16 { 2 } else { [1, 0, 1][i % 3] }).collect();
+        let a = Random(18).values(rows * cols);
+        let x = case.activations(&a, int8);
+        // The same products, without experts.
+        let expected: Vec<f32> = (0..pairs)
+            .flat_map(|pair| {
+                let shape = TiledShape::new(ty, outputs, cols, 1).unwrap();
+                let start = case.matrix.start.offset(chosen[pair] as usize * shape.packed_bytes());
+                let row = case.activations(&a[pair / 2 * cols..][..cols], int8);
+                let matrix = Matrix { shape, start };
+                let out = case.sim.room(4 * outputs);
+                let product = Product { matrix: &matrix, ..case.product(row, 1, out) };
+                case.kernels.multiply(&mut case.sim.device, &[product]).unwrap();
+                case.sim.read_values(out, outputs)
+            })
+            .collect();
+        let mut all = vec![Experts::Each(case.sim.numbers(&chosen))];
+        for most in [1, 3, 8, 9, 32] {
+            let (groups, list) = grouped(&chosen, most);
+            let count = groups.len();
+            let (groups, list) = (case.sim.numbers(groups.as_flattened()), case.sim.numbers(&list));
+            all.push(Experts::Listed { groups, count, list, most });
+        }
+        for experts in all {
+            let label = format!("{ty} {arch} {experts:?}");
+            let routed = |product: &mut Product<'_>| (product.share, product.experts) = (2, experts);
+            assert_same(&case.run(routed, x, pairs), &expected, &label);
+            // Together with another product, as gate and up are.
+            let (matrix, outs) = (case.matrix, [0; 2].map(|_| case.sim.room(4 * pairs * outputs)));
+            let products =
+                outs.map(|out| Product { matrix: &matrix, share: 2, experts, ..case.product(x, pairs, out) });
+            case.kernels.multiply(&mut case.sim.device, &products).unwrap();
+            for out in outs {
+                assert_same(&case.sim.read_values(out, pairs * outputs), &expected, &label);
+            }
+        }
+        // A launch has one choice of experts.
+        let matrix = case.matrix;
+        let out = case.sim.room(4 * rows * outputs);
+        let one = Product { matrix: &matrix, ..case.product(x, rows, out) };
+        let each = Product { experts: Experts::Each(out), ..one };
+        assert!(case.kernels.multiply(&mut case.sim.device, &[one, each]).is_err());
     }
 }
 

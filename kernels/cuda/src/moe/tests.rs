@@ -22,9 +22,8 @@ impl Placed {
         let compiled = sim.compiled(&source::MOE);
         let kernels = MoeKernels::load(&mut sim.device, compiled).unwrap();
         let mut array = |len| sim.room(4 * len);
-        let (chosen, weights) = (array(shape.pairs()), array(shape.pairs()));
-        let (starts, list) = (array(shape.experts + 1), array(shape.pairs()));
-        let routes = Routes { chosen, weights, starts, list };
+        let [chosen, weights, list] = [0; 3].map(|_| array(shape.pairs()));
+        let routes = Routes { chosen, weights, groups: array(2 * shape.groups()), list };
         let bias = (!router.bias.is_empty()).then(|| sim.values(&router.bias));
         let reference::Router { sigmoid, groups, renormalise, .. } = *router;
         let logits = sim.values(logits);
@@ -94,21 +93,50 @@ fn biases_and_groups_change_the_choice_and_not_the_weights() {
     }
 }
 
-#[test]
-fn lists_hold_every_pair_once_grouped_by_expert() {
-    let shape = MoeShape { rows: 9, experts: 70, used: 4 };
-    for sim in Sim::each() {
-        let mut placed = Placed::new(sim, shape, &numbers(2, 0, 9 * 70), true);
-        let chosen = placed.chosen();
-        let starts = placed.sim.read_numbers(placed.routes.starts, 71);
-        let list = placed.sim.read_numbers(placed.routes.list, 36);
-        for expert in 0..70 {
-            let own = &list[starts[expert] as usize..starts[expert + 1] as usize];
-            let expected: Vec<u32> = (0..36).filter(|pair| chosen[*pair as usize] == expert as u32).collect();
-            assert_eq!(own, expected);
+/// Checks that groups hold every pair once, pairs of one expert in ascending order, in full groups but the last.
+fn assert_groups(groups: &[[u32; 2]], list: &[u32], chosen: &[u32], experts: u32) {
+    let mut groups = groups.iter();
+    let mut first = 0;
+    for expert in 0..experts {
+        let own: Vec<u32> = (0..).zip(chosen).filter(|(_, e)| **e == expert).map(|(pair, _)| pair).collect();
+        for expected in own.chunks(GROUP_TOKENS) {
+            assert_eq!(groups.next(), Some(&[first, expert << 8 | expected.len() as u32]));
+            assert_eq!(&list[first as usize..][..expected.len()], expected);
+            first += expected.len() as u32;
         }
-        let sums = placed.weights().chunks(4).map(|row| row.iter().sum::<f32>()).collect::<Vec<_>>();
-        assert_near(&sums, &[1.0; 9], 1e-6, "weights that sum to one");
+    }
+    assert!(groups.all(|group| *group == [0, 0]));
+}
+
+#[test]
+fn groups_hold_every_pair_once() {
+    for (rows, experts, used) in [(9, 70, 4), (1, 3, 3), (200, 5, 2), (40, 1024, 8), (70, 300, 3)] {
+        let shape = MoeShape { rows, experts, used };
+        for sim in Sim::each() {
+            let mut placed = Placed::new(sim, shape, &numbers(2, 0, rows * experts), true);
+            let chosen = placed.chosen();
+            let groups = placed.sim.read_numbers(placed.routes.groups, 2 * shape.groups());
+            let list = placed.sim.read_numbers(placed.routes.list, shape.pairs());
+            assert_groups(groups.as_chunks().0, &list, &chosen, experts as u32);
+            let sums = placed.weights().chunks(used).map(|row| row.iter().sum::<f32>()).collect::<Vec<_>>();
+            assert_near(&sums, &vec![1.0; rows], 1e-6, "weights that sum to one");
+        }
+    }
+}
+
+#[test]
+fn groups_of_heads_hold_every_pair_once() {
+    for (mut sim, (rows, heads)) in Sim::each().zip([(70, 3), (2, 40)]) {
+        let compiled = sim.compiled(&source::MOE);
+        let kernels = MoeKernels::load(&mut sim.device, compiled).unwrap();
+        let count = head_groups(rows, heads);
+        let [chosen, list] = [0; 2].map(|_| sim.room(4 * rows * heads));
+        let groups = sim.room(8 * count);
+        kernels.heads(&mut sim.device, rows, heads, [chosen, groups, list]).unwrap();
+        let (groups, list) = (sim.read_numbers(groups, 2 * count), sim.read_numbers(list, rows * heads));
+        let chosen = sim.read_numbers(chosen, rows * heads);
+        assert_eq!(chosen, (0..rows * heads).map(|pair| (pair % heads) as u32).collect::<Vec<_>>());
+        assert_groups(groups.as_chunks().0, &list, &chosen, heads as u32);
     }
 }
 
