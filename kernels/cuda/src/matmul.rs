@@ -28,7 +28,7 @@ pub(super) const TOGETHER: usize = 3;
 pub(super) const GROUP_TOKENS: usize = 32;
 
 /// Tokens of a block of the kernel for prompts.
-const STAGED_TOKENS: usize = 128;
+pub(super) const STAGED_TOKENS: usize = 128;
 /// Tiles of a block of the kernel for prompts.
 const STAGED_TILES: usize = 2;
 /// Threads of a block of the kernel for prompts.
@@ -271,12 +271,24 @@ impl MatmulKernels {
         ];
         arguments.extend(shared);
         let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
-        // The kernel for prompts knows no experts.
-        let int8 = matches!((first.x, first.experts), (Activations::Int8(_), Experts::One));
-        let staged = self.staged.filter(|_| int8);
-        let (kernel, grid, threads) = match staged {
-            Some(staged) if self.is_for_staged(tokens, tiles) => {
-                (staged, [tokens.div_ceil(STAGED_TOKENS), tiles.div_ceil(STAGED_TILES), 1], STAGED_THREADS)
+        // Tokens for each matrix, and columns of blocks, if the kernel for prompts is used.
+        let staged_columns = match (first.x, first.experts) {
+            (Activations::Int8(_), Experts::One) => Some((tokens, tokens.div_ceil(STAGED_TOKENS))),
+            (Activations::Int8(_), Experts::Listed { count, most: GROUP_TOKENS, .. }) => {
+                // A block takes four whole groups.
+                let columns = count / (STAGED_TOKENS / GROUP_TOKENS);
+                (columns * STAGED_TOKENS == count * GROUP_TOKENS)
+                    .then_some((tokens / shape.experts(), columns))
+            }
+            _ => None,
+        };
+        let staged_columns = staged_columns.filter(|&(tokens, columns)| {
+            let blocks = columns * tiles.div_ceil(STAGED_TILES);
+            tokens > STAGED_TOKENS / 2 && blocks >= self.multiprocessors
+        });
+        let (kernel, grid, threads) = match (self.staged, staged_columns) {
+            (Some(staged), Some((_, columns))) => {
+                (staged, [columns, tiles.div_ceil(STAGED_TILES), 1], STAGED_THREADS)
             }
             _ => (width.kernel, [columns, tiles, parts], small(segments * 32)?),
         };
@@ -287,13 +299,6 @@ impl MatmulKernels {
             shared_bytes: 0,
             arguments: &arguments,
         })
-    }
-
-    /// Whether the kernel for prompts is used: for more than half a block of tokens, and at least one block
-    /// for each multiprocessor.
-    fn is_for_staged(&self, tokens: usize, tiles: usize) -> bool {
-        let blocks = tokens.div_ceil(STAGED_TOKENS) * tiles.div_ceil(STAGED_TILES);
-        tokens > STAGED_TOKENS / 2 && blocks >= self.multiprocessors
     }
 
     /// Reads rows of a table.

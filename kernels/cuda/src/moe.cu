@@ -113,8 +113,8 @@ __device__ __forceinline__ u32 sums_of_block(u32 (&sums)[1024], u32 value) {
 }
 
 // Sorts pairs by expert, pairs of one expert in ascending order, and divides each expert's into groups of up to 32:
-// {first of the list, expert << 8 | count}. Groups behind the last one get a count of 0. One block of 1,024 threads, one
-// thread per expert; at most 1,024 experts. Warps sort consecutive parts of the pairs.
+// {first of the list, expert << 8 | count}. Groups behind the last one get a count of 0. One block of 1,024 threads,
+// one thread per expert; at most 1,024 experts. Warps sort consecutive parts of the pairs.
 extern "C" __global__ void __launch_bounds__(1024)
     expert_lists(uint2 *groups, u32 *list, const u32 *chosen, u32 pairs, u32 experts, u32 max_groups) {
     constexpr u32 GROUP = 32, ROOM = 8192;
@@ -201,13 +201,16 @@ extern "C" __global__ void __launch_bounds__(128)
     out[at] = fmaf(sum, factor, accumulate ? out[at] : 0.0f);
 }
 
-// Pairs whose experts are the heads of a row: pair `row * heads + head` is at expert `head`. Lists and groups as those of
-// `expert_lists`. One thread per pair, at least as many as groups.
+// Pairs whose experts are the heads of a row: pair `row * heads + head` is at expert `head`. Lists and groups are like
+// those of `expert_lists`, and the number of groups is a multiple of four. One thread per pair, in blocks of 128: enough
+// for all groups.
 extern "C" __global__ void head_lists(u32 *chosen, uint2 *groups, u32 *list, u32 rows, u32 heads) {
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x, of_head = (rows + 31) / 32;
-    if (i < of_head * heads) {
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x, of_head = (rows + 31) / 32, count = of_head * heads;
+    if (i < count) {
         const u32 head = i / of_head, first = i % of_head * 32;
         groups[i] = uint2{head * rows + first, head << 8 | min(32u, rows - first)};
+    } else if (i < (count + 3) / 4 * 4) {
+        groups[i] = uint2{0, 0};
     }
     if (i >= rows * heads) return;
     chosen[i] = i % heads;

@@ -5,7 +5,7 @@
 //! Products read the expert of each pair from [`Routes::chosen`], or process groups of pairs of one expert from
 //! [`Routes::groups`].
 
-use super::matmul::GROUP_TOKENS;
+use super::matmul::{GROUP_TOKENS, STAGED_TOKENS};
 use super::rowwise::gate_code;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use kernels::Error;
@@ -16,6 +16,9 @@ mod tests;
 
 /// Maximum number of experts of a layer.
 const MAX_EXPERTS: usize = 1024;
+
+/// Groups that a block of the kernel for prompts multiplies together.
+const GROUPS_TOGETHER: usize = STAGED_TOKENS / GROUP_TOKENS;
 
 /// Rows that one block routes.
 const ROUTE_ROWS: usize = 4;
@@ -121,15 +124,15 @@ impl MoeShape {
         self.rows * self.used
     }
 
-    /// Returns the maximum number of groups: each expert may have one that is not full.
+    /// Returns the maximum number of groups: each expert may have one that is not full. A multiple of four.
     pub fn groups(&self) -> usize {
-        self.pairs() / GROUP_TOKENS + self.pairs().min(self.experts)
+        (self.pairs() / GROUP_TOKENS + self.pairs().min(self.experts)).next_multiple_of(GROUPS_TOGETHER)
     }
 }
 
-/// Returns the number of groups of `rows` rows at each of `heads` heads.
+/// Returns the number of groups of `rows` rows at each of `heads` heads, rounded up to a multiple of four.
 pub fn head_groups(rows: usize, heads: usize) -> usize {
-    rows.div_ceil(GROUP_TOKENS) * heads
+    (rows.div_ceil(GROUP_TOKENS) * heads).next_multiple_of(GROUPS_TOGETHER)
 }
 
 /// The choice of experts: see [`kernels::backend::Selection`].

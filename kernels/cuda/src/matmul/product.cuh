@@ -7,8 +7,9 @@
 // change no bit of a token's output. (In the kernel for prompts a block has two tiles, and a warp processes
 // all segments one after the other. The order of each output is the same.)
 //
-// blockIdx.x: tokens NT * x .. NT * (x + 1), or the group of tokens, with blockIdx.z: its tokens NT * z .. NT * (z + 1).
-// blockIdx.y: the tile, counted over up to three matrices. blockDim.x: 32 for each segment.
+// blockIdx.x: tokens NT * x .. NT * (x + 1); or a group of tokens, of which blockIdx.z selects NT * z .. NT * (z + 1),
+// or as many groups as have NT tokens. blockIdx.y: the tile, counted over up to three matrices. blockDim.x: 32 for each
+// segment.
 
 constexpr int MAX_SEGMENTS = 8;
 // Maximum number of tokens of a group.
@@ -35,8 +36,8 @@ struct Product {
     // [tokens]: the expert of each token, only if NT = 1. Null: all tokens use the first expert, or `groups`
     // is set.
     const u32 *experts;
-    // Groups of tokens of one expert, only if 1 < NT <= GROUP_TOKENS: {i, expert << 8 | count} is the group of
-    // list[i .. i + count]. A count may be 0. Null: tokens are not listed.
+    // Groups of tokens of one expert, only if NT > 1: {i, expert << 8 | count} is the group of list[i .. i + count]. A
+    // count may be 0. Null: tokens are not listed.
     const uint2 *groups;
     const u32 *list;
     // Rows of activations in the kernel's type. Token i uses row i / share.
@@ -65,47 +66,63 @@ struct Product {
     __device__ __forceinline__ u32 lane() const { return threadIdx.x % 32; }
     __device__ __forceinline__ u32 warp() const { return threadIdx.x / 32; }
 
-    __device__ __forceinline__ bool grouped(int nt) const { return nt > 1 && nt <= GROUP_TOKENS && groups; }
+    __device__ __forceinline__ bool grouped(int nt) const { return nt > 1 && groups; }
 
-    // Number of the block's first token in the list, or among all tokens; the number of tokens from there on in its
-    // group, or of all. Callers compute it again instead of keeping it in registers.
-    __device__ __forceinline__ uint2 range(int nt) const {
-        if (!grouped(nt)) return {blockIdx.x * nt, tokens - min(tokens, blockIdx.x * nt)};
-        uint2 group = groups[blockIdx.x];
-        u32 skipped = blockIdx.z * nt, count = group.y & 255;
+    __device__ __forceinline__ u32 in_group(u32 t, int nt) const { return nt > GROUP_TOKENS ? t % GROUP_TOKENS : t; }
+
+    // The group of the block's token number `t`. A block of more tokens than a group has several groups.
+    __device__ __forceinline__ uint2 group(u32 t, int nt) const {
+        return nt > GROUP_TOKENS ? groups[blockIdx.x * (nt / GROUP_TOKENS) + t / GROUP_TOKENS] : groups[blockIdx.x];
+    }
+
+    // Number of the block's token number `t` in the list, or among all tokens; the number of tokens from there on in
+    // its group, or of all. Callers compute it again instead of keeping it in registers.
+    __device__ __forceinline__ uint2 range(u32 t, int nt) const {
+        u32 i = blockIdx.x * nt + t;
+        if (!grouped(nt)) return {i, tokens - min(tokens, i)};
+        uint2 group = this->group(t, nt);
+        u32 skipped = blockIdx.z * nt + in_group(t, nt), count = group.y & 255;
         return {group.x + skipped, count - min(count, skipped)};
     }
 
-    __device__ __forceinline__ u32 count(int nt) const { return range(nt).y; }
+    // Whether the block has a token number `t`.
+    __device__ __forceinline__ bool has(u32 t, int nt) const { return range(t, nt).y > 0; }
 
-    // Index of the block's token number `t`, which must exist.
-    __device__ __forceinline__ u32 token(u32 t, int nt) const {
-        u32 i = range(nt).x + t;
-        return grouped(nt) ? list[i] : i;
+    __device__ __forceinline__ bool has_any(int nt) const {
+        bool any = false;
+        for (u32 t = 0; t < nt; t += GROUP_TOKENS) any |= has(t, nt);
+        return any;
     }
 
-    // Row of x of the block's token number `t`. Behind the last token it is that of the last one. `store`
+    // Row of x of the block's token number `t`. Behind the last token of a group it is that of the last one. `store`
     // drops the outputs of such tokens.
-    __device__ __forceinline__ u32 source(u32 t, int nt) const { return token(min(t, count(nt) - 1), nt) / share; }
+    __device__ __forceinline__ u32 source(u32 t, int nt) const {
+        u32 i = in_group(t, nt);
+        uint2 range = this->range(t - i, nt);
+        if (nt > GROUP_TOKENS && range.y == 0) return 0;
+        u32 found = range.x + min(i, range.y - 1);
+        return (grouped(nt) ? list[found] : found) / share;
+    }
 
     __device__ __forceinline__ u32 tiles() const { return first.tiles() + second.tiles() + third.tiles(); }
 
-    // Address of a tile's weights.
-    __device__ __forceinline__ const u8 *tile(u32 of_all, int nt) const {
+    // Address of a tile's weights for the block's token number `t`.
+    __device__ __forceinline__ const u8 *tile(u32 of_all, u32 t, int nt) const {
         u64 expert = nt == 1 && experts ? experts[blockIdx.x] : 0;
-        if (grouped(nt)) expert = groups[blockIdx.x].y >> 8;
+        if (grouped(nt)) expert = group(t, nt).y >> 8;
         u32 tile;
         Matrix m = matrix(of_all, tile);
         return m.weights + (expert * m.tiles() + tile) * tile_bytes;
     }
-    __device__ __forceinline__ const u8 *tile(int nt) const { return tile(blockIdx.y, nt); }
+    __device__ __forceinline__ const u8 *tile(int nt) const { return tile(blockIdx.y, 0, nt); }
 
     // Stores the output of the block's token number `t` for row `row` of a matrix.
     __device__ __forceinline__ void store(const Matrix &m, u32 row, u32 t, int nt, float sum) const {
-        if (row >= m.rows || t >= count(nt)) return;
+        uint2 range = this->range(t, nt);
+        if (row >= m.rows || range.y == 0) return;
         float value = __fmul_rn(sum, m.scale);
         if (m.bias) value = __fadd_rn(value, m.bias[row]);
-        float *out = m.out + (u64)token(t, nt) * m.ld + row;
+        float *out = m.out + (u64)(grouped(nt) ? list[range.x] : range.x) * m.ld + row;
         *out = m.accumulate ? __fadd_rn(*out, value) : value;
     }
 };
@@ -158,6 +175,6 @@ template <int NT> __device__ __forceinline__ void finish(const Product &p, const
 #define PRODUCT_KERNEL(name, nt, per_sm, body)                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {           \
         Product p = PRODUCT_ARGUMENTS;                                                                                 \
-        if (p.count(nt) == 0) return;                                                                                  \
+        if (!p.has_any(nt)) return;                                                                                    \
         body(p);                                                                                                       \
     }

@@ -244,8 +244,8 @@ __device__ __forceinline__ void multiply_staged(const Product &p) {
     // The warp's tile (one of two) and its first token (a multiple of 32). A warp without outputs still
     // copies pieces for the other warps.
     u32 of_all = 2 * blockIdx.y + p.warp() / 4, first = p.warp() % 4 * 32;
-    bool works = of_all < p.tiles() && first < p.count(STAGED_TOKENS);
-    const u8 *tile = p.tile(works ? of_all : 2 * blockIdx.y, STAGED_TOKENS);
+    bool works = of_all < p.tiles() && p.has(first, STAGED_TOKENS);
+    const u8 *tile = p.tile(works ? of_all : 2 * blockIdx.y, first, STAGED_TOKENS);
     Sums<32> sums = {}, total = {};
     auto end_segment = [&] {
 #pragma unroll

@@ -358,6 +358,39 @@ fn embeddings_equal_the_dequantised_rows() {
     }
 }
 
+/// Groups of several experts in one block of the kernel for prompts, some of them not full, some empty.
+#[test]
+fn the_kernel_for_prompts_multiplies_groups() {
+    let (rows, outputs) = (131, 70);
+    let chosen: Vec<u32> = (0..2 * rows).map(|i| [1, 0, 1, 2, 1][i % 5]).collect();
+    for (arch, ty) in Arch::CHECKED.into_iter().flat_map(|arch| served().map(move |ty| (arch, ty))) {
+        if !reads_int8(ty) {
+            continue;
+        }
+        // Two segments of two units, or of one unit and a short one.
+        let cols = if ty.block_len() == 32 { 256 + 64 } else { 4 * 256 };
+        let mut case = Case::new(arch, ty, outputs, cols, 3, 17);
+        let a = Random(18).values(rows * cols);
+        let x = case.activations(&a, true);
+        let (mut groups, list) = grouped(&chosen, 32);
+        groups.resize(groups.len().next_multiple_of(4), [0, 0]);
+        let count = groups.len();
+        let (groups, list) = (case.sim.numbers(groups.as_flattened()), case.sim.numbers(&list));
+        let experts = Experts::Listed { groups, count, list, most: 32 };
+        let mut run = |multiprocessors| {
+            case.kernels.multiprocessors = multiprocessors;
+            let before = case.sim.device.machine().counts().global_read;
+            let routed = |product: &mut Product<'_>| (product.share, product.experts) = (2, experts);
+            let found = case.run(routed, x, 2 * rows);
+            (found, case.sim.device.machine().counts().global_read - before)
+        };
+        let (staged, of_staged) = run(1);
+        let (plain, of_plain) = run(usize::MAX);
+        assert_same(&staged, &plain, &format!("{ty} {arch}"));
+        assert_ne!(of_staged, of_plain, "{ty} {arch}: both ran the same kernel");
+    }
+}
+
 /// A prompt's activations are read once for two tiles, each by one lane.
 #[test]
 fn the_kernel_for_prompts_reads_less() {
