@@ -37,6 +37,8 @@ mod survey;
 mod tape;
 
 #[cfg(test)]
+mod cost;
+#[cfg(test)]
 mod tests;
 
 pub use arch::Arch;

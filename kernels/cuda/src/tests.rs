@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 
-mod gate;
+pub(crate) mod gate;
 pub(crate) mod hole;
 pub(crate) mod sim;
 

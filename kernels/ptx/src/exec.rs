@@ -24,8 +24,7 @@ pub(crate) struct Block<'a> {
     pub(crate) memory: &'a mut Memory,
     pub(crate) constants: &'a [u8],
     pub(crate) counts: &'a mut crate::Counts,
-    /// Number of lanes that ran each instruction. A branch that no lane takes counts once.
-    pub(crate) executed: &'a mut [u64],
+    pub(crate) executed: &'a mut [crate::Executed],
     pub(crate) names: &'a Names,
     pub(crate) parameters: Vec<u8>,
     pub(crate) shared: Shared,
@@ -61,7 +60,9 @@ impl Block<'_> {
             self.counts.warp_instructions += 1;
             self.counts.lane_instructions += lanes;
             // A branch that is not taken is executed nevertheless.
-            self.executed[at] += lanes.max(matches!(op, Op::Branch { .. }).into());
+            let executed = &mut self.executed[at];
+            executed.lanes += lanes.max(matches!(op, Op::Branch { .. }).into());
+            executed.warps += 1;
             let flow = if mask == 0 { Flow::Next } else { self.execute(warp, op, mask)? };
             match flow {
                 Flow::Next => warp.pc += 1,

@@ -13,13 +13,14 @@ const MAX_LOCAL: u32 = 512 << 10;
 /// Warp instructions after which a block is taken for endless.
 const MAX_INSTRUCTIONS: u64 = 1 << 28;
 
-/// Runs all blocks, in an order that the seed determines.
+/// Runs all blocks, in an order that the seed determines. With a limit, runs blocks spread over the grid until that many
+/// warp instructions were issued. Returns the number of blocks.
 pub(crate) fn run(
     launch: &Launch<'_>,
     limits: Limits,
-    seed: u64,
+    (seed, limit): (u64, Option<u64>),
     mut block: Block<'_>,
-) -> Result<(), RunError> {
+) -> Result<u64, RunError> {
     let kernel = block.kernel;
     block.parameters = check(kernel, launch, limits)?;
     let threads: u32 = launch.block.iter().product();
@@ -31,8 +32,12 @@ pub(crate) fn run(
     }
     let blocks = launch.grid.iter().map(|&n| u64::from(n)).product::<u64>();
     let mut random = Random(seed);
-    let (start, stride) = random.walk(blocks);
+    let (start, stride) = if limit.is_some() { spread(blocks) } else { random.walk(blocks) };
+    let end = limit.map(|limit| block.counts.warp_instructions.saturating_add(limit));
     for step in 0..blocks {
+        if end.is_some_and(|end| block.counts.warp_instructions >= end) {
+            return Ok(step);
+        }
         let number =
             ((u128::from(start) + u128::from(step) * u128::from(stride)) % u128::from(blocks)) as u64;
         let [x, y] = [launch.grid[0], launch.grid[1]].map(u64::from);
@@ -62,7 +67,7 @@ pub(crate) fn run(
             }))
         })?;
     }
-    Ok(())
+    Ok(blocks)
 }
 
 /// Checks a launch and lays out its parameters.
@@ -236,14 +241,21 @@ impl Random {
 
     /// Returns a start and a stride that together visit all numbers below `count`.
     fn walk(&mut self, count: u64) -> (u64, u64) {
-        fn divisor(a: u64, b: u64) -> u64 {
-            if b == 0 { a } else { divisor(b, a % b) }
-        }
         let start = self.next() % count;
-        let mut stride = self.next() % count;
-        while divisor(stride, count) != 1 {
-            stride += 1;
-        }
-        (start, stride)
+        (start, coprime(self.next() % count, count))
     }
+}
+
+/// Returns a start and a stride whose first numbers are spread evenly over those below `count`: steps of the golden
+/// ratio from the middle.
+fn spread(count: u64) -> (u64, u64) {
+    (count / 2, coprime((u128::from(count) * 618_033_989 / 1_000_000_000) as u64, count))
+}
+
+/// Returns the first number from `least` on that has no divisor in common with `count`.
+fn coprime(least: u64, count: u64) -> u64 {
+    fn divisor(a: u64, b: u64) -> u64 {
+        if b == 0 { a } else { divisor(b, a % b) }
+    }
+    (least..).find(|&stride| divisor(stride, count) == 1).unwrap_or(1)
 }

@@ -41,7 +41,9 @@ mod warp;
 mod window;
 
 pub use error::{Fault, FaultKind, PtxError, RunError};
-pub use machine::{Counts, KernelRef, Launch, Limits, Machine, ModuleRef, Uncovered};
+pub use machine::{
+    Counts, Executed, KernelRef, Launch, Limits, Listed, Machine, ModuleRef, Sample, Uncovered,
+};
 
 #[cfg(test)]
 mod tests;

@@ -4,6 +4,7 @@ use crate::decode::{Kernel, kernel};
 use crate::exec::Block;
 use crate::memory::Memory;
 use crate::names::Names;
+use crate::op::SourceLocation;
 use crate::parse::{Parsed, parse};
 use crate::shared::Shared;
 use crate::{PtxError, RunError};
@@ -73,6 +74,34 @@ pub struct Launch<'a> {
     pub arguments: &'a [u64],
 }
 
+/// How often an instruction ran.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Executed {
+    /// Lanes that ran it. A branch that no lane takes counts once.
+    pub lanes: u64,
+    /// Warps that issued it, with or without a lane.
+    pub warps: u64,
+    /// Address that it read from last, unless it reads from one space that is not global.
+    pub address: u64,
+}
+
+/// What some blocks of a launch ran.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    pub blocks: u64,
+    pub counts: Counts,
+    /// For each instruction of the kernel.
+    pub executed: Vec<Executed>,
+}
+
+/// An instruction of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    pub instruction: String,
+    /// File and line of the CUDA source.
+    pub source_line: String,
+}
+
 /// An instruction that never ran, as coverage reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Uncovered {
@@ -86,8 +115,8 @@ pub struct Uncovered {
 #[derive(Debug)]
 struct Module {
     kernels: Vec<Kernel>,
-    /// For each kernel and instruction: the number of lanes that ran it.
-    executed: Vec<Vec<u64>>,
+    /// For each kernel and instruction.
+    executed: Vec<Vec<Executed>>,
     constants: Vec<u8>,
     names: Names,
 }
@@ -133,7 +162,7 @@ impl Machine {
             .iter()
             .map(|function| kernel(function, &addresses, ptx))
             .collect::<Result<_, _>>()?;
-        let executed = kernels.iter().map(|kernel| vec![0; kernel.code.len()]).collect();
+        let executed = kernels.iter().map(|kernel| vec![Executed::default(); kernel.code.len()]).collect();
         let Parsed { constants, files, .. } = parsed;
         self.modules.push(Module { kernels, executed, constants, names: Names::new(ptx, files) });
         Ok(ModuleRef(self.modules.len() - 1))
@@ -143,6 +172,14 @@ impl Machine {
     pub fn kernel(&self, module: ModuleRef, name: &str) -> Option<KernelRef> {
         let kernel = self.modules.get(module.0)?.kernels.iter().position(|kernel| kernel.name == name)?;
         Some(KernelRef { module: module.0, kernel })
+    }
+
+    /// Allocates zeroes, which count as written. Memory of the host is needed for the accessed pages only.
+    ///
+    /// # Errors
+    /// [`RunError::OutOfMemory`].
+    pub fn allocate_zeroed(&mut self, bytes: usize) -> Result<u64, RunError> {
+        self.memory.allocate_zeroed(bytes)
     }
 
     /// Allocates memory, aligned to 256 bytes. Its bytes count as unwritten.
@@ -217,7 +254,7 @@ impl Machine {
         // The last instruction is the end that is added to every body.
         let written = executed.len().saturating_sub(1);
         (0..written)
-            .filter(|&at| executed[at] == 0)
+            .filter(|&at| executed[at].lanes == 0)
             .map(|at| Uncovered {
                 line: code.locations[at].line,
                 instruction: module.names.instruction(code.locations[at].line),
@@ -226,12 +263,50 @@ impl Machine {
             .collect()
     }
 
+    /// Returns the instructions of a kernel, in the order of [`Sample::executed`].
+    pub fn listing(&self, kernel: KernelRef) -> Vec<Listed> {
+        let Some(module) = self.modules.get(kernel.module) else { return Vec::new() };
+        let Some(code) = module.kernels.get(kernel.kernel) else { return Vec::new() };
+        let lines = module.names.lines();
+        let listed = |at: &SourceLocation| Listed {
+            instruction: lines.get(at.line.wrapping_sub(1) as usize).copied().unwrap_or("the end").into(),
+            source_line: module.names.source_line(at.source),
+        };
+        code.locations.iter().map(listed).collect()
+    }
+
     /// Runs a kernel to its end.
     ///
     /// # Errors
     /// [`RunError::Launch`] for an invalid launch, [`RunError::Fault`] for a fault of the kernel.
     pub fn launch(&mut self, launch: &Launch<'_>) -> Result<Counts, RunError> {
         let before = self.counts;
+        self.run(launch, None)?;
+        Ok(self.counts.since(before))
+    }
+
+    /// Runs blocks that are spread evenly over the grid, until all have run or `instructions` warp instructions were
+    /// issued.
+    ///
+    /// # Errors
+    /// As [`Self::launch`].
+    pub fn sample(&mut self, launch: &Launch<'_>, instructions: u64) -> Result<Sample, RunError> {
+        let (counts, before) = (self.counts, self.executed(launch.kernel)?.to_vec());
+        let blocks = self.run(launch, Some(instructions))?;
+        let mut executed = self.executed(launch.kernel)?.to_vec();
+        for (after, before) in executed.iter_mut().zip(before) {
+            after.lanes -= before.lanes;
+            after.warps -= before.warps;
+        }
+        Ok(Sample { blocks, counts: self.counts.since(counts), executed })
+    }
+
+    fn executed(&self, kernel: KernelRef) -> Result<&[Executed], RunError> {
+        let module = self.modules.get(kernel.module).ok_or_else(another_machine)?;
+        Ok(module.executed.get(kernel.kernel).ok_or_else(another_machine)?)
+    }
+
+    fn run(&mut self, launch: &Launch<'_>, limit: Option<u64>) -> Result<u64, RunError> {
         let KernelRef { module, kernel } = launch.kernel;
         let Some(module) = self.modules.get_mut(module) else { return Err(another_machine()) };
         let (Some(code), Some(executed)) = (module.kernels.get(kernel), module.executed.get_mut(kernel))
@@ -242,7 +317,7 @@ impl Machine {
         crate::launch::run(
             launch,
             self.limits,
-            self.seed,
+            (self.seed, limit),
             Block {
                 kernel: code,
                 memory: &mut self.memory,
@@ -255,8 +330,7 @@ impl Machine {
                 number: 0,
                 synchronised: false,
             },
-        )?;
-        Ok(self.counts.since(before))
+        )
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct Allocation {
     len: u64,
     /// Empty after the allocation was freed.
     bytes: Vec<u8>,
-    /// One bit per byte.
+    /// One bit per byte. Empty if all bytes were written from the start.
     written: Vec<u64>,
     /// Number of unwritten bytes.
     unwritten: u64,
@@ -152,6 +152,9 @@ impl Allocation {
 
     /// Copies the written flags of another range.
     fn set_written(&mut self, at: usize, written: &[bool]) {
+        if self.written.is_empty() {
+            self.written = vec![u64::MAX; self.bytes.len().div_ceil(64)];
+        }
         for (i, &is) in (at..).zip(written) {
             let (word, bit) = (&mut self.written[i / 64], 1 << (i % 64));
             match (is, *word & bit != 0) {
@@ -178,14 +181,31 @@ impl Memory {
         BlockId { launch: self.launch, block }
     }
 
-    pub(crate) fn allocate(&mut self, bytes: usize, name: Option<String>) -> Result<u64, RunError> {
+    /// Allocates zeroes that count as written. The host provides a page of them at its first access.
+    pub(crate) fn allocate_zeroed(&mut self, bytes: usize) -> Result<u64, RunError> {
+        let base = self.allocate(0, None)?;
+        self.take(bytes)?;
+        self.next = (base + bytes as u64 + GAP).next_multiple_of(ALIGN);
+        if let Some(allocation) = self.allocations.last_mut() {
+            allocation.len = bytes as u64;
+            allocation.bytes = vec![0; bytes];
+        }
+        Ok(base)
+    }
+
+    fn take(&mut self, bytes: usize) -> Result<(), RunError> {
         let free = self.limit - self.used;
         if bytes as u64 > free {
             return Err(RunError::OutOfMemory { requested: bytes, free: free as usize });
         }
+        self.used += bytes as u64;
+        Ok(())
+    }
+
+    pub(crate) fn allocate(&mut self, bytes: usize, name: Option<String>) -> Result<u64, RunError> {
+        self.take(bytes)?;
         let base = self.next;
         self.next = (base + bytes as u64 + GAP).next_multiple_of(ALIGN);
-        self.used += bytes as u64;
         self.allocations.push(Allocation {
             base,
             len: bytes as u64,

@@ -19,6 +19,11 @@ impl Names {
         instruction(&self.text, line).unwrap_or_else(|| "the end".into())
     }
 
+    /// Returns all lines of the module without surrounding space.
+    pub(crate) fn lines(&self) -> Vec<&str> {
+        self.text.lines().map(str::trim).collect()
+    }
+
     /// Returns file and line of the source.
     pub(crate) fn source_line(&self, (file, line): (u32, u32)) -> String {
         let name = self.files.get(&file).map_or("?", |name| name.rsplit('/').next().unwrap_or(name));

@@ -44,6 +44,22 @@ impl Matrices {
         Ok((matrix, self.kernels.get(&ty).ok_or(Error::NoMatmul { ty: ty.name() })?))
     }
 
+    /// Allocates a matrix, whose bytes are undefined.
+    fn reserve(
+        &mut self,
+        device: &mut dyn Device,
+        modules: &mut Modules,
+        shape: TiledShape,
+    ) -> Result<MatrixId, Error> {
+        let ty = shape.ty();
+        if let Entry::Vacant(vacant) = self.kernels.entry(ty) {
+            vacant.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
+        }
+        let start = device.allocate(shape.packed_bytes())?;
+        self.all.push(Matrix { shape, start });
+        Ok(MatrixId::new(self.all.len() as u32 - 1))
+    }
+
     /// Repacks a matrix on `threads` threads and uploads it, piece by piece.
     pub(super) fn create(
         &mut self,
@@ -55,10 +71,8 @@ impl Matrices {
         let ty = GgmlType::from_id(source.ggml_type)?;
         let shape = TiledShape::new(ty, source.rows, source.cols, source.experts)?;
         same("tensor bytes", shape.file_bytes(), source.bytes.size())?;
-        if let Entry::Vacant(vacant) = self.kernels.entry(ty) {
-            vacant.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
-        }
-        let start = device.allocate(shape.packed_bytes())?;
+        let id = self.reserve(device, modules, shape)?;
+        let start = self.get(id)?.0.start;
         let tiles = shape.tiles() * shape.experts();
         let piece = (PIECE_BYTES / shape.tile_bytes()).max(1);
         let pieces: Vec<Range<usize>> =
@@ -68,8 +82,7 @@ impl Matrices {
                 device.upload(start.offset(tiles.start * shape.tile_bytes()), &packed?)?;
             }
         }
-        self.all.push(Matrix { shape, start });
-        Ok(MatrixId::new(self.all.len() as u32 - 1))
+        Ok(id)
     }
 
     /// See [`kernels::backend::Backend::set_order`].
@@ -92,6 +105,14 @@ impl Matrices {
 
     pub(super) fn bytes(&self) -> usize {
         self.all.iter().map(|matrix| matrix.shape.packed_bytes()).sum()
+    }
+}
+
+#[cfg(test)]
+impl CudaBackend {
+    /// Creates a matrix without its bytes, for costs that do not depend on them.
+    pub(crate) fn reserve_matrix(&mut self, shape: TiledShape) -> Result<MatrixId, Error> {
+        self.matrices.reserve(self.device.as_mut(), &mut self.modules, shape)
     }
 }
 

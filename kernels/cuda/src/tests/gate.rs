@@ -192,14 +192,20 @@ fn read_disassembly(text: &str, costs: &mut BTreeMap<String, Cost>) {
     }
 }
 
-/// Runs `nvdisasm`, which is next to NVRTC or on the path.
-fn disassemble(compiler: &Compiler, compiled: &Compiled) -> String {
+/// Returns registers, static shared memory and spills of each kernel.
+pub(crate) fn resources(compiled: &Compiled) -> BTreeMap<String, [u32; 3]> {
+    let costs = read_log(&compiled.log).into_iter();
+    costs.map(|(kernel, cost)| (kernel, [cost.registers, cost.shared, cost.local])).collect()
+}
+
+/// Runs `nvdisasm`, which is next to NVRTC or on the path. Instructions follow the lines of their source.
+pub(crate) fn disassemble(compiler: &Compiler, compiled: &Compiled) -> String {
     let next_to_nvrtc = Path::new(&compiler.found_at()).with_file_name("bin").join("nvdisasm");
     let program = if next_to_nvrtc.is_file() { next_to_nvrtc } else { "nvdisasm".into() };
     let file = format!("kvasir-{}-{}-{}.cubin", compiled.source_name, compiled.arch, std::process::id());
     let file = std::env::temp_dir().join(file);
     std::fs::write(&file, &compiled.cubin).unwrap();
-    let output = Command::new(&program).args(["-c", "-ndf"]).arg(&file).output();
+    let output = Command::new(&program).args(["-c", "-ndf", "-g"]).arg(&file).output();
     std::fs::remove_file(&file).unwrap();
     let output = output.unwrap_or_else(|error| panic!("{}: {error}; run `./test setup`", program.display()));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

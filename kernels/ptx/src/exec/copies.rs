@@ -13,6 +13,7 @@ impl Block<'_> {
         let bytes = usize::from(copy.bytes);
         let accessor = self.accessor(warp);
         let mut hint = None;
+        self.reads(warp, copy.from, mask);
         for lane in each(mask) {
             let (to, from) = (warp.address(copy.to, lane), warp.address(copy.from, lane));
             let read = copy.read.map_or(bytes, |read| warp.v32(read)[lane] as usize);

@@ -106,6 +106,9 @@ impl Block<'_> {
     }
 
     pub(super) fn load(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Run<()> {
+        if matches!(access.space, Space::Global | Space::Generic) {
+            self.reads(warp, access.address, mask);
+        }
         if access.space == Space::Global && self.gather(warp, access, mask) {
             return Ok(());
         }
@@ -124,6 +127,11 @@ impl Block<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Notes the address that the first lane of the warp's instruction reads from.
+    pub(super) fn reads(&mut self, warp: &Warp, address: Address, mask: u32) {
+        self.executed[warp.pc as usize].address = warp.address(address, mask.trailing_zeros() as usize);
     }
 
     /// Loads from global memory at once if all lanes read written bytes of one allocation that no other

@@ -136,3 +136,55 @@ fn calls_loops_tables_and_atomics() {
         assert_eq!(sample.words(total, 1)[0] as i32, expected.iter().sum::<i32>());
     });
 }
+
+/// Some blocks of a grid run the instructions of as many launches of one block.
+#[test]
+fn blocks_of_a_grid_are_sampled() {
+    Sample::each(|mut sample| {
+        let (rows, width) = (1000u32, 200usize);
+        let from = sample.machine.allocate_zeroed(4 * width * rows as usize).unwrap();
+        let to = sample.machine.allocate(4 * width * rows as usize).unwrap();
+        let kernel = sample.machine.kernel(sample.module, "rms_norm").unwrap();
+        let arguments = [from, to, width as u64, 1e-5f32.to_bits().into()];
+        let mut of = |rows, instructions| {
+            let (grid, block, shared_bytes) = ([rows, 1, 1], [96, 1, 1], 4 * width as u32);
+            let launch = Launch { kernel, grid, block, shared_bytes, arguments: &arguments };
+            sample.machine.sample(&launch, instructions).unwrap()
+        };
+        let one = of(1, u64::MAX);
+        assert_eq!(one.blocks, 1);
+        let some = of(rows, 10 * one.counts.warp_instructions);
+        assert_eq!((some.blocks, some.counts.warp_instructions), (10, 10 * one.counts.warp_instructions));
+        for (one, some) in one.executed.iter().zip(&some.executed) {
+            assert_eq!((10 * one.warps, 10 * one.lanes), (some.warps, some.lanes));
+        }
+        let reads = one.executed.iter().filter(|executed| (from..to).contains(&executed.address)).count();
+        assert!(reads > 0);
+        // The blocks are spread over the grid.
+        let written = |row: u64| sample.machine.is_written(to + row * 4 * width as u64, 4 * width).unwrap();
+        for quarter in 0..4 {
+            assert!((quarter * 250..(quarter + 1) * 250).any(written), "{quarter}");
+        }
+        let listing = sample.machine.listing(kernel);
+        assert_eq!(listing.len(), one.executed.len());
+        assert!(listing.iter().any(|listed| listed.instruction.starts_with("ld.global")));
+        assert!(listing.iter().any(|listed| listed.source_line == "sample.cu:13"));
+    });
+}
+
+/// Zeroes that count as written, also after a copy of bytes that do not.
+#[test]
+fn zeroes_are_written() {
+    let mut machine = Machine::new(Limits::GB10, 1);
+    let zeroes = machine.allocate_zeroed(300).unwrap();
+    let unwritten = machine.allocate(64).unwrap();
+    assert!(machine.is_written(zeroes, 300).unwrap());
+    machine.copy(unwritten, zeroes + 64, 64).unwrap();
+    assert!(machine.is_written(zeroes, 64).unwrap() && machine.is_written(zeroes + 128, 172).unwrap());
+    assert!(!machine.is_written(zeroes + 64, 1).unwrap());
+    let mut bytes = [1; 64];
+    machine.read(zeroes, &mut bytes).unwrap();
+    assert_eq!(bytes, [0; 64]);
+    let free = machine.allocate_zeroed(Limits::GB10.memory_bytes as usize).unwrap_err();
+    assert!(matches!(free, RunError::OutOfMemory { .. }));
+}
