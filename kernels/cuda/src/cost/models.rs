@@ -164,8 +164,12 @@ impl Model {
             Ffn::Experts { width, count, used, .. } => (width, count, used),
         };
         let size = |ty, rows, cols| TiledShape::new(ty, rows, cols, 1).unwrap().packed_bytes();
-        // With several rows, chance decides how many experts are read.
-        let read = if experts == 1 || step.tokens() == 1 { Some(used) } else { None };
+        // A prompt reads all experts. With a few rows, chance decides how many.
+        let read = match step.tokens() {
+            1 => Some(used),
+            tokens if tokens * used >= 16 * experts => Some(experts),
+            _ => None,
+        };
         let layer = |layer| {
             let wide = |ty| if self.wide(layer) { GgmlType::Q6_K } else { ty };
             let attention =

@@ -1,6 +1,6 @@
 //! A device that notes the launches of a step and interprets some blocks of each.
 
-use crate::matmul::quantised_row_bytes;
+use crate::matmul::{GROUP_TOKENS, STAGED_TOKENS, quantised_row_bytes};
 use crate::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use ptx::{KernelRef, Limits, Listed, Machine, Sample};
 use std::collections::{BTreeSet, HashMap};
@@ -116,7 +116,8 @@ impl Trace {
             (0, 0) => 1,
             (experts, 0) => self.numbers(experts, tokens as usize).iter().collect::<BTreeSet<_>>().len(),
             (_, groups) => {
-                let groups = self.numbers(groups, 2 * grid[0] as usize);
+                let together = if name.ends_with("_mul_128") { STAGED_TOKENS / GROUP_TOKENS } else { 1 };
+                let groups = self.numbers(groups, 2 * grid[0] as usize * together);
                 let used = groups.iter().skip(1).step_by(2).filter(|group| *group & 255 > 0);
                 used.map(|group| group >> 8).collect::<BTreeSet<_>>().len()
             }

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// (bytes of stack and spills per thread, accesses to them) that a compiler other than the checked one may
 /// use.
@@ -202,8 +203,10 @@ pub(crate) fn resources(compiled: &Compiled) -> BTreeMap<String, [u32; 3]> {
 pub(crate) fn disassemble(compiler: &Compiler, compiled: &Compiled) -> String {
     let next_to_nvrtc = Path::new(&compiler.found_at()).with_file_name("bin").join("nvdisasm");
     let program = if next_to_nvrtc.is_file() { next_to_nvrtc } else { "nvdisasm".into() };
-    let file = format!("kvasir-{}-{}-{}.cubin", compiled.source_name, compiled.arch, std::process::id());
-    let file = std::env::temp_dir().join(file);
+    // Several tests disassemble the same kernels at once.
+    static FILES: AtomicUsize = AtomicUsize::new(0);
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    let file = std::env::temp_dir().join(format!("kvasir-{}-{number}.cubin", std::process::id()));
     std::fs::write(&file, &compiled.cubin).unwrap();
     let output = Command::new(&program).args(["-c", "-ndf", "-g"]).arg(&file).output();
     std::fs::remove_file(&file).unwrap();
