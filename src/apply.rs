@@ -5,6 +5,7 @@ use crate::config::Period;
 use crate::deploy::{Replicas, list, path_of};
 use crate::fleet_file::{CostsEntry, NodeEntry};
 use anyhow::Context;
+use proto::served_model::BUILT_IN;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -63,6 +64,7 @@ pub(crate) struct ModelEntry {
     /// For `kvasir plan --fleet`.
     pub(crate) costs: Option<CostsEntry>,
     pub(crate) shards: Option<u16>,
+    pub(crate) engine: Option<String>,
 }
 
 /// A change of one deployment.
@@ -98,6 +100,7 @@ impl ModelEntry {
             "context": self.context,
             "priority": self.priority.unwrap_or(1),
             "shards": self.shards.unwrap_or(1),
+            "engine": self.engine.as_deref().unwrap_or(BUILT_IN),
         });
         body.extend(settings.as_object().cloned().unwrap_or_default());
         Ok(body)
@@ -205,7 +208,7 @@ mod tests {
         let deployed = |model: &str, revision: u64| {
             json!({
                 "model": model, "min": 0, "max": 1, "idle_s": 600, "pin": false, "nodes": [], "context": 0,
-                "priority": 1, "shards": 1, "revision": revision, "rollout": null,
+                "priority": 1, "shards": 1, "engine": "kvasir", "revision": revision, "rollout": null,
                 "versions": [{"version": 3, "active": true, "source": {"fetch": "smollm2-135m"}}],
             })
         };

@@ -61,6 +61,10 @@ pub(crate) struct Settings {
     /// Workers of a replica, each with a range of the layers: for a model that one worker has no room for [default: 1].
     #[arg(long, value_name = "N")]
     shards: Option<u16>,
+    /// Engine that computes the model: kvasir, vllm, sglang or llama-server; one of another project on workers that start
+    /// its servers [default: kvasir].
+    #[arg(long, value_name = "NAME")]
+    engine: Option<String>,
     /// Share of requests that a new version gets first, such as 5%. It is rolled back if more of its requests fail or
     /// if they start more slowly.
     #[arg(long, value_name = "PERCENT")]
@@ -95,6 +99,7 @@ impl Settings {
         set("context", self.context.map(Into::into));
         set("priority", self.priority.map(Into::into));
         set("shards", self.shards.map(Into::into));
+        set("engine", self.engine.as_deref().map(Into::into));
         set("canary", self.canary.map(|Percent(permille)| json!({"permille": permille})));
         body
     }
@@ -236,7 +241,9 @@ pub(crate) fn print(access: &Access, json: bool, out: &mut impl Write) -> anyhow
 /// The deployments, one line each.
 pub(crate) fn table(deployments: &[Value]) -> String {
     let mut rows = vec![
-        ["MODEL", "STATE", "REPLICAS", "WORKERS", "IDLE", "VERSION", "REASON"].map(str::to_owned).to_vec(),
+        ["MODEL", "STATE", "REPLICAS", "ENGINE", "WORKERS", "IDLE", "VERSION", "REASON"]
+            .map(str::to_owned)
+            .to_vec(),
     ];
     rows.extend(deployments.iter().map(row));
     columns(&rows)
@@ -269,6 +276,7 @@ fn row(deployment: &Value) -> Vec<String> {
         text("model"),
         format!("{}{progress}{eta}", text("state")),
         format!("{}:{}", number("min"), number("max")),
+        text("engine"),
         if ready.is_empty() { "-".to_owned() } else { ready.join(",") },
         idle,
         version,
@@ -314,12 +322,20 @@ mod tests {
     fn a_line_tells_state_and_place() {
         let deployment = json!({
             "model": "chat", "state": "loading", "progress": 43.0, "eta_s": 12.0, "min": 0, "max": 2, "idle_s": 600,
-            "reason": "", "rollout": {"version": 9, "canary": {"permille": 50}},
+            "engine": "vllm", "reason": "", "rollout": {"version": 9, "canary": {"permille": 50}},
             "versions": [{"active": true, "digest": "ab".repeat(32), "workers": [
                 {"worker": "w0", "state": "ready"}, {"worker": "w1", "state": "loading"}]}],
         });
-        let expected =
-            ["chat", "loading 43 %, 12 s left", "0:2", "w0", "600s", "abababababab, canary 5.0 %", ""];
+        let expected = [
+            "chat",
+            "loading 43 %, 12 s left",
+            "0:2",
+            "vllm",
+            "w0",
+            "600s",
+            "abababababab, canary 5.0 %",
+            "",
+        ];
         assert_eq!(row(&deployment), expected);
     }
 }

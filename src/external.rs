@@ -1,11 +1,12 @@
-//! Settings of a worker whose engine is a server of another project.
+//! Settings of a worker whose engine is a server of another project, or that starts such servers for deployed models.
 
-use crate::config::{ConfigError, Period};
+use crate::config::{ByteSize, ConfigError, Period};
 use anyhow::Context;
 use external::{EngineKind, EngineOptions};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use worker::EngineServers;
 use worker::generator::{self, Backend, EngineSource, KvEvents};
 
 /// Most bytes of a file with an API key.
@@ -49,6 +50,7 @@ pub(crate) struct EngineSettings {
     pub(crate) key_file: Option<PathBuf>,
     pub(crate) options: Option<Vec<EngineOption>>,
     pub(crate) idle: Option<Period>,
+    pub(crate) memory: Option<ByteSize>,
     pub(crate) kv_events: Option<String>,
     pub(crate) kv_events_replay: Option<String>,
     pub(crate) kv_events_topic: Option<String>,
@@ -58,17 +60,37 @@ pub(crate) struct EngineSettings {
     pub(crate) built_in_only: Vec<&'static str>,
 }
 
-/// The engine of another project that the settings select. `None`: the built-in engine.
+/// Engine of a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum SelectedEngine {
+    BuiltIn,
+    /// One server with the worker's own model.
+    Server(EngineKind, EngineSource),
+    /// A server for each model that is deployed to the worker.
+    Servers(EngineServers),
+}
+
+/// The engine that the settings select.
 ///
 /// # Errors
 /// If the settings name an unknown engine, or do not fit to the engine.
-pub(crate) fn selected(settings: &EngineSettings) -> anyhow::Result<Option<(EngineKind, EngineSource)>> {
-    let source = source(settings)?;
-    let kind = match generator::select_backend(settings.engine.as_deref(), &source)? {
-        Backend::BuiltIn => return Ok(None),
+pub(crate) fn selected(settings: &EngineSettings) -> anyhow::Result<SelectedEngine> {
+    let has_server = settings.url.is_some() || settings.cmd.is_some();
+    let kind = match generator::select_backend(settings.engine.as_deref(), has_server)? {
+        Backend::BuiltIn => {
+            // Refuses what only other engines have.
+            source(settings)?;
+            return Ok(SelectedEngine::BuiltIn);
+        }
         Backend::External(kind) => kind,
     };
-    let Some(source) = source else { return Ok(None) };
+    if let (None, Some(command)) = (&settings.url, &settings.cmd) {
+        return servers(settings, kind, command).map(SelectedEngine::Servers);
+    }
+    let Some(source) = source(settings)? else { return Ok(SelectedEngine::BuiltIn) };
+    if let Some(memory) = settings.memory {
+        return Err(ConfigError::field("engine_memory", memory, "only without engine_url").into());
+    }
     if let Some(field) = settings.built_in_only.first() {
         return Err(ConfigError::field(field, "set", format!("not with engine = {kind}")).into());
     }
@@ -93,15 +115,45 @@ pub(crate) fn selected(settings: &EngineSettings) -> anyhow::Result<Option<(Engi
             let need = "name the HOST:PORT where the engine publishes its KV events, or off";
             Err(ConfigError::missing("kv_events", need).into())
         }
-        _ => Ok(Some((kind, source))),
+        _ => Ok(SelectedEngine::Server(kind, source)),
     }
+}
+
+/// Servers that are started for deployed models.
+fn servers(settings: &EngineSettings, kind: EngineKind, command: &str) -> anyhow::Result<EngineServers> {
+    let refuse = |field, rule: &str| Err(ConfigError::field(field, "set", rule).into());
+    if settings.has_model {
+        return refuse("model", "not with engine_cmd without engine_url: deploy it to this worker");
+    }
+    if let Some(field) = settings.built_in_only.first() {
+        return Err(ConfigError::field(field, "set", format!("not with engine = {kind}")).into());
+    }
+    let by_place = [
+        ("engine_model", settings.model.is_some()),
+        ("engine_idle", settings.idle.is_some()),
+        ("kv_events", settings.kv_events.is_some()),
+        ("kv_events_replay", settings.kv_events_replay.is_some()),
+        ("kv_events_topic", settings.kv_events_topic.is_some()),
+    ];
+    if let Some((field, _)) = by_place.iter().find(|(_, set)| *set) {
+        return refuse(field, "only with engine_url");
+    }
+    let source = EngineSource {
+        api_key: settings.key_file.as_deref().map(read_key).transpose()?,
+        options: options(settings.options.as_deref().unwrap_or_default()),
+        ..EngineSource::at("")
+    };
+    let memory = settings.memory.map(|memory| memory.0);
+    let servers = EngineServers { kind, command: command.to_owned(), source, memory };
+    servers.check().map_err(|rule| ConfigError::field("engine_cmd", command, rule))?;
+    Ok(servers)
 }
 
 fn source(settings: &EngineSettings) -> anyhow::Result<Option<EngineSource>> {
     let EngineSettings { url, cmd, model, key_file, options: stated, .. } = settings;
     let Some(url) = url else {
         for (field, set) in [
-            ("engine_cmd", cmd.is_some()),
+            ("engine_memory", settings.memory.is_some()),
             ("engine_model", model.is_some()),
             ("engine_key_file", key_file.is_some()),
             ("engine_options", stated.is_some()),
@@ -109,7 +161,7 @@ fn source(settings: &EngineSettings) -> anyhow::Result<Option<EngineSource>> {
             ("kv_events", settings.kv_events.is_some()),
         ] {
             if set {
-                return Err(ConfigError::field(field, "set", "only with engine_url").into());
+                return Err(ConfigError::field(field, "set", "only with the server of an engine").into());
             }
         }
         return Ok(None);
@@ -171,9 +223,9 @@ mod tests {
 
     #[test]
     fn without_an_engine_the_built_in_one_is_used() {
-        assert_eq!(selected(&EngineSettings::default()).unwrap(), None);
+        assert_eq!(selected(&EngineSettings::default()).unwrap(), SelectedEngine::BuiltIn);
         let named = EngineSettings { engine: Some("kvasir".to_owned()), ..EngineSettings::default() };
-        assert_eq!(selected(&named).unwrap(), None);
+        assert_eq!(selected(&named).unwrap(), SelectedEngine::BuiltIn);
     }
 
     #[test]
@@ -185,13 +237,43 @@ mod tests {
             idle: Some(Period(Duration::from_secs(600))),
             ..at("vllm")
         };
-        let (kind, source) = selected(&settings).unwrap().unwrap();
+        let SelectedEngine::Server(kind, source) = selected(&settings).unwrap() else { panic!() };
         assert_eq!(kind, EngineKind::Vllm);
         assert_eq!(source.idle, Some(Duration::from_secs(600)));
         assert_eq!(source.options, EngineOptions { llguidance: true, ..EngineOptions::default() });
         let (address, replay) = ("127.0.0.1:5557".to_owned(), Some("127.0.0.1:5558".to_owned()));
         assert_eq!(source.kv_events, KvEvents::At { address, replay, topic: String::new() });
-        assert_eq!(selected(&at("llama-server")).unwrap().unwrap().0, EngineKind::LlamaServer);
+        let selected = selected(&at("llama-server")).unwrap();
+        assert!(matches!(selected, SelectedEngine::Server(EngineKind::LlamaServer, _)));
+    }
+
+    /// Servers for deployed models.
+    fn starting(engine: &str, command: &str) -> EngineSettings {
+        let text = |text: &str| Some(text.to_owned());
+        EngineSettings { engine: text(engine), cmd: text(command), ..EngineSettings::default() }
+    }
+
+    #[test]
+    fn a_command_without_an_address_starts_a_server_for_each_deployed_model() {
+        let command = "llama-server -m {model} --port {port} -c {context}";
+        let settings = EngineSettings { memory: Some(ByteSize(9)), ..starting("llama-server", command) };
+        let SelectedEngine::Servers(servers) = selected(&settings).unwrap() else { panic!() };
+        assert_eq!((servers.kind, servers.memory), (EngineKind::LlamaServer, Some(9)));
+        assert_eq!(servers.command, command);
+        let set = || Some("x".to_owned());
+        let idle = Some(Period(Duration::from_secs(9)));
+        for (settings, expected) in [
+            (starting("vllm", "vllm serve {model}"), "`engine_cmd`"),
+            (starting("kvasir", command), "neither engine_url nor engine_cmd"),
+            (EngineSettings { has_model: true, ..starting("vllm", command) }, "`model`"),
+            (EngineSettings { built_in_only: vec!["pool"], ..starting("vllm", command) }, "`pool`"),
+            (EngineSettings { model: set(), ..starting("vllm", command) }, "`engine_model`"),
+            (EngineSettings { idle, ..starting("vllm", command) }, "`engine_idle`"),
+            (EngineSettings { kv_events: set(), ..starting("vllm", command) }, "`kv_events`"),
+        ] {
+            let error = selected(&settings).unwrap_err().to_string();
+            assert!(error.contains(expected), "{expected}: {error}");
+        }
     }
 
     #[test]
@@ -208,8 +290,10 @@ mod tests {
             (EngineSettings { built_in_only: vec!["pool"], ..at("llama-server") }, "`pool`"),
             (EngineSettings { has_model: false, ..at("llama-server") }, "`model`"),
             (EngineSettings { url: None, ..at("llama-server") }, "engine_url"),
-            (EngineSettings { cmd: events("x"), ..EngineSettings::default() }, "only with engine_url"),
+            (EngineSettings { cmd: events("x"), ..EngineSettings::default() }, "engine_cmd"),
             (EngineSettings { idle: idle(1000), ..EngineSettings::default() }, "`engine_idle`"),
+            (EngineSettings { memory: Some(ByteSize(1)), ..EngineSettings::default() }, "`engine_memory`"),
+            (EngineSettings { memory: Some(ByteSize(1)), ..at("llama-server") }, "`engine_memory`"),
             (EngineSettings { idle: idle(1000), ..at("llama-server") }, "--sleep-idle-seconds"),
             (EngineSettings { idle: idle(999), kv_events: events("off"), ..at("vllm") }, "at least 1s"),
         ];

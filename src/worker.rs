@@ -4,7 +4,7 @@ use crate::allocator;
 use crate::config::{self, Bind, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
 use crate::doctor::watch_worker;
-use crate::external::{self, EngineOption, EngineSettings};
+use crate::external::{self, EngineOption, EngineSettings, SelectedEngine};
 use crate::front::LocalCoordinator;
 use crate::home;
 use crate::hosting::{self, HubResolver};
@@ -88,7 +88,10 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_name = "URL", env = "KVASIR_ENGINE_URL")]
     pub(crate) engine_url: Option<String>,
     /// Command that starts the engine's server at that address. The worker watches it, starts it again and ends it
-    /// [default: the server runs beside the worker].
+    /// [default: the server runs beside the worker]. Without an address and a MODEL: command that starts a server for
+    /// each model that is deployed to this worker with that engine. {model} and {port} in it stand for the model's file
+    /// and for the server's port; {context} for its longest sequence and {kv_bytes} for the bytes of that; {kv_port} and
+    /// {replay_port} for the ports of its KV events.
     #[arg(long, value_name = "CMD", env = "KVASIR_ENGINE_CMD")]
     pub(crate) engine_cmd: Option<String>,
     /// The model's name in the engine's requests [default: its first model].
@@ -104,6 +107,9 @@ pub(crate) struct WorkerSettings {
     /// The next request wakes them [default: they stay awake].
     #[arg(long, value_name = "TIME", env = "KVASIR_ENGINE_IDLE")]
     pub(crate) engine_idle: Option<Period>,
+    /// Memory of each server that is started for a deployed model [default: estimated from the model].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_ENGINE_MEMORY")]
+    pub(crate) engine_memory: Option<ByteSize>,
     /// Where vllm or sglang publish their KV events, HOST:PORT, or off: then their caches are not known.
     #[arg(long, value_name = "HOST:PORT", env = "KVASIR_KV_EVENTS")]
     pub(crate) kv_events: Option<String>,
@@ -322,9 +328,14 @@ impl WorkerSettings {
             }
             None => (None, ShippingConfig::default()),
         };
+        let (engine, servers) = match engine {
+            SelectedEngine::BuiltIn => (None, None),
+            SelectedEngine::Server(kind, source) => (Some((kind, source)), None),
+            SelectedEngine::Servers(servers) => (None, Some(servers)),
+        };
         let hosts = engine.is_none() && self.pool != Some(true);
         if let (Some(labels), false) = (&self.labels, hosts) {
-            let rule = "only for workers that models are deployed to: not with `pool` or an engine of another project";
+            let rule = "only for workers that models are deployed to: not with `pool` or `engine_url`";
             return Err(ConfigError::field("labels", labels.join(","), rule).into());
         }
         // Without what is computed for its own model.
@@ -353,16 +364,22 @@ impl WorkerSettings {
         let hosting = match hosts {
             false => None,
             true => {
-                let opened = shipped::store(settings.shard_bytes).inspect_err(
+                // Servers of other projects read whole files.
+                let opened = servers.is_none().then(|| shipped::store(settings.shard_bytes));
+                let opened = opened.map(|opened| opened.inspect_err(
                     |error| tracing::warn!(%error, "cannot open the shard store; models cannot be fetched from other workers"),
-                );
-                let store = opened.ok();
+                ));
+                let store = opened.and_then(Result::ok);
                 shipping.store = shipping.store.or_else(|| store.clone());
                 Some(HostingConfig {
                     budget: settings.memory.map_or(0, |memory| memory.0),
                     process: load::process_bytes(&hosted)?,
                     labels: settings.labels.clone().unwrap_or_default(),
-                    stages: if model.is_none() { Some(settings.stage_speed()?) } else { None },
+                    stages: match model.is_none() && servers.is_none() {
+                        true => Some(settings.stage_speed()?),
+                        false => None,
+                    },
+                    servers,
                     engine: EngineOptions { packed: store.clone().filter(|_| caches_weights), ..hosted },
                     shipping: ShippingConfig { store, from: Vec::new(), lanes: shipping.lanes },
                     resolver: Arc::new(HubResolver),
@@ -469,6 +486,7 @@ impl WorkerSettings {
             engine_key_file: self.engine_key_file.clone(),
             engine_options: self.engine_options.clone(),
             engine_idle: self.engine_idle,
+            engine_memory: self.engine_memory,
             kv_events: self.kv_events.clone(),
             kv_events_replay: self.kv_events_replay.clone(),
             kv_events_topic: self.kv_events_topic.clone(),
@@ -592,6 +610,7 @@ impl WorkerSettings {
             key_file: self.engine_key_file.clone(),
             options: self.engine_options.clone(),
             idle: self.engine_idle,
+            memory: self.engine_memory,
             kv_events: self.kv_events.clone(),
             kv_events_replay: self.kv_events_replay.clone(),
             kv_events_topic: self.kv_events_topic.clone(),

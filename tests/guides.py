@@ -21,6 +21,7 @@ FOREIGN_OF = {
     # podman's.
     "containers.md": {"--rm", "--restart", "--network", "--stop-timeout", "--read-only", "--cap-drop", "--security-opt", "--name"},
     "bare-metal.md": {"--ignore-missing", "--now", "--preserve-digests", "--registry", "--strip-components"},
+    "deployments.md": {"--cache-ram", "--kv-cache-memory-bytes"},
     "over-vllm.md": {
         "--cache-ram", "--data-parallel-rank", "--data-parallel-size", "--enable-deterministic-inference",
         "--enable-metrics", "--enable-prefix-caching", "--enable-priority-scheduling", "--enable-prompt-tokens-details",

@@ -42,6 +42,8 @@ pub struct HostReport {
     pub epoch: Epoch,
     /// Bytes for weights, caches and scratch of all models together.
     pub budget: u64,
+    /// Engine that computes the models, one of [`ENGINES`](crate::served_model::ENGINES).
+    pub engine: String,
     /// Speed at which it computes stages of models on several workers; `None` if it takes none.
     pub stages: Option<StageSpeed>,
     /// `key=value`, at most [`MAX_LABELS`].

@@ -29,6 +29,8 @@ impl ModelTask {
 
 /// [`ServedModel::engine`] of Kvasir's own engine.
 pub const BUILT_IN: &str = "kvasir";
+/// Engines that compute models, by name.
+pub const ENGINES: [&str; 4] = [BUILT_IN, "vllm", "sglang", "llama-server"];
 
 /// A model that a worker serves, with its task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

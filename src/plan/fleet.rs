@@ -212,6 +212,7 @@ fn planned(name: &str, entry: &ModelEntry) -> anyhow::Result<Model> {
         context: entry.context,
         priority: entry.priority.unwrap_or(default.priority),
         shards: entry.shards.unwrap_or(default.shards),
+        engine: entry.engine.clone().unwrap_or(default.engine),
     };
     let (source, named) = match (&entry.file, &entry.from) {
         (Some(file), None) => (ModelSource::File(file.clone()), file),
@@ -318,6 +319,7 @@ mod tests {
             ([&NODE.replace("1e12", "-1.0"), &model("x", "")[..]].concat(), "node a-0: compute: -1"),
             ([NODE, &model("x", "replicas = \"3:2\"")].concat(), "models.x: replicas: 3:2, must be"),
             ([NODE, &model("x", "shards = 2")].concat(), "models.x: shards: 2, must be 1"),
+            ([NODE, &model("x", "engine = \"vllm\"")].concat(), "models.x: engine: vllm, must be kvasir"),
             (
                 [NODE, "[models.x]\nfile = \"/nowhere.gguf\"\n"].concat(),
                 "models.x: /nowhere.gguf is not on this machine",

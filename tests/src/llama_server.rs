@@ -20,6 +20,12 @@ pub fn command(model: &Path, port: u16) -> anyhow::Result<Vec<PathBuf>> {
     Ok(vec![python, script, model.to_owned(), port.to_string().into()])
 }
 
+/// A command in which `{model}` and `{port}` stand for the model's file and the server's port.
+pub fn placeholder_command() -> anyhow::Result<String> {
+    let command = shell_command(Path::new("MODEL"), 0)?;
+    Ok(command.replace("'MODEL' '0'", "{model} {port}"))
+}
+
 /// The same as one line for a shell.
 pub fn shell_command(model: &Path, port: u16) -> anyhow::Result<String> {
     let words = command(model, port)?;

@@ -29,17 +29,23 @@ use std::time::Duration;
 use text::tokenizer::Tokenizer;
 use tokio::time::{Instant, sleep};
 
+mod continuation;
 mod generator;
 mod idle;
 mod lost_tokens;
 mod metrics;
+mod needs;
 mod process;
+mod servers;
 mod sleeper;
 
 #[cfg(test)]
 mod tests;
 
 pub(crate) use generator::{ExternalGenerator, OnLost};
+pub use servers::EngineServers;
+use servers::ModelServer;
+pub(crate) use servers::ServerLoader;
 use sleeper::Sleeper;
 
 /// Pause between two attempts to reach a server.
@@ -74,6 +80,16 @@ pub enum ExternalEngineError {
     Unreadable { path: PathBuf, source: std::io::Error },
     #[error("cannot start the engine: {0}")]
     Start(std::io::Error),
+    #[error("{0}")]
+    Ended(String),
+    #[error("there is no free port for the engine")]
+    NoPort,
+    #[error("{path:?} has characters that the shell of engine_cmd may read otherwise")]
+    Path { path: PathBuf },
+    #[error("{kind} does not serve within {} minutes", limit.as_secs() / 60)]
+    NoStart { kind: EngineKind, limit: Duration },
+    #[error("{kind} is used for models that generate text, and this one encodes texts")]
+    Encodes { kind: EngineKind },
 }
 
 /// Text and identity of a model whose weights another process has.
@@ -87,10 +103,10 @@ struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Reads a GGUF file, or a folder of a Hugging Face repository. The folder's weights need not be there:
-    /// `weights` then stands for them in the digest.
+    /// Reads a GGUF file, or a folder of a Hugging Face repository. Unless the model is loaded by order, the folder's
+    /// weights need not be there: `weights` then stands for them in the digest.
     fn read(path: &Path, weights: &str, options: &crate::load::EngineOptions) -> Result<Self, Error> {
-        if !path.is_dir() {
+        if !path.is_dir() || options.hosted.is_some() {
             let file = ModelFile::open(path)?;
             let spec = ModelSpec::from_file(&file).ok();
             let token_bytes = |spec: &ModelSpec| {
@@ -129,6 +145,8 @@ pub(crate) struct OpenedEngine {
     process: Option<Arc<EngineProcess>>,
     /// If the server is put to sleep without requests.
     sleeper: Option<Arc<Sleeper>>,
+    /// If it is the server of a model that is loaded by order.
+    server: Option<ModelServer>,
 }
 
 impl OpenedEngine {
@@ -189,6 +207,17 @@ impl EngineSupervisor {
         let limits = HttpLimits { next_event: stall_after, ..HttpLimits::default() };
         let (process, sleeper) = (tokio::sync::Mutex::default(), parking_lot::Mutex::default());
         Self { kind, source, path, load_options, limits, process, sleeper }
+    }
+
+    /// A server of a deployed model, which is not started again when it has ended.
+    pub(crate) fn once(
+        source: (EngineKind, EngineSource),
+        path: PathBuf,
+        load_options: crate::load::EngineOptions,
+        stall_after: Duration,
+    ) -> Self {
+        let process = tokio::sync::Mutex::new(process::Restarts::once());
+        Self { process, ..Self::new(source, path, load_options, stall_after) }
     }
 
     /// Waits until the server answers, and checks that it is fit. A server that cannot be reached or still
@@ -252,6 +281,8 @@ impl EngineSupervisor {
             return Err(ExternalEngineError::DataParallel { kind, url, ranks }.into());
         }
         let max_model_len = info.context_tokens.ok_or_else(|| not_reported("its context length"))?;
+        let limit = self.load_options.max_model_len.and_then(|tokens| u32::try_from(tokens).ok());
+        let max_model_len = max_model_len.min(limit.unwrap_or(u32::MAX));
         let (path, options) = (self.path.clone(), self.load_options.clone());
         let weights = info.model_path.clone().unwrap_or_else(|| info.model.clone());
         let files = tokio::task::spawn_blocking(move || ModelFiles::read(&path, &weights, &options));
@@ -276,7 +307,8 @@ impl EngineSupervisor {
         };
         let sleeper = self.source.idle.map(|idle| Arc::new(Sleeper::new(Arc::clone(&engine), idle)));
         self.sleeper.lock().clone_from(&sleeper);
-        Ok(OpenedEngine { engine, info, files, options, kv_events, max_model_len, process, sleeper })
+        let server = None;
+        Ok(OpenedEngine { engine, info, files, options, kv_events, max_model_len, process, sleeper, server })
     }
 
     /// Compares the server's tokens of a text with ours, if it tells them.

@@ -100,7 +100,8 @@ impl Drop for RunningGeneration {
 enum Llm {}
 
 impl Operation for Llm {
-    type Request = Option<EngineSource>;
+    /// Whether there is a server, or a command that starts servers.
+    type Request = bool;
     type Service = Backend;
     const NAME: &'static str = "llm";
 }
@@ -137,13 +138,15 @@ impl Provider<Llm> for Backend {
         Ok(())
     }
 
-    fn can_serve(&self, source: &Option<EngineSource>) -> Result<(), Refusal> {
+    fn can_serve(&self, has_server: &bool) -> Result<(), Refusal> {
         let refuse = |reason: &str| Err(Refusal::Artefact { reason: reason.to_owned() });
-        match (self, source) {
-            (Self::BuiltIn, None) | (Self::External(_), Some(_)) => Ok(()),
-            (Self::BuiltIn, Some(_)) => refuse("it computes in this process and takes no engine_url"),
-            (Self::External(_), None) => {
-                refuse("it needs engine_url, and only `kvasir worker` and `up` take it")
+        match (self, has_server) {
+            (Self::BuiltIn, false) | (Self::External(_), true) => Ok(()),
+            (Self::BuiltIn, true) => {
+                refuse("it computes in this process and takes neither engine_url nor engine_cmd")
+            }
+            (Self::External(_), false) => {
+                refuse("it needs engine_url or engine_cmd, and only `kvasir worker` and `up` take them")
             }
         }
     }
@@ -161,16 +164,17 @@ fn registry() -> Registry<Llm> {
     registry
 }
 
-/// Chooses the engine: `named`, else the built-in one. `source`: where an engine of another project is.
+/// Chooses the engine: `named`, else the built-in one. `has_server`: there is a server of another project, or a command
+/// that starts servers.
 ///
 /// # Errors
 ///
-/// If `named` is unknown, with the list of engines, or if it does not fit to `source`.
-pub fn select_backend(named: Option<&str>, source: &Option<EngineSource>) -> Result<Backend, SelectError> {
+/// If `named` is unknown, with the list of engines, or if it does not fit to `has_server`.
+pub fn select_backend(named: Option<&str>, has_server: bool) -> Result<Backend, SelectError> {
     // An engine that runs beside the worker is never chosen unasked: which one it is cannot be found out.
     let named = named.filter(|name| !name.is_empty()).unwrap_or(BUILT_IN);
     let environment = |variable: &str| (variable == BACKEND_VARIABLE).then(|| named.to_owned());
-    registry().select(source, environment).map(|provider| *provider.service())
+    registry().select(&has_server, environment).map(|provider| *provider.service())
 }
 
 /// Fails if the environment selects another engine than the built-in one: for commands that compute in their
@@ -181,35 +185,38 @@ pub fn select_backend(named: Option<&str>, source: &Option<EngineSource>) -> Res
 /// See [`select_backend`].
 pub fn require_built_in() -> Result<(), Error> {
     let named = crate::load::environment(BACKEND_VARIABLE);
-    select_backend(named.as_deref(), &None)?;
+    select_backend(named.as_deref(), false)?;
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proto::served_model::ENGINES;
+    use std::iter;
 
     #[test]
     fn an_unknown_engine_is_refused_with_the_list() {
-        assert_eq!(select_backend(None, &None).unwrap(), Backend::BuiltIn);
-        assert_eq!(select_backend(Some(""), &None).unwrap(), Backend::BuiltIn);
-        assert_eq!(select_backend(Some("kvasir"), &None).unwrap(), Backend::BuiltIn);
-        let error = select_backend(Some("nonsense"), &None).unwrap_err().to_string();
+        assert_eq!(select_backend(None, false).unwrap(), Backend::BuiltIn);
+        assert_eq!(select_backend(Some(""), false).unwrap(), Backend::BuiltIn);
+        assert_eq!(select_backend(Some("kvasir"), false).unwrap(), Backend::BuiltIn);
+        let error = select_backend(Some("nonsense"), false).unwrap_err().to_string();
         assert!(error.contains("KVASIR_LLM_BACKEND selects backend \"nonsense\""), "{error}");
         assert!(error.contains("known are kvasir, vllm, sglang, llama-server"), "{error}");
     }
 
     #[test]
     fn an_engine_of_another_project_needs_its_place_and_the_built_in_one_has_none() {
-        let source = Some(EngineSource::at("http://127.0.0.1:8000"));
-        assert_eq!(select_backend(Some("vllm"), &source).unwrap(), Backend::External(EngineKind::Vllm));
-        for (named, source, part) in [
-            (Some("vllm"), &None, "engine_url"),
-            (None, &source, "engine_url"),
-            (Some("kvasir"), &source, "engine_url"),
-        ] {
-            let error = select_backend(named, source).unwrap_err().to_string();
-            assert!(error.contains(part), "{error}");
+        assert_eq!(select_backend(Some("vllm"), true).unwrap(), Backend::External(EngineKind::Vllm));
+        for (named, has_server) in [(Some("vllm"), false), (None, true), (Some("kvasir"), true)] {
+            let error = select_backend(named, has_server).unwrap_err().to_string();
+            assert!(error.contains("engine_url"), "{error}");
         }
+    }
+
+    #[test]
+    fn deployments_name_the_engines_of_this_build() {
+        let names: Vec<&str> = iter::once(BUILT_IN).chain(EngineKind::ALL.map(EngineKind::name)).collect();
+        assert_eq!(names, ENGINES);
     }
 }

@@ -15,4 +15,4 @@ pub mod rank_server;
 pub mod service;
 
 pub use error::Error;
-pub use external_engine::ExternalEngineError;
+pub use external_engine::{EngineServers, ExternalEngineError};

@@ -91,8 +91,7 @@ pub struct WorkerConfig {
     /// `Some` makes this a worker of the pool: coordinators plan it into replicas, and it serves no model by
     /// itself. `None`: it serves its own model alone.
     pub pool: Option<PoolOffer>,
-    /// `Some`: coordinators have it load models besides its own. Not for a worker of the pool, nor with an engine of
-    /// another project.
+    /// `Some`: coordinators have it load models besides its own. Not for a worker of the pool, nor with `external`.
     pub hosting: Option<HostingConfig>,
     /// The worker takes no new work while free memory is below this. `None` disables the check.
     pub floor: Option<HostFloor>,
@@ -178,7 +177,8 @@ impl WorkerService {
                         (tiers.disk, tiers.shared_disk) = (None, shared.clone());
                     }
                 }
-                let host = tokio::task::spawn_blocking(move || Host::new(hosting));
+                let stall_floor = config.stall_floor;
+                let host = tokio::task::spawn_blocking(move || Host::new(hosting, stall_floor));
                 Some(Arc::new(host.await.map_err(|_| engine::Error::EngineStopped)??))
             }
             None => None,
@@ -401,6 +401,9 @@ impl WorkerService {
             engine.stop();
         }
         self.endpoint.close().await;
+        if let Some(host) = &node.host {
+            host.end_servers().await;
+        }
         if let Some(supervisor) = &self.supervisor {
             supervisor.end().await;
         }

@@ -14,7 +14,7 @@ use super::prompt::{Prompt, prompts};
 use super::request_fields;
 use super::tools;
 use super::{messages, responses};
-use dispatch::models::{Models, OfferedModel};
+use dispatch::models::{DeployedModel, Models, OfferedModel};
 use proto::ids::ModelId;
 use proto::message::{GrammarSpec, TokenIds};
 use proto::served_model::{ModelTask, ServedModel};
@@ -396,10 +396,14 @@ fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<(Arc<OfferedMod
     let deployed = sources.models.deployed();
     let unread = name.as_ref().filter(|_| found.is_none()).and_then(|name| {
         let model = deployed.model(name).filter(|model| model.active.is_none())?;
-        sources.caller.may_use(&ModelId::parse(name.clone()).ok()?).then(|| model.progress.clone())
+        sources.caller.may_use(&ModelId::parse(name.clone()).ok()?).then_some(model)
     });
-    if let (Some(name), Some(progress)) = (&name, unread) {
-        return Err(ApiError::ModelLoading { model: name.clone(), progress });
+    if let (Some(name), Some(DeployedModel { progress, refused, .. })) = (&name, unread) {
+        let (model, progress) = (name.clone(), progress.clone());
+        return Err(match refused.clone() {
+            Some(reason) => ApiError::ModelUnavailable { model, reason },
+            None => ApiError::ModelLoading { model, progress },
+        });
     }
     // To the caller, a model outside the key's scope does not exist.
     match (found.filter(|(_, id)| sources.caller.may_use(id)), name) {

@@ -69,7 +69,8 @@ struct Seen {
     /// The time of each worker's last answer.
     workers: HashMap<NodeId, Instant>,
     leads_since: Option<Instant>,
-    failed: HashMap<(ModelId, NodeId), Instant>,
+    /// When and why a version last failed at a worker.
+    failed: HashMap<(ModelId, NodeId), (Instant, String)>,
     uses: Uses,
     /// Since when requests wait, by version.
     waiting: HashMap<ModelId, Instant>,
@@ -200,7 +201,8 @@ impl Deployments {
                 .collect();
             let report = seen.reports.get(&worker.node).cloned();
             let (stages, draining) = (worker.report.stages, worker.draining);
-            Host { name: worker.node.clone(), labels, draining, stages, report }
+            let engine = worker.report.engine.clone();
+            Host { name: worker.node.clone(), labels, engine, draining, stages, report }
         };
         // A worker that was here a moment ago may return at once, as with another epoch.
         let now = Instant::now();
@@ -211,6 +213,7 @@ impl Deployments {
         let away = away.map(|(node, _)| Host {
             name: node.clone(),
             labels: BTreeSet::new(),
+            engine: String::new(),
             draining: false,
             stages: None,
             report: None,
@@ -263,12 +266,14 @@ impl Deployments {
         let now = Instant::now();
         let mut seen = self.seen.lock();
         let leads_since = *seen.leads_since.get_or_insert(now);
-        seen.failed.retain(|_, at| now.saturating_duration_since(*at) < FAILED_FOR);
+        seen.failed.retain(|_, (at, _)| now.saturating_duration_since(*at) < FAILED_FOR);
         for (version, plan) in table.models() {
             for host in hosts.iter().filter(|host| plan.placement.contains(&host.name)) {
                 let report = host.report_of(version);
-                if report.is_some_and(|report| report.state == ModelState::Failed && report.failures > 1) {
-                    seen.failed.insert((version.clone(), host.name.clone()), now);
+                let failed =
+                    report.filter(|report| report.state == ModelState::Failed && report.failures > 1);
+                if let Some(report) = failed {
+                    seen.failed.insert((version.clone(), host.name.clone()), (now, report.reason.clone()));
                 }
             }
         }
@@ -288,15 +293,16 @@ impl Deployments {
             Some(last) => now.saturating_duration_since(*last) > AWAY_AFTER,
             None => now.saturating_duration_since(leads_since) > UNSEEN_AFTER,
         };
-        let has_failed =
-            |version: &ModelId, node: &NodeId| seen.failed.contains_key(&(version.clone(), node.clone()));
+        let failure = |version: &ModelId, node: &NodeId| {
+            seen.failed.get(&(version.clone(), node.clone())).map(|(_, reason)| reason.clone())
+        };
         let uses = |version: &ModelId| seen.uses.of(now, version);
         let waited = |version: &ModelId| {
             seen.waiting.get(version).map_or(Duration::ZERO, |since| now.saturating_duration_since(*since))
         };
         let layers = |version: &ModelId| self.offers.layers(version);
-        let (is_gone, has_failed, uses, waited) = (&is_gone, &has_failed, &uses, &waited);
-        decide(&View { table, hosts, is_gone, queued, waited, has_failed, uses, layers: &layers })
+        let (is_gone, failure, uses, waited) = (&is_gone, &failure, &uses, &waited);
+        decide(&View { table, hosts, is_gone, queued, waited, failure, uses, layers: &layers })
     }
 }
 
@@ -312,6 +318,9 @@ fn order(
     let mut models = Vec::new();
     for (model, deployment) in table.deployments().models() {
         let settings = &deployment.settings;
+        if host.is_some_and(|host| host.engine != settings.engine) {
+            continue;
+        }
         for version in deployment.versions.iter().filter(|version| version.failed.is_empty()) {
             let (name, digest, wanted) =
                 match version.facts.and_then(|facts| Some((version.name(model)?, facts))) {

@@ -6,6 +6,7 @@ use dispatch::HostWorker;
 use dispatch::metrics::state_name;
 use group::agreement::{Difference, Standing};
 use group::replicas::ReplicaView;
+use proto::deployment::HostReport;
 use proto::ids::{ModelId, NodeId};
 use proto::shard::ShippingReport;
 use router::balancer::{OfferView, WorkerView};
@@ -108,7 +109,8 @@ fn hosts(ops: &Ops) -> HashMap<NodeId, Value> {
     let reports = ops.deployments.as_ref().map(|deployments| deployments.reports()).unwrap_or_default();
     let host = |host: HostWorker| {
         let used = reports.get(&host.node).map(|report| report.used);
-        (host.node, json!({"labels": host.report.labels, "budget": host.report.budget, "used": used}))
+        let HostReport { engine, labels, budget, .. } = host.report;
+        (host.node, json!({"engine": engine, "labels": labels, "budget": budget, "used": used}))
     };
     ops.dispatch.hosts().into_iter().map(host).collect()
 }

@@ -3,15 +3,15 @@
 //! | request | does | answers |
 //! |---|---|---|
 //! | `GET` | lists | `{"deployments":[D]}` |
-//! | `PUT /{model}` JSON `{"file" or "fetch"?, "min"?, "max"?, "idle_s"?, "pin"?, "nodes"?, "context"?, "priority"?, "shards"?, "reread"?, "canary"?, "from"?}` | deploys the model, or changes its deployment; absent settings stay | `{"revision"}` |
+//! | `PUT /{model}` JSON `{"file" or "fetch"?, "min"?, "max"?, "idle_s"?, "pin"?, "nodes"?, "context"?, "priority"?, "shards"?, "engine"?, "reread"?, "canary"?, "from"?}` | deploys the model, or changes its deployment; absent settings stay | `{"revision"}` |
 //! | `DELETE /{model}?from=REVISION` | removes it; running requests end normally | 204 |
 //! | `POST /{model}/promote` | makes the version that is rolled out active | 204 |
 //! | `POST /{model}/rollback` JSON `{"canary"?}` | ends a rollout; without one, rolls out the version before the active one | 204 |
 //!
 //! `file` is a path on the workers, `fetch` a catalog name or an `https://` or `hf://` address. `nodes` are labels
-//! `key=value` that a worker must have. `reread` reads the files of an unchanged source again. `canary` is
-//! `{"permille", "min_requests"?, "max_errors_permille"?, "max_ttft_percent"?}`. A change with `from` is refused if the
-//! deployment has another revision; 0 means that it must be new.
+//! `key=value` that a worker must have, `engine` computes the model. `reread` reads the files of an unchanged source
+//! again. `canary` is `{"permille", "min_requests"?, "max_errors_permille"?, "max_ttft_percent"?}`. A change with `from`
+//! is refused if the deployment has another revision; 0 means that it must be new.
 //!
 //! D is the settings with `{"model","revision","state","progress","eta_s","reason","waiting","versions":[V],"rollout","last_rollout"}`,
 //! V is `{"version","id","source","digest","active","failed","rolled_back","stages","needed_bytes","requests","errors","ttft_p50_s","workers":[{"worker","wanted","state","progress","eta_s","failures","reason","bytes","idle_s"}]}`.
@@ -36,6 +36,7 @@ use group::agreement::{Agreement, ChangeError};
 use group::deployments::decide::files_report;
 use proto::deployment::{MAX_SOURCE, ModelReport, ModelSource, ModelsReport};
 use proto::ids::{ModelId, NodeId};
+use proto::served_model::ENGINES;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -67,6 +68,7 @@ struct SetRequest {
     context: Option<u32>,
     priority: Option<u32>,
     shards: Option<u16>,
+    engine: Option<String>,
     #[serde(default)]
     reread: bool,
     canary: Option<CanaryRequest>,
@@ -196,7 +198,8 @@ fn percent(permille: u16) -> Value {
 }
 
 fn deployment_json(model: &ModelId, deployment: &Deployment, table: &Table, seen: &Seen) -> Value {
-    let DeploymentSettings { min, max, idle_s, pin, nodes, context, priority, shards } = &deployment.settings;
+    let DeploymentSettings { min, max, idle_s, pin, nodes, context, priority, shards, engine } =
+        &deployment.settings;
     let versions = deployment.versions.iter().map(|version| {
         let active = version.number == deployment.active;
         version_json(model, version, active, table, seen)
@@ -225,6 +228,7 @@ fn deployment_json(model: &ModelId, deployment: &Deployment, table: &Table, seen
         "context": context,
         "priority": priority,
         "shards": shards,
+        "engine": engine,
         "revision": deployment.revision,
         "state": "absent",
         "progress": null,
@@ -315,7 +319,12 @@ async fn set(
         context: requested.context.unwrap_or(before.context),
         priority: requested.priority.unwrap_or(before.priority),
         shards: requested.shards.unwrap_or(before.shards),
+        engine: requested.engine.unwrap_or(before.engine),
     };
+    if !ENGINES.contains(&settings.engine.as_str()) {
+        let reason = format!("{:?} is unknown; known are {}", settings.engine, ENGINES.join(", "));
+        return Err(ApiError::field("engine", reason));
+    }
     settings.check().map_err(|(field, value, rule)| ApiError::field(field, format!("{value:?} {rule}")))?;
     let canary = requested.canary.map(CanaryRequest::share).transpose()?;
     subject.set(format!("{model} {}", source.as_ref().map_or("", ModelSource::as_str)));

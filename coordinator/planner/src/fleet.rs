@@ -4,6 +4,7 @@ use crate::Error;
 use consensus::table::DeploymentSettings;
 use proto::deployment::ModelSource;
 use proto::ids::{ModelId, NodeId};
+use proto::served_model::BUILT_IN;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Most nodes of a fleet.
@@ -158,6 +159,10 @@ impl Model {
         if self.settings.shards != 1 {
             let limit = "must be 1: models over several workers are not simulated";
             return Err(Error::field(field("shards"), self.settings.shards, limit));
+        }
+        if self.settings.engine != BUILT_IN {
+            let limit = format!("must be {BUILT_IN}: engines of other projects are not simulated");
+            return Err(Error::field(field("engine"), &self.settings.engine, limit));
         }
         let Costs { bytes, needed, layer_bytes, token_bytes, kv_bytes, products, head_products, attention } =
             self.costs;

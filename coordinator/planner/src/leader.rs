@@ -13,7 +13,7 @@ use group::deployments::decide::{self, View};
 use group::deployments::uses::Uses;
 use proto::deployment::{ModelFacts, ModelReport, ModelState, ModelsReport};
 use proto::ids::{ModelId, NodeId};
-use proto::served_model::ModelTask;
+use proto::served_model::{BUILT_IN, ModelTask};
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
@@ -82,6 +82,7 @@ impl Leader {
         let host = |node: &crate::fleet::Node| decide::Host {
             name: node.name.clone(),
             labels: node.labels.clone(),
+            engine: BUILT_IN.to_owned(),
             draining: false,
             stages: None,
             report: Some(ModelsReport { budget: node.memory, ..ModelsReport::default() }),
@@ -226,7 +227,7 @@ impl Leader {
                 queued: &self.queued,
                 waited: &waited,
                 layers: &|_| None,
-                has_failed: &|_, _| false,
+                failure: &|_, _| None,
                 uses: &uses,
             };
             let Some(change) = decide::decide(&view) else { break };

@@ -364,7 +364,7 @@ const LOADING: &str = r##"
     const version = { version: 7, id: "big@0", source: { fetch: "big" }, digest: null, active: true, failed: "", requests: 0, errors: 0,
         ttft_p50_s: null, rolled_back: false, stages: [[{ worker: "spark-1", layers: [0, 9] }, { worker: "spark-2", layers: [9, 20] }]],
         workers: [{ worker: "spark-1", wanted: true, state: "loading", progress: 43, bytes: 0, failures: 1, reason: "" }] };
-    const big = { model: "big", min: 0, max: 1, idle_s: 600, pin: false, nodes: [], context: 0, priority: 1, state: "loading",
+    const big = { model: "big", min: 0, max: 1, idle_s: 600, pin: false, nodes: [], context: 0, priority: 1, engine: "vllm", state: "loading",
         progress: 43, eta_s: 12, reason: "", waiting: 3, versions: [version], rollout: null, last_rollout: "" };
     return import("/dashboard/models.js").then(({ drawModels }) => {
         drawModels({ models: [], cluster: { models: [], replicas: [], deployments: [big] } });
@@ -459,7 +459,9 @@ fn models_are_shown_with_state_place_versions_traffic_and_use() {
         seen.unwrap_or_else(|panic| resume_unwind(panic));
     });
     let text = browser.script(LOADING).unwrap();
-    for expected in ["loading", "43 %, ready in 12 s", "spark-1 → spark-2 loading 43 %", "3 waiting"] {
+    for expected in
+        ["loading", "43 %, ready in 12 s", "spark-1 → spark-2 loading 43 %", "3 waiting", "engine vllm"]
+    {
         assert!(text.as_str().unwrap().contains(expected), "{expected} not in {text}");
     }
     assert_eq!(browser.script(WAITING).unwrap(), json!(["loading, 43 %, ready in 12 s", "hello"]));

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-fn coordinators(cluster: &Cluster) -> Vec<CoordinatorNode> {
+pub(crate) fn coordinators(cluster: &Cluster) -> Vec<CoordinatorNode> {
     cluster.up_file().unwrap().coordinators
 }
 
@@ -33,7 +33,7 @@ pub(crate) fn deployment(ops: SocketAddr, model: &str) -> Option<Value> {
     listed["deployments"].as_array()?.iter().find(|deployment| deployment["model"] == model).cloned()
 }
 
-fn active(deployment: &Value) -> Option<&Value> {
+pub(crate) fn active(deployment: &Value) -> Option<&Value> {
     deployment["versions"].as_array()?.iter().find(|version| version["active"] == true)
 }
 
@@ -207,14 +207,14 @@ fn a_version_is_replaced_without_a_gap_and_a_bad_canary_rolls_itself_back() {
 }
 
 /// A worker without a model of its own; killed when dropped.
-struct BareWorker {
+pub(crate) struct BareWorker {
     name: String,
     process: Child,
 }
 
 impl BareWorker {
     /// Joins the cluster.
-    fn join(cluster: &Cluster, name: &str) -> Self {
+    pub(crate) fn join(cluster: &Cluster, name: &str, settings: &[&str]) -> Self {
         let path = |name: &str| cluster.data_dir().join(name).to_str().unwrap().to_owned();
         let (identity, ca) = (path(name), path("ca"));
         let issue = ["ca", "issue", "--dir", &ca, "--role", "worker", "--node", name, "--out", &identity];
@@ -222,9 +222,8 @@ impl BareWorker {
         let (quic, any) = (cluster.coordinator().quic.to_string(), "127.0.0.1:0");
         let arguments =
             ["worker", "--identity", &identity, "--coordinators", &quic, "--quic", any, "--ops", any];
-        let settings = ["--memory", "512MiB", "--threads", "1", "--labels", "stages=yes"];
         let log = binary::target().join(format!("test-logs/deployments-{name}.log"));
-        let process = binary::command(&[&arguments[..], &settings[..]].concat())
+        let process = binary::command(&[&arguments[..], settings].concat())
             .unwrap()
             .stdout(Stdio::null())
             .stderr(File::create(log).unwrap())
@@ -246,8 +245,9 @@ impl Drop for BareWorker {
 fn a_model_over_two_workers_answers_like_on_one_and_moves_when_a_worker_is_lost() {
     let cluster = Cluster::builder("over", &tiny_model()).flag("--workers", "1").start().unwrap();
     let node = coordinators(&cluster).remove(0);
+    let settings = ["--memory", "512MiB", "--threads", "1", "--labels", "stages=yes"];
     let mut workers: Vec<BareWorker> =
-        ["h0", "h1", "h2"].iter().map(|name| BareWorker::join(&cluster, name)).collect();
+        ["h0", "h1", "h2"].iter().map(|name| BareWorker::join(&cluster, name, &settings)).collect();
     let file = Manifest::read().unwrap().tiny("qwen2").unwrap().path();
     let file = file.to_str().unwrap();
     let deploy = |model: &str, shards: &str| {

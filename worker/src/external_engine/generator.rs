@@ -1,9 +1,11 @@
 //! A server of another project as a [`Generator`].
 
 use super::OpenedEngine;
+use super::continuation::lost_in_continuation;
 use super::lost_tokens::LostTokens;
 use super::metrics::{ExternalMetrics, MODELLED, NO_EVENTS, SleepMetrics, reason_of};
 use super::process::EngineProcess;
+use super::servers::ModelServer;
 use super::sleeper::Sleeper;
 use crate::generator::{Generator, RunningGeneration};
 use engine::engine::EngineLoad;
@@ -69,6 +71,8 @@ struct Shared {
     registry: Registry,
     process: Option<Arc<EngineProcess>>,
     sleeper: Option<Arc<Sleeper>>,
+    /// Until the generator is stopped, if it is the server of a model that is loaded by order.
+    server: Mutex<Option<ModelServer>>,
     on_lost: Mutex<Option<OnLost>>,
     /// A request found the server gone.
     check: Notify,
@@ -115,7 +119,8 @@ impl ExternalGenerator {
     /// Follows the server's cache under the cluster key. `on_lost` is called once, if the server is gone or hangs.
     /// Must be called inside a runtime.
     pub(crate) fn start(opened: OpenedEngine, key: &ClusterKey, epoch: Epoch, on_lost: OnLost) -> Self {
-        let OpenedEngine { engine, info, files, kv_events, max_model_len, process, sleeper, .. } = opened;
+        let OpenedEngine { engine, info, files, kv_events, max_model_len, process, sleeper, server, .. } =
+            opened;
         let kind = engine.kind();
         let units = key.units();
         let cache = match (&kv_events, kind) {
@@ -155,6 +160,7 @@ impl ExternalGenerator {
             registry,
             process,
             sleeper: sleeper.clone(),
+            server: Mutex::new(server),
             on_lost: Mutex::new(Some(on_lost)),
             check: Notify::new(),
             kv_total: cached_tokens.saturating_mul(files.token_bytes),
@@ -322,6 +328,7 @@ impl Generator for ExternalGenerator {
 
     fn stop(&self) {
         self.tasks.iter().for_each(JoinHandle::abort);
+        drop(self.shared.server.lock().take());
     }
 
     fn built_in(&self) -> Option<&EngineHandle> {
@@ -353,6 +360,9 @@ async fn watch_engine(shared: Arc<Shared>) {
                 let mut counts = shared.counts.lock();
                 counts.kv_usage = load.kv_usage.unwrap_or(0.0);
                 counts.progress();
+                if let (Some(server), Some(process)) = (&mut *shared.server.lock(), &shared.process) {
+                    server.count(process.bytes());
+                }
                 continue;
             }
             Err(error) => error,
@@ -775,22 +785,6 @@ impl Drop for Job {
             Phase::Over => {}
         }
     }
-}
-
-/// An argument that would lose its meaning if emitted tokens became a part of the prompt.
-fn lost_in_continuation(request: &EngineRequest) -> Option<String> {
-    let sampling = &request.sampling;
-    // The engine would draw the rest with other random numbers than an undisturbed run.
-    if request.reproducible && sampling.temperature > 0.0 {
-        return Some("seed".to_owned());
-    }
-    if let Some(grammar) = &request.grammar {
-        return Some(grammar.field.clone());
-    }
-    [(sampling.presence_penalty, "presence_penalty"), (sampling.frequency_penalty, "frequency_penalty")]
-        .iter()
-        .find(|(penalty, _)| *penalty != 0.0)
-        .map(|(_, field)| (*field).to_owned())
 }
 
 fn blend(old: f32, new: f32) -> f32 {

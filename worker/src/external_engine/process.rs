@@ -166,20 +166,33 @@ fn group_bytes(group: u32) -> u64 {
 pub(crate) struct Restarts {
     current: Option<Arc<EngineProcess>>,
     pause: Duration,
+    /// A server that has ended stays ended.
+    once: bool,
     over: bool,
 }
 
 impl Default for Restarts {
     fn default() -> Self {
-        Self { current: None, pause: MIN_PAUSE, over: false }
+        Self { current: None, pause: MIN_PAUSE, once: false, over: false }
     }
 }
 
 impl Restarts {
+    /// For a server that is started once.
+    pub(crate) fn once() -> Self {
+        Self { once: true, ..Self::default() }
+    }
+
     /// The running server. Starts it if there is none; after an early end not before a pause.
+    ///
+    /// # Errors
+    /// If it cannot be started, or has ended and is started once.
     pub(crate) async fn running(&mut self, command: &str) -> Result<Arc<EngineProcess>, ExternalEngineError> {
         if let Some(current) = &self.current {
             let Some(reason) = current.exited.borrow().clone() else { return Ok(Arc::clone(current)) };
+            if self.once {
+                return Err(ExternalEngineError::Ended(reason));
+            }
             if current.started.elapsed() >= STEADY {
                 self.pause = MIN_PAUSE;
             }
@@ -231,6 +244,14 @@ mod tests {
         assert!(again.ended().await.contains("exit status: 3"), "{}", again.ended().await);
         restarts.end().await;
         assert!(restarts.running("true").await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_started_once_stays_ended() {
+        let mut once = Restarts::once();
+        once.running("exit 3").await.unwrap().ended().await;
+        let ended = once.running("exit 3").await.unwrap_err().to_string();
+        assert!(ended.contains("exit status: 3"), "{ended}");
     }
 
     #[tokio::test]

@@ -79,12 +79,13 @@ impl SharedDevice {
     }
 
     /// Counts memory of the process that no reservation covers, so that models do not get it. `resident`: all that it
-    /// has.
-    pub(crate) fn count_process(&self, resident: u64) {
+    /// has. `with_models`: the models are in this process.
+    pub(crate) fn count_process(&self, resident: u64, with_models: bool) {
         if self.least > 0 {
             let mut process = self.process.lock();
             let models = self.budget.reserved().saturating_sub(process.bytes());
-            process.settle(resident.saturating_sub(models).max(self.least));
+            let others = if with_models { resident.saturating_sub(models) } else { resident };
+            process.settle(others.max(self.least));
         }
     }
 }
@@ -171,7 +172,7 @@ impl HostedLoad {
     }
 
     /// Bytes for all models of the device.
-    pub(super) fn limit(&self) -> Option<u64> {
+    pub(crate) fn limit(&self) -> Option<u64> {
         (self.0.kind != LoadKind::Own).then(|| self.0.device.budget.limit())
     }
 
@@ -203,7 +204,26 @@ impl HostedLoad {
         self.0.cancelled.store(true, Ordering::Relaxed);
     }
 
-    fn check(&self) -> Result<(), engine::Error> {
+    /// Reserves the memory of a server of another project that computes the model.
+    ///
+    /// # Errors
+    /// [`engine::Error::KvMemory`] if the budget does not have it, [`engine::Error::LoadCancelled`].
+    pub(crate) fn reserve(&self, bytes: u64) -> Result<Reservation, Error> {
+        self.check()?;
+        let refused = |refused: BudgetExceeded| engine::Error::KvMemory { reason: refused.to_string() };
+        let memory = self.0.device.budget.reserve(bytes).map_err(refused)?;
+        *self.0.reserved.lock() = memory.watch();
+        Ok(memory)
+    }
+
+    /// Whether the budget is of the host's memory, which also is that of processes.
+    pub(crate) fn counts_processes(&self) -> bool {
+        self.0.device.least > 0
+    }
+
+    /// # Errors
+    /// [`engine::Error::LoadCancelled`] after [`cancel`](Self::cancel).
+    pub(crate) fn check(&self) -> Result<(), engine::Error> {
         match self.0.cancelled.load(Ordering::Relaxed) {
             true => Err(engine::Error::LoadCancelled),
             false => Ok(()),

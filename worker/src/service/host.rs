@@ -3,12 +3,14 @@
 //! its own for coordinators, with one model, its own epochs, load reports and KV events, in the process of the worker.
 
 use super::node::{Node, NodeContext};
+use crate::external_engine::{EngineServers, ServerLoader};
 use crate::load::{EngineOptions, HostedLoad, SharedDevice};
 use crate::rank_server::StageRoom;
 use parking_lot::Mutex;
 use pipeline::weight_distribution::ShippingConfig;
 use proto::deployment::{HostReport, MAX_LABELS, ModelsOrder, ModelsReport, StageSpeed};
 use proto::ids::{Epoch, ModelId};
+use proto::served_model::BUILT_IN;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::path::PathBuf;
@@ -37,6 +39,8 @@ pub struct HostingConfig {
     pub labels: Vec<String>,
     /// Speed of the stages that it takes of models on several workers; `None` if it takes none.
     pub stages: Option<StageSpeed>,
+    /// Servers of another project that compute the models. `None`: the built-in engine.
+    pub servers: Option<EngineServers>,
     /// How models are run. The size of the KV cache and the longest sequence are set for each model.
     pub engine: EngineOptions,
     /// Store and lanes for chunks from other workers.
@@ -78,6 +82,8 @@ pub struct ResolveError {
 pub(super) struct Host {
     config: HostingConfig,
     device: SharedDevice,
+    /// Servers of another project that compute the models.
+    servers: Option<Arc<ServerLoader>>,
     /// For stages of models on several workers.
     room: StageRoom,
     /// The order that holds.
@@ -91,17 +97,22 @@ pub(super) struct Host {
 }
 
 impl Host {
+    /// `stall_after`: longest time between two tokens of a server of another project.
+    ///
     /// # Errors
     /// For a device that is not usable.
-    pub(super) fn new(config: HostingConfig) -> Result<Self, crate::Error> {
+    pub(super) fn new(config: HostingConfig, stall_after: Duration) -> Result<Self, crate::Error> {
         let device = SharedDevice::new(&config.engine, config.budget, config.process)?;
         let own = HostedLoad::own(&device);
         let room = StageRoom::new(device.clone(), config.free_memory);
+        let servers = config.servers.clone();
+        let servers = servers.map(|servers| Arc::new(ServerLoader::new(servers, stall_after)));
         let budget = config.budget.saturating_sub(device.process_bytes());
         let report = Mutex::new(ModelsReport { budget, ..ModelsReport::default() });
         Ok(Self {
             config,
             device,
+            servers,
             room,
             orders: watch::Sender::new(None),
             report,
@@ -131,7 +142,9 @@ impl Host {
     /// The report by which coordinators send orders.
     pub(super) fn announcement(&self, epoch: Epoch) -> HostReport {
         let labels = self.config.labels.iter().take(MAX_LABELS).cloned().collect();
-        HostReport { epoch, budget: self.config.budget, stages: self.config.stages, labels }
+        let servers = self.config.servers.as_ref();
+        let engine = servers.map_or(BUILT_IN, |servers| servers.kind.name()).to_owned();
+        HostReport { epoch, budget: self.config.budget, engine, stages: self.config.stages, labels }
     }
 
     /// Takes an order of a coordinator, and returns how far the worker is. A coordinator with an older state of the
@@ -158,6 +171,13 @@ impl Host {
     /// No further model is loaded.
     pub(super) fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+    }
+
+    /// Ends all servers of models and waits for that.
+    pub(super) async fn end_servers(&self) {
+        if let Some(servers) = &self.servers {
+            servers.end().await;
+        }
     }
 }
 

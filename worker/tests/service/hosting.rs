@@ -3,6 +3,9 @@
 use crate::{TIMEOUT, any_port, request};
 use engine::snapshot::store::StoreConfig;
 use engine::tiers::{DiskConfig, TiersConfig};
+use external::EngineKind;
+use kvasir_worker::EngineServers;
+use kvasir_worker::generator::EngineSource;
 use kvasir_worker::load::{EngineOptions, facts};
 use kvasir_worker::service::{
     HostingConfig, ModelResolver, OwnModel, ResolveError, WorkerConfig, WorkerService,
@@ -167,6 +170,7 @@ impl Fleet {
             stall_floor: TIMEOUT,
             pool: None,
             hosting: Some(HostingConfig {
+                servers: None,
                 stages: None,
                 budget: BUDGET,
                 process: 0,
@@ -497,6 +501,59 @@ async fn failures_are_reported_and_bad_files_are_not_tried_again() {
     let repaired = OrderedModel { digest: llama.digest, ..models[2].clone() };
     fleet.reach("w0", &[repaired], is(ModelState::Ready)).await;
     worker.stop().await;
+}
+
+/// A worker that starts a server by a command for each model.
+async fn with_servers(fleet: &Fleet, node: &str, command: &str) -> WorkerService {
+    let (kind, source) = (EngineKind::Vllm, EngineSource::at(""));
+    let servers = EngineServers { kind, command: command.to_owned(), source, memory: Some(100 << 20) };
+    fleet
+        .worker(node, |config| {
+            config.hosting.iter_mut().for_each(|hosting| hosting.servers = Some(servers.clone()));
+        })
+        .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_that_do_not_start_are_reported_and_none_is_left() {
+    let mut fleet = Fleet::new();
+    let worker = with_servers(&fleet, "w0", "exit 3; {model} {port}").await;
+    assert_eq!(fleet.seen.lock().host.clone().unwrap().engine, "vllm");
+    let model = ordered("llama", LLAMA, WantedState::Ready);
+    let failed = |model: &ModelReport| model.failures > 1 && model.state == ModelState::Failed;
+    let report = fleet.reach("w0", std::slice::from_ref(&model), failed).await;
+    assert!(report.models[0].reason.contains("exit status: 3"), "{}", report.models[0].reason);
+    assert_eq!(report.models[0].facts.unwrap().needed_bytes, 100 << 20);
+    // A file that the engine does not serve is no bad file, since another engine may serve it.
+    let encoder = ordered("encoder", "bert/bert-f32.gguf", WantedState::Ready);
+    let refused = |model: &ModelReport| model.model.as_str() == "encoder" && model.failures > 0;
+    let report = fleet.reach("w0", &[encoder], refused).await;
+    assert_eq!(report.models[0].state, ModelState::Failed);
+    assert!(report.models[0].reason.contains("vllm"), "{}", report.models[0].reason);
+    worker.stop().await;
+
+    // A server that never answers is ended when its model is not wanted any more, or with its worker.
+    let directory = tempfile::tempdir().unwrap();
+    let pids = directory.path().join("pids");
+    let command = format!("echo $$ >> {}; exec sleep 1000 # {{model}} {{port}}", pids.display());
+    let worker = with_servers(&fleet, "w1", &command).await;
+    let started = |count| {
+        let pids: Vec<String> =
+            std::fs::read_to_string(&pids).unwrap_or_default().lines().map(str::to_owned).collect();
+        (pids.len() == count).then(|| Path::new("/proc").join(&pids[count - 1]))
+    };
+    let mut servers = Vec::new();
+    for count in [1, 2] {
+        let asleep = OrderedModel { wanted: WantedState::Asleep, ..model.clone() };
+        fleet.reach("w1", &[asleep], is(ModelState::Asleep)).await;
+        assert!(!servers.iter().any(|process: &PathBuf| process.exists()));
+        let loads = |model: &ModelReport| model.bytes == 100 << 20;
+        fleet.reach("w1", std::slice::from_ref(&model), loads).await;
+        servers.push(fleet.until("the server is started", |_| started(count)).await);
+        assert!(servers[count - 1].exists());
+    }
+    worker.stop().await;
+    assert!(!servers[1].exists());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -7,6 +7,7 @@ use super::{Change, Kind, MAX_MODELS, MAX_PLACEMENT_WORKERS, MAX_REASON, Refusal
 use proto::deployment::{MAX_LABEL, MAX_LABELS, MAX_SOURCE, ModelFacts, ModelSource};
 use proto::ids::ModelId;
 use proto::placement::MAX_STAGES;
+use proto::served_model::BUILT_IN;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -14,6 +15,8 @@ use std::collections::BTreeMap;
 pub const MAX_DEPLOYED_REPLICAS: u16 = MAX_PLACEMENT_WORKERS as u16;
 /// Longest idle time, seconds.
 const MAX_IDLE_S: u32 = 366 * 24 * 60 * 60;
+/// Longest name of an engine, in bytes.
+const MAX_ENGINE: usize = 32;
 /// Highest priority.
 const MAX_PRIORITY: u32 = 1000;
 
@@ -59,6 +62,9 @@ pub struct DeploymentSettings {
     pub priority: u32,
     /// Workers of a replica, 1 to [`MAX_STAGES`]; each computes a range of the layers.
     pub shards: u16,
+    /// Engine that computes the model, as workers report it. The table knows no list of engines, since the members of a
+    /// group may know different ones.
+    pub engine: String,
 }
 
 impl Default for DeploymentSettings {
@@ -72,6 +78,7 @@ impl Default for DeploymentSettings {
             context: 0,
             priority: 1,
             shards: 1,
+            engine: BUILT_IN.to_owned(),
         }
     }
 }
@@ -240,6 +247,18 @@ impl DeploymentSettings {
             let rule =
                 format!("times the most replicas ({}) must be at most {MAX_DEPLOYED_REPLICAS}", self.max);
             return wrong("shards", self.shards.to_string(), rule);
+        }
+        let sound = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+        if !(1..=MAX_ENGINE).contains(&self.engine.len()) || !self.engine.bytes().all(sound) {
+            let rule = format!("must be 1 to {MAX_ENGINE} characters a-z, 0-9 and -");
+            return wrong("engine", self.engine.clone(), rule);
+        }
+        if self.shards > 1 && self.engine != BUILT_IN {
+            return wrong(
+                "shards",
+                self.shards.to_string(),
+                format!("must be 1 with engine {}", self.engine),
+            );
         }
         let label = |label: &String| {
             let key = label.split_once('=').is_some_and(|(key, _)| !key.is_empty());
@@ -421,6 +440,10 @@ impl Deployments {
         }
         if canary.is_some() && source.is_none() && deployment.rollout.is_none() {
             return Err(Refusal::Unknown(Kind::Version));
+        }
+        if deployment.settings.engine != settings.engine {
+            // Another engine may read the files.
+            deployment.versions.iter_mut().for_each(|known| known.failed.clear());
         }
         deployment.settings = settings;
         deployment.revision = index;

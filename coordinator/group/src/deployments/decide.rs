@@ -9,8 +9,8 @@
 mod stages;
 
 use consensus::table::{
-    Change, Demand, Deployment, MAX_REASON, ModelBlocked, ModelPlan, ModelRefused, Rollout, RolloutEnded,
-    Table, Version, VersionFailed, VersionIdentified,
+    Change, Demand, Deployment, DeploymentSettings, MAX_REASON, ModelBlocked, ModelPlan, ModelRefused,
+    Rollout, RolloutEnded, Table, Version, VersionFailed, VersionIdentified,
 };
 use proto::deployment::{ModelReport, ModelSource, ModelState, ModelsReport, StageSpeed};
 use proto::ids::{ModelId, NodeId};
@@ -33,6 +33,8 @@ pub struct Host {
     pub name: NodeId,
     /// `key=value`.
     pub labels: BTreeSet<String>,
+    /// Engine that computes its models.
+    pub engine: String,
     pub draining: bool,
     /// Speed of the stages that it takes of models on several workers; `None` if it takes none.
     pub stages: Option<StageSpeed>,
@@ -76,8 +78,8 @@ pub struct View<'a> {
     pub queued: &'a BTreeMap<ModelId, usize>,
     /// Waiting time of the requests for a version.
     pub waited: &'a dyn Fn(&ModelId) -> Duration,
-    /// Whether a version failed at a worker a short while ago.
-    pub has_failed: &'a dyn Fn(&ModelId, &NodeId) -> bool,
+    /// Why a version failed at a worker a short while ago.
+    pub failure: &'a dyn Fn(&ModelId, &NodeId) -> Option<String>,
     /// Recent requests for a version, older ones counting less.
     pub uses: &'a dyn Fn(&ModelId) -> f64,
     /// Layers of a version; `None` while its manifest is not here.
@@ -135,7 +137,26 @@ pub fn identifiers<'a>(
 fn fits(host: &Host, deployment: &Deployment) -> bool {
     !host.draining
         && host.report.is_some()
+        && host.engine == deployment.settings.engine
         && deployment.settings.nodes.iter().all(|label| host.labels.contains(label))
+}
+
+/// Why no worker may serve the deployment. `None` if one may, or if a worker has not reported yet.
+pub(super) fn unfit(hosts: &[Host], deployment: &Deployment) -> Option<String> {
+    if hosts.iter().any(|host| host.report.is_none() || fits(host, deployment)) {
+        return None;
+    }
+    let DeploymentSettings { engine, nodes, .. } = &deployment.settings;
+    let mut offering = hosts.iter().filter(|host| host.engine == *engine).peekable();
+    Some(if hosts.is_empty() {
+        "no worker that loads models is connected".to_owned()
+    } else if offering.peek().is_none() {
+        format!("no worker offers the engine {engine}")
+    } else if !offering.any(|host| nodes.iter().all(|label| host.labels.contains(label))) {
+        format!("no worker with the engine {engine} has the labels {}", nodes.join(", "))
+    } else {
+        "every worker that may serve it is drained".to_owned()
+    })
 }
 
 /// Whether a worker has tried often enough to read or load the model that it reports about.
@@ -221,7 +242,7 @@ impl<'a> View<'a> {
                 Some(host) => {
                     host.report.is_some() && !fits(host, deployment)
                         || gave_up(host.report_of(version))
-                        || (self.has_failed)(version, node)
+                        || (self.failure)(version, node).is_some()
                 }
             };
             let node = plan.placement.iter().find(lost)?;
@@ -410,11 +431,7 @@ impl<'a> View<'a> {
         };
         let fitting: Vec<&Host> = self.hosts.iter().filter(|host| fits(host, deployment)).collect();
         if fitting.is_empty() {
-            let reason = match deployment.settings.nodes.as_slice() {
-                [] => "no worker that loads models is connected".to_owned(),
-                labels => format!("no worker has the labels {}", labels.join(", ")),
-            };
-            return Err(never(reason));
+            return Err(unfit(self.hosts, deployment).map_or(NoPlace::Later, NoPlace::Never));
         }
         let needed = self.part_bytes(wanted).ok_or(NoPlace::Later)?.map_err(NoPlace::Never)?;
         // A worker's own model takes the only stage that it can have.
@@ -444,10 +461,13 @@ impl<'a> View<'a> {
             return Err(never(reason));
         }
         let places = self.places(name);
-        let free = |host: &&Host| !places.contains(&host.name) && !(self.has_failed)(name, &host.name);
+        let failure = |host: &&Host| Some(format!("{}: {}", host.name, (self.failure)(name, &host.name)?));
+        let failures: Vec<String> = able.iter().filter_map(failure).collect();
+        let free = |host: &&Host| !places.contains(&host.name) && failure(host).is_none();
         let candidates: Vec<&Host> = able.into_iter().filter(free).collect();
         if candidates.len() < count && places.is_empty() {
-            return Err(never("it failed to load at every worker that may serve it".to_owned()));
+            let reasons = failures.join("; ");
+            return Err(never(format!("it failed to load at every worker that may serve it: {reasons}")));
         }
         // A worker where it sleeps wakes it, one with the files reads them, any other fetches them.
         let nearness = |host: &Host| match host.report_of(name) {

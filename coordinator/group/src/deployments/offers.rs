@@ -1,7 +1,7 @@
 //! The deployed models that this coordinator offers to clients. It needs a version's tokenizer and chat template, which
 //! are in the manifest that any worker with the files sends.
 
-use super::decide::{Host, Layers};
+use super::decide::{Host, Layers, unfit};
 use consensus::table::{Demand, Deployment, Table, Version};
 use dispatch::models::{Deployed, DeployedModel, LoadProgress, Models, OfferedModel};
 use dispatch::{Dispatch, HostWorker};
@@ -9,7 +9,7 @@ use model::shard::{MANIFEST_BYTES, Manifest};
 use parking_lot::Mutex;
 use proto::deployment::{ModelReport, ModelState};
 use proto::ids::{ModelId, NodeId};
-use proto::served_model::{BUILT_IN, ServedModel};
+use proto::served_model::ServedModel;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -110,8 +110,15 @@ impl Offers {
                 .filter(|version| Some(version.number) != rolled_out && !version.rolled_back);
             let active = offered(deployment.active)
                 .or_else(|| earlier.map(|version| version.number).find_map(offered));
-            let progress = progress(model, deployment, table, hosts);
-            let refused = self.expect(model, deployment, table, &mut state.refused);
+            let mut progress = progress(model, deployment, table, hosts);
+            let mut refused = self.expect(model, deployment, table, &mut state.refused);
+            if let Some(reason) = unfit(hosts, deployment).filter(|_| progress.reason.is_empty()) {
+                // Files that no worker can read: the leader refuses other versions by itself.
+                let unread =
+                    deployment.version(deployment.active).is_some_and(|active| active.facts.is_none());
+                refused = refused.or_else(|| (unread && !hosts.is_empty()).then(|| reason.clone()));
+                progress.reason = reason;
+            }
             deployed.push((model.clone(), DeployedModel { active, canary, progress, refused }));
         }
         self.models.set_deployed(deployed.into_iter().collect::<Deployed>());
@@ -173,7 +180,7 @@ fn served(id: ModelId, version: &Version, deployment: &Deployment) -> ServedMode
         layers: (0, 0),
         numeric_class: String::new(),
         block_tokens: BLOCK_TOKENS,
-        engine: BUILT_IN.to_owned(),
+        engine: deployment.settings.engine.clone(),
         hit_tokens: BLOCK_TOKENS,
         task: facts.map_or(proto::served_model::ModelTask::Generate, |facts| facts.task),
     }

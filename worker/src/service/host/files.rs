@@ -2,6 +2,7 @@
 
 use super::{ModelResolver, ResolveError};
 use crate::Error;
+use crate::external_engine::EngineServers;
 use crate::load::{self, EngineOptions};
 use engine::telemetry::ShippingMetrics;
 use model::PinnedFile;
@@ -86,7 +87,10 @@ pub(super) struct Search {
     pub(super) options: EngineOptions,
     pub(super) resolver: Arc<dyn ModelResolver>,
     pub(super) shipper: Arc<Shipper>,
+    /// `None`: files come from no other worker.
     pub(super) store: Option<ShardStore>,
+    /// Servers of another project that compute the model.
+    pub(super) servers: Option<EngineServers>,
     pub(super) progress: Arc<FindProgress>,
 }
 
@@ -148,7 +152,12 @@ impl Search {
     /// Reads the files. Refuses those of another model than the ordered one.
     async fn facts(&self, path: PathBuf) -> Result<Found, Error> {
         let (options, read) = (self.options.clone(), path.clone());
-        let facts = blocking(move || load::facts(&read, &options)).await??;
+        let servers = self.servers.clone();
+        let facts = blocking(move || match servers {
+            Some(servers) => servers.facts(&read, &options),
+            None => load::facts(&read, &options),
+        });
+        let facts = facts.await??;
         match self.ordered.digest {
             Some(expected) if expected != facts.digest => Err(FindError::OtherModel {
                 path: path.display().to_string(),

@@ -162,7 +162,8 @@ impl Reconciler<'_> {
         }
         if self.counted.is_none_or(|counted| now - counted >= COUNT_EVERY) {
             self.counted = Some(now);
-            self.host.device.count_process(engine::memory::resident_bytes());
+            let with_models = self.host.servers.is_none();
+            self.host.device.count_process(engine::memory::resident_bytes(), with_models);
         }
         self.ask_for_lacks(now);
         let mut views: Vec<_> = self.records.iter_mut().map(|record| record.view(now)).collect();
@@ -263,6 +264,7 @@ impl Reconciler<'_> {
             resolver: Arc::clone(&self.host.config.resolver),
             shipper: Arc::clone(&record.shipper),
             store: self.host.config.shipping.store.clone(),
+            servers: self.host.config.servers.clone(),
             progress: Arc::clone(&progress),
         };
         let (key, events) = (record.key, self.events.clone());
@@ -297,11 +299,21 @@ impl Reconciler<'_> {
                 }
             }
         });
-        let shipper = Arc::clone(&record.shipper);
+        let (shipper, servers) = (Arc::clone(&record.shipper), self.host.servers.clone());
+        let of_server = load.clone();
         let task = tokio::spawn(async move {
             let path = found.path.clone();
-            let load = move |arrivals| Loaded::load(&path, &EngineOptions { arrivals, ..options.clone() });
-            let loaded = shipper.load(&found.path, WantedLayers::default(), load).await;
+            let loaded = match servers {
+                Some(servers) => {
+                    let opened = servers.load(path, options, &of_server).await;
+                    opened.map(|opened| Loaded::External(Box::new(opened)))
+                }
+                None => {
+                    let load =
+                        move |arrivals| Loaded::load(&path, &EngineOptions { arrivals, ..options.clone() });
+                    shipper.load(&found.path, WantedLayers::default(), load).await
+                }
+            };
             let _ = events.send((key, Event::Loaded(loaded)));
         });
         // Not aborted: a load frees its memory before it ends.

@@ -258,6 +258,10 @@ fn wrong_settings_are_refused_with_the_field() {
         ("shards", DeploymentSettings { shards: 0, ..valid.clone() }),
         ("shards", DeploymentSettings { shards: 65, ..valid.clone() }),
         ("shards", DeploymentSettings { shards: 22, max: 3, ..valid.clone() }),
+        ("shards", DeploymentSettings { shards: 2, engine: "vllm".into(), ..valid.clone() }),
+        ("engine", DeploymentSettings { engine: String::new(), ..valid.clone() }),
+        ("engine", DeploymentSettings { engine: "e".repeat(33), ..valid.clone() }),
+        ("engine", DeploymentSettings { engine: "llama server".into(), ..valid.clone() }),
         ("nodes", DeploymentSettings { nodes: vec!["gpu".into()], ..valid.clone() }),
         ("nodes", DeploymentSettings { nodes: vec!["=x".into()], ..valid.clone() }),
     ];

@@ -7,7 +7,7 @@ use consensus::table::{
     SessionChange, encode_entry,
 };
 use proto::deployment::ModelFacts;
-use proto::served_model::ModelTask;
+use proto::served_model::{BUILT_IN, ModelTask};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -62,6 +62,7 @@ impl Cluster {
         let host = |&(name, budget): &(&str, u64)| Host {
             name: node(name),
             labels: BTreeSet::new(),
+            engine: BUILT_IN.to_owned(),
             draining: false,
             stages: None,
             report: Some(ModelsReport { version: u64::MAX, budget, ..ModelsReport::default() }),
@@ -108,7 +109,10 @@ impl Cluster {
             is_gone: &|node| self.gone.contains(node),
             queued: &self.queued,
             waited: &|version| Duration::from_millis(self.waited.get(version).copied().unwrap_or(0)),
-            has_failed: &|version, node| self.failed.borrow().contains(&(version.clone(), node.clone())),
+            failure: &|version, node| {
+                let failed = self.failed.borrow().contains(&(version.clone(), node.clone()));
+                failed.then(|| "exit status: 3".to_owned())
+            },
             uses: &|version| self.uses.get(version).copied().unwrap_or(0.0),
             layers: &|version| self.layers.get(version.name()).cloned(),
         })
@@ -132,6 +136,9 @@ impl Cluster {
         for host in &mut self.hosts {
             let Some(report) = &mut host.report else { continue };
             for (model, deployment) in &deployments {
+                if deployment.settings.engine != host.engine {
+                    continue;
+                }
                 for found in &deployment.versions {
                     let needed = self.needs.get(model.as_str()).copied().unwrap_or(1);
                     let source = found.source.as_str().trim_start_matches('/');
@@ -330,6 +337,35 @@ fn a_model_that_no_worker_can_hold_is_refused_with_the_reason() {
 }
 
 #[test]
+fn a_model_is_placed_where_its_engine_is_and_moves_with_the_setting() {
+    let mut cluster = Cluster::new(&[("w0", 100), ("w1", 10)]);
+    let with = |engine: &str| DeploymentSettings { engine: engine.into(), min: 1, ..settings() };
+    let reason = |cluster: &Cluster| {
+        unfit(&cluster.hosts, cluster.table.deployments().get("a").unwrap()).unwrap_or_default()
+    };
+    cluster.deploy("a", 10, with("vllm"));
+    assert_eq!(cluster.next(), None, "no worker can read its files");
+    assert_eq!(reason(&cluster), "no worker offers the engine vllm");
+    cluster.hosts[1].engine = "vllm".into();
+    cluster.settle();
+    assert_eq!((cluster.places(&version("a")), reason(&cluster)), (vec!["w1".to_owned()], String::new()));
+    cluster.set("a", None, with(BUILT_IN));
+    cluster.settle();
+    assert_eq!(cluster.places(&version("a")), ["w0"]);
+    let labelled = DeploymentSettings { nodes: vec!["zone=b".into()], ..with("vllm") };
+    cluster.set("a", None, labelled);
+    assert_eq!(reason(&cluster), "no worker with the engine vllm has the labels zone=b");
+    cluster.set("a", None, with("vllm"));
+    cluster.hosts[1].draining = true;
+    assert_eq!(reason(&cluster), "every worker that may serve it is drained");
+    // One that has not reported yet may be another one.
+    cluster.hosts[0].report = None;
+    assert_eq!(reason(&cluster), "");
+    cluster.hosts.clear();
+    assert_eq!(reason(&cluster), "no worker that loads models is connected");
+}
+
+#[test]
 fn only_workers_with_the_labels_serve_a_model() {
     let mut cluster = Cluster::new(&[("w0", 100), ("w1", 10)]);
     cluster.hosts[1].labels.insert("gpu=gb10".into());
@@ -428,6 +464,7 @@ fn a_load_that_fails_is_tried_elsewhere_and_then_refused() {
     assert_eq!(tried, ["w0", "w1"]);
     let Demand::Refused(reason) = &cluster.table.deployments().demand()[&version("a")] else { panic!() };
     assert!(reason.contains("failed to load"), "{reason}");
+    assert!(reason.contains("w0: exit status: 3; w1: exit status: 3"), "{reason}");
 }
 
 #[test]

@@ -64,8 +64,8 @@ function role({ version, active, rolled_back: back }, rollout, serving) {
 const source = ({ source }) => source.file?.split("/").at(-1) ?? source.fetch;
 const paths = (versions) => versions.map(({ source }) => source.file ?? source.fetch).join("\n");
 
-function settings({ min, max, idle_s: idle, pin, nodes, priority, context }, active) {
-  const parts = [active && source(active), min === max ? `${whole(max)} replicas` : `${whole(min)} to ${whole(max)} replicas`, idle > 0 ? `sleeps after ${span(idle)}` : "never sleeps", pin && "pinned", nodes.length > 0 && `on ${nodes.join(", ")}`, context > 0 && `context ${whole(context)}`, priority !== 1 && `priority ${whole(priority)}`];
+function settings({ min, max, idle_s: idle, pin, nodes, priority, context, engine }, active) {
+  const parts = [active && source(active), engine !== "kvasir" && `engine ${engine}`, min === max ? `${whole(max)} replicas` : `${whole(min)} to ${whole(max)} replicas`, idle > 0 ? `sleeps after ${span(idle)}` : "never sleeps", pin && "pinned", nodes.length > 0 && `on ${nodes.join(", ")}`, context > 0 && `context ${whole(context)}`, priority !== 1 && `priority ${whole(priority)}`];
   return parts.filter(Boolean).join("; ");
 }
 

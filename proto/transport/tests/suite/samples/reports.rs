@@ -8,7 +8,8 @@ use proto::usage::*;
 
 pub(super) fn host_report() -> HostReport {
     let stages = Some(StageSpeed { bandwidth: 70_000, compute: 300 });
-    HostReport { epoch: Epoch(3), budget: 70_000, stages, labels: vec!["gpu=gb10".into()] }
+    let (engine, labels) = ("kvasir".into(), vec!["gpu=gb10".into()]);
+    HostReport { epoch: Epoch(3), budget: 70_000, engine, stages, labels }
 }
 
 pub(super) fn models_order() -> ModelsOrder {
