@@ -1,5 +1,5 @@
 //! Fuzz targets: whatever the bytes are, a reader answers or refuses, without a panic and within its memory
-//! and time. `tests/fuzz/corpus` has the inputs that mutants are made of, `tests/fuzz/findings` those that
+//! and time. `tests/fuzz/corpus` has inputs that mutants are made of, `tests/fuzz/findings` those that
 //! once failed. See "Fuzz" in CONTRIBUTING.md.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
@@ -39,6 +39,7 @@ use text::json_schema;
 
 use driver::{fuzz, scratch};
 use kvasir_cluster_tests::binary::{kvasir, workspace};
+use kvasir_cluster_tests::fixtures;
 use serde_json::{Map, Value, json};
 use std::fmt::Display;
 use std::fs;
@@ -72,10 +73,44 @@ fn read_model(file: &ModelFile) -> String {
     .concat()
 }
 
+/// Models of the oracle set. Mutants are made of what precedes their tensors' data.
+const HEADERS: [&str; 21] = [
+    "tiny/bert-rerank/bert-rerank-f32.gguf",
+    "tiny/bert/bert-f32.gguf",
+    "tiny/gemma3/gemma3-f32.gguf",
+    "tiny/gemma4-assistant/gemma4-assistant-f32.gguf",
+    "tiny/gemma4/gemma4-f32.gguf",
+    "tiny/gemma4moe/gemma4moe-f32.gguf",
+    "tiny/gpt-oss/gpt-oss-f32.gguf",
+    "tiny/granitehybrid-dense/granitehybrid-dense-f32.gguf",
+    "tiny/granitehybrid/granitehybrid-f32.gguf",
+    "tiny/llama/llama-f32.gguf",
+    "tiny/llama3rope/llama3rope-f32.gguf",
+    "tiny/qwen2/qwen2-f32.gguf",
+    "tiny/qwen2moe/qwen2moe-f32.gguf",
+    "quant/qwen3-q/qwen3-q-nvfp4.gguf",
+    "quant/qwen3-q/qwen3-q-q4_k_m.gguf",
+    "tiny/qwen3/qwen3-f32.gguf",
+    "tiny/qwen35/qwen35-f32.gguf",
+    "tiny/qwen35moe/qwen35moe-f32.gguf",
+    "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe.gguf",
+    "tiny/qwen3moe/qwen3moe-f32.gguf",
+    "tiny/qwen3next/qwen3next-f32.gguf",
+];
+
+/// A GGUF file up to its tensors' data.
+fn header(name: &str) -> Vec<u8> {
+    let path = fixtures::root().join(name);
+    let (mut bytes, file) = (fs::read(&path).unwrap(), ModelFile::open(&path).unwrap());
+    let data: u64 = file.tensors().map(|info| info.bytes().next_multiple_of(32)).sum();
+    bytes.truncate(bytes.len() - data as usize);
+    bytes
+}
+
 #[test]
 fn gguf() {
     let path = scratch("gguf").join("model.gguf");
-    fuzz("gguf", Vec::new(), mutate::gguf, |input| match mutate::open_gguf(&path, input) {
+    fuzz("gguf", HEADERS.map(header).into(), mutate::gguf, |input| match mutate::open_gguf(&path, input) {
         Ok(file) => read_model(&file),
         Err(error) => error.to_string().replace(path.to_str().unwrap(), ""),
     });
@@ -209,20 +244,20 @@ fn codec() {
 #[test]
 fn http() {
     let folder = scratch("http");
-    let corpus = workspace().join("tests/fuzz/corpus/gguf");
+    let chat = fs::read(workspace().join("tests/fuzz/corpus/gguf/llama-chat.gguf")).unwrap();
     let tasks = [
-        ("m", "llama-chat.gguf", ModelTask::Generate),
-        ("e", "bert.gguf", ModelTask::Embed { width: 64 }),
-        ("r", "bert-rerank.gguf", ModelTask::Rerank { scores: 1 }),
+        ("m", chat, ModelTask::Generate),
+        ("e", header("tiny/bert/bert-f32.gguf"), ModelTask::Embed { width: 64 }),
+        ("r", header("tiny/bert-rerank/bert-rerank-f32.gguf"), ModelTask::Rerank { scores: 1 }),
     ];
-    let entries = tasks.map(|(id, file, _)| {
-        let path = folder.join(file);
-        mutate::open_gguf(&path, &fs::read(corpus.join(file)).unwrap()).unwrap();
-        ModelEntry { id: ModelId::new(id).unwrap(), path }
+    let entries = tasks.each_ref().map(|(id, file, _)| {
+        let path = folder.join(format!("{id}.gguf"));
+        mutate::open_gguf(&path, file).unwrap();
+        ModelEntry { id: ModelId::new(*id).unwrap(), path }
     });
     let models = Models::open(&entries, false).unwrap();
     let served = |id: &ModelId| {
-        let (_, _, task) = tasks.into_iter().find(|(name, _, _)| *name == id.as_str())?;
+        let &(_, _, task) = tasks.iter().find(|(name, _, _)| *name == id.as_str())?;
         let tokenizer_digest = models.get(id.as_str())?.tokenizer.digest();
         Some(ServedModel {
             id: id.clone(),
