@@ -172,6 +172,17 @@ impl Leader {
         matches!(self.table.deployments().demand().get(&self.versions[model]), Some(Demand::Refused(_)))
     }
 
+    /// Whether a model that was asked for has no place yet, or one has fewer than its least number. The requests that
+    /// asked may have been refused since.
+    pub(crate) fn lacks_replicas(&self, fleet: &Fleet) -> bool {
+        let demand = self.table.deployments().demand();
+        let lacks = |(model, found): (usize, &Model)| {
+            matches!(demand.get(&self.versions[model]), Some(Demand::Wanted(_)))
+                || self.places(model).count() < usize::from(found.settings.min)
+        };
+        fleet.models.iter().enumerate().any(lacks)
+    }
+
     /// A request has ended, of which the leader knows at its next decision.
     pub(crate) fn ended(&mut self, now: Micros, model: usize, total: u64) {
         self.uses.count(self.instant(next_decision(now)), [(self.versions[model].clone(), total)]);

@@ -138,16 +138,17 @@ pub struct Outcome {
     pub steps: u64,
 }
 
-/// Of events at one time, the first ones go first.
+/// Of events at one time, the first ones go first. A decision comes before whatever happens at its time, also before
+/// arrivals, so the next decision after an event is always [`next_decision`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
+    Decide,
     /// (node, model, epoch): a fetch or a load ends.
     Stage(usize, usize, u32),
     /// (node, number of the timer): a first token or an end.
     Service(usize, u32),
     /// A request has waited for the longest time.
     Expire(usize),
-    Decide,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -299,7 +300,7 @@ impl Run<'_> {
         while self.open > 0 {
             let event = self.events.peek().map(|Reverse((at, ..))| *at);
             match self.arrived.get(next) {
-                Some(at) if event.is_none_or(|event| *at <= event) => {
+                Some(at) if event.is_none_or(|event| *at < event) => {
                     now = *at;
                     self.arrive(now, next);
                     next += 1;
@@ -331,7 +332,7 @@ impl Run<'_> {
         let ready = |host: &Host| host.models[model].stage == Stage::Ready;
         self.cold[request] = !self.hosts.iter().any(ready);
         let found = &mut self.models[model];
-        if found.queue.is_empty() && next_decision(found.emptied_at) < now {
+        if found.queue.is_empty() && next_decision(found.emptied_at) <= now {
             found.waits_since = None;
         }
         found.queue.push_back(request);
@@ -429,7 +430,7 @@ impl Run<'_> {
                         self.sleep_later(now, model);
                     }
                     self.leader.ended(now, model, self.models[model].ended);
-                    if self.waiting > 0 {
+                    if self.waiting > 0 || self.leader.lacks_replicas(self.fleet) {
                         self.decide_by(next_decision(now));
                     }
                 }

@@ -257,6 +257,25 @@ fn a_proposal_is_no_worse_and_keeps_popular_models_ready() {
     assert_eq!((one.evaluations, one.fleet), (1, fleet));
 }
 
+/// The requests for a model are refused before another model is idle, whose room it then takes: nothing waits, and the
+/// leader decides all the same.
+#[test]
+fn a_model_that_was_asked_for_takes_room_when_nothing_waits_any_more() {
+    let settings = |min| DeploymentSettings { min, max: 1, ..DeploymentSettings::default() };
+    let w0 = Node { compute: 250e9, ..node("w0", 1700 * MB) };
+    let models = [("a", 13, 0), ("b", 15, 0), ("c", 2, 1)]
+        .map(|(name, size, min)| model(name, size * 100 * MB, settings(min)));
+    let fleet = fleet(vec![w0], models.into());
+    let mut log: Vec<(f64, &str, u64, u64)> =
+        (0..60).map(|at| (f64::from(at) / 10.0, "a", 400, 400)).collect();
+    log.extend([(7.0, "b", 10, 10), (8.0, "c", 10, 30_000)]);
+    let traffic = traffic(&fleet, &log);
+    let [found, always] =
+        [false, true].map(|always| run(&fleet, &traffic.arrivals, Policy::Uses, always).unwrap());
+    assert_eq!((found.refused, found.evictions, found.loads), (1, 1, 2), "{found:#?}");
+    assert_eq!(found.models, always.models);
+}
+
 prop_compose! {
     fn any_model(index: usize)(
         size in 1_u64..20,
