@@ -69,7 +69,7 @@ struct Seen {
     /// The time of each worker's last answer.
     workers: HashMap<NodeId, Instant>,
     leads_since: Option<Instant>,
-    /// When and why a version last failed at a worker.
+    /// The last failure of a version at a worker: time and reason.
     failed: HashMap<(ModelId, NodeId), (Instant, String)>,
     uses: Uses,
     /// Since when requests wait, by version.

@@ -91,7 +91,7 @@ impl KernelCost {
         self.times.values().sum()
     }
 
-    /// What limits the kernel for most of its time.
+    /// The limit of the kernel for most of its time.
     fn by(&self) -> Limit {
         let most = self.times.iter().max_by(|a, b| a.1.total_cmp(b.1));
         most.map_or(Limit::Latency, |(limit, _)| *limit)

@@ -1,4 +1,4 @@
-//! What LoRA adapters add to products of rows, on a device: `scale * B (A x)`.
+//! Addition of LoRA adapters to products of rows, on a device: `scale * B (A x)`.
 
 use super::matmul::small;
 use super::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};

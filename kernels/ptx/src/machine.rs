@@ -74,7 +74,7 @@ pub struct Launch<'a> {
     pub arguments: &'a [u64],
 }
 
-/// How often an instruction ran.
+/// Number of runs of an instruction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Executed {
     /// Lanes that ran it. A branch that no lane takes counts once.
@@ -85,7 +85,7 @@ pub struct Executed {
     pub address: u64,
 }
 
-/// What some blocks of a launch ran.
+/// Executed instructions of some blocks of a launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub blocks: u64,

@@ -1,4 +1,4 @@
-//! What a model needs whose weights a server of another project holds.
+//! Memory of a model whose weights a server of another project holds.
 
 use super::ExternalEngineError;
 use crate::Error;
@@ -17,7 +17,7 @@ const SERVER_BYTES: u64 = 512 << 20;
 /// The cache takes at most this part of the budget, whatever the model's longest sequence.
 const CACHE_DIVISOR: u64 = 4;
 
-/// What a server of a model needs.
+/// Memory and length of a model at a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ServerNeeds {
     /// Tokens of the longest sequence.

@@ -38,7 +38,7 @@ pub struct EngineServers {
     /// Shell command of a server, in which `{model}`, `{port}`, `{context}`, `{kv_bytes}`, `{kv_port}` and
     /// `{replay_port}` stand for values.
     pub command: String,
-    /// What else holds for all servers. Address, command and events are set for each.
+    /// Settings of all servers. Address, command and events are set for each.
     pub source: EngineSource,
     /// Bytes of a server. `None`: estimated from the model.
     pub memory: Option<u64>,

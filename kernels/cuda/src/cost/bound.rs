@@ -95,7 +95,7 @@ impl Gpu {
     }
 }
 
-/// What the compiler's log says of a kernel.
+/// Registers, shared memory and spills of a kernel, from the compiler's log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Resources {
     pub(super) registers: u32,
@@ -103,7 +103,7 @@ pub(super) struct Resources {
     pub(super) spills: u32,
 }
 
-/// What limits a launch.
+/// The limit of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Limit {
     Memory,

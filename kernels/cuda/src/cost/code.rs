@@ -1,6 +1,6 @@
 //! Machine code of a kernel: instructions, basic blocks, the time of one warp.
 //!
-//! How often a block of machine code runs is not in the machine code. The interpreter counts it for the PTX, and both
+//! Machine code does not tell the runs of its blocks. The interpreter counts those of the PTX, and both
 //! name the lines of the CUDA source. A load, store, product, shuffle or barrier of a line is the same instruction in
 //! both, so that these give a basic block's count; without one, all instructions of its lines do.
 
@@ -160,7 +160,7 @@ pub(super) struct Code {
     blocks: Vec<usize>,
 }
 
-/// What a warp of a launch does, on average.
+/// The work of a warp of a launch, on average.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Work {
     /// Issued instructions of each class.
@@ -404,7 +404,7 @@ impl Code {
     }
 }
 
-/// What the interpreter ran, for a warp on average.
+/// Executed PTX instructions, for a warp on average.
 pub(super) struct Run<'a> {
     /// Anchors of each line.
     anchors: HashMap<(&'a str, Class), f64>,
