@@ -138,6 +138,11 @@ pub(crate) enum Factor {
     Tf32,
     S8,
     U8,
+    E4m3,
+    /// A 4-bit float in the middle of each byte.
+    E2m1,
+    /// Two 4-bit floats in each byte.
+    E2m1Packed,
 }
 
 impl Factor {
@@ -146,7 +151,8 @@ impl Factor {
         match self {
             Self::F16 | Self::Bf16 => 2,
             Self::Tf32 => 1,
-            Self::S8 | Self::U8 => 4,
+            Self::S8 | Self::U8 | Self::E4m3 | Self::E2m1 => 4,
+            Self::E2m1Packed => 8,
         }
     }
 }
@@ -159,6 +165,27 @@ pub(crate) enum Sum {
     S32,
 }
 
+/// Scales of a factor's blocks: each lane of some has the scales of one row, in adjacent bytes of a register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlockScales {
+    pub(crate) register: u32,
+    /// The first byte of the register.
+    pub(crate) byte: u32,
+    /// Of the first factor: the pair of lanes of every four that has the scales. Of the second one: the lane.
+    pub(crate) thread: u32,
+}
+
+/// Scales of both factors of a matrix product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ScaledBlocks {
+    pub(crate) a: BlockScales,
+    pub(crate) b: BlockScales,
+    /// Number of blocks of a row.
+    pub(crate) blocks: usize,
+    /// Whether a scale is a power of two (UE8M0), or an E4M3 without a sign.
+    pub(crate) powers: bool,
+}
+
 /// `mma`: 16 rows, 8 columns, distributed over the lanes' registers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MatrixProduct {
@@ -168,6 +195,7 @@ pub(crate) struct MatrixProduct {
     pub(crate) c: Vec<u32>,
     pub(crate) factors: (Factor, Factor),
     pub(crate) sum: Sum,
+    pub(crate) scales: Option<ScaledBlocks>,
 }
 
 /// `ldmatrix`: matrices of 8 rows of 16 bytes. The lanes provide the addresses of the rows.

@@ -85,6 +85,10 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
             };
             Ok(Op::Binary32 { f, d: d.to(32)?, a: d.from(32)?, b: d.from(32)? })
         }
+        (Ty::E4m3x2, Ty::F32) if mode == Mode::Rn && !ftz && !sat && d.word("satfinite") => {
+            let f = lanes!(|a: V32, b: V32| -> V32 { nearest_e4m3(a) << 8 | nearest_e4m3(b) });
+            Ok(Op::Binary32 { f, d: d.to(16)?, a: d.from(32)?, b: d.from(32)? })
+        }
         (Ty::F64, Ty::F32) if mode == Mode::Exact && !sat && !ftz => {
             let f = lanes!(|a: V32| -> V64 { f64::from(f32::from_bits(a)).to_bits() });
             Ok(Op::Widen { f, d: d.to(64)?, a: d.from(32)? })
@@ -124,6 +128,20 @@ fn nearest_bf16(bits: u32) -> u32 {
         return 0x7fff;
     }
     bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
+}
+
+/// Rounds to the nearest E4M3, ties to even. Values beyond the largest become the largest; NaN stays NaN.
+fn nearest_e4m3(bits: u32) -> u32 {
+    const LEAST_EXPONENT: i32 = -6;
+    let (value, sign) = (f32::from_bits(bits), bits >> 24 & 0x80);
+    if value.is_nan() {
+        return 0x7f;
+    }
+    let size = f64::from(value.abs()).min(448.0);
+    let exponent = ((bits >> 23 & 0xff) as i32 - 127).clamp(LEAST_EXPONENT, 8);
+    // Eighths of 2^exponent. Sixteen of them are the first value of the next exponent.
+    let eighths = (size * 2f64.powi(3 - exponent)).round_ties_even();
+    sign | ((exponent - LEAST_EXPONENT) * 8 + eighths as i32) as u32
 }
 
 /// Truncates to the source's width, extends by its sign or by zeros, and truncates to the destination's

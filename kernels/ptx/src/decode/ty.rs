@@ -14,10 +14,14 @@ pub(super) enum Ty {
     F64,
     /// Two floats in 64 bits.
     F32x2,
+    E4m3,
     E4m3x2,
     E5m2x2,
+    E2m1,
     E2m1x2,
     Tf32,
+    Ue4m3,
+    Ue8m0,
 }
 
 impl Ty {
@@ -43,10 +47,14 @@ impl Ty {
             "f32" => Self::F32,
             "f64" => Self::F64,
             "f32x2" => Self::F32x2,
+            "e4m3" => Self::E4m3,
             "e4m3x2" => Self::E4m3x2,
             "e5m2x2" => Self::E5m2x2,
+            "e2m1" => Self::E2m1,
             "e2m1x2" => Self::E2m1x2,
             "tf32" => Self::Tf32,
+            "ue4m3" => Self::Ue4m3,
+            "ue8m0" => Self::Ue8m0,
             _ => return None,
         })
     }
@@ -55,7 +63,7 @@ impl Ty {
         match self {
             Self::Pred => 1,
             Self::B(bits) | Self::U(bits) | Self::S(bits) => bits,
-            Self::E2m1x2 => 8,
+            Self::E4m3 | Self::E2m1 | Self::E2m1x2 | Self::Ue4m3 | Self::Ue8m0 => 8,
             Self::F16 | Self::Bf16 | Self::E4m3x2 | Self::E5m2x2 => 16,
             Self::F16x2 | Self::Bf16x2 | Self::F32 | Self::Tf32 => 32,
             Self::F64 | Self::F32x2 => 64,

@@ -4,7 +4,7 @@
 use super::{Block, Run};
 use crate::FaultKind;
 use crate::lanes::{ALL, LANES, V32};
-use crate::op::{Factor, LoadMatrix, MatrixProduct, Sum};
+use crate::op::{Factor, LoadMatrix, MatrixProduct, ScaledBlocks, Sum};
 use crate::warp::Warp;
 use half::{bf16, f16};
 
@@ -13,7 +13,9 @@ const ROWS: usize = 16;
 /// Columns of a product.
 const COLUMNS: usize = 8;
 /// Maximum number of values of a row of the first factor.
-const DEPTH: usize = 32;
+const DEPTH: usize = 64;
+/// Maximum number of blocks of a row that have a scale each.
+const BLOCKS: usize = 4;
 
 fn all_lanes(what: &'static str, mask: u32) -> Run<()> {
     if mask == ALL {
@@ -31,12 +33,56 @@ fn value(factor: Factor, register: u32, at: usize) -> f64 {
         Factor::Tf32 => f64::from(f32::from_bits(register & 0xffff_e000)),
         Factor::S8 => f64::from((register >> (8 * at)) as u8 as i8),
         Factor::U8 => f64::from((register >> (8 * at)) as u8),
+        Factor::E4m3 => e4m3(register >> (8 * at)),
+        // The two bits on either side are padding.
+        Factor::E2m1 => e2m1(register >> (8 * at + 2)),
+        Factor::E2m1Packed => e2m1(register >> (4 * at)),
     }
+}
+
+fn e2m1(bits: u32) -> f64 {
+    let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][(bits & 7) as usize];
+    if bits & 8 == 0 { size } else { -size }
+}
+
+/// The value of the low eight bits.
+fn e4m3(bits: u32) -> f64 {
+    let (exponent, mantissa) = (bits >> 3 & 15, f64::from(bits & 7));
+    let size = match (exponent, bits & 7) {
+        (15, 7) => f64::NAN,
+        (0, _) => mantissa * 2f64.powi(-9),
+        (exponent, _) => (8.0 + mantissa) * 2f64.powi(exponent as i32 - 10),
+    };
+    if bits & 0x80 == 0 { size } else { -size }
+}
+
+/// The value of a scale.
+fn scale(powers: bool, bits: u32) -> f64 {
+    match (powers, bits & 0xff) {
+        (true, 0xff) => f64::NAN,
+        (true, exponent) => 2f64.powi(exponent as i32 - 127),
+        (false, bits) => e4m3(bits & 0x7f),
+    }
+}
+
+/// Returns the scales of the rows of both factors.
+fn block_scales(warp: &Warp, scales: &ScaledBlocks) -> ([[f64; BLOCKS]; ROWS], [[f64; BLOCKS]; COLUMNS]) {
+    let &ScaledBlocks { a, b, blocks, powers } = scales;
+    let of = |register, lane: usize, byte: u32| {
+        std::array::from_fn(|block| match block < blocks {
+            true => scale(powers, warp.v32(register)[lane] >> (8 * (byte as usize + block))),
+            false => 0.0,
+        })
+    };
+    (
+        std::array::from_fn(|row| of(a.register, 4 * (row % 8) + 2 * a.thread as usize + row / 8, a.byte)),
+        std::array::from_fn(|column| of(b.register, 4 * column + b.thread as usize, b.byte)),
+    )
 }
 
 pub(super) fn product(warp: &mut Warp, product: &MatrixProduct, mask: u32) -> Run<()> {
     all_lanes("mma.sync", mask)?;
-    let MatrixProduct { d, a, b, c, factors, sum } = product;
+    let MatrixProduct { d, a, b, c, factors, sum, scales } = product;
     let each = factors.0.in_register();
     let depth = 4 * each * b.len();
     let mut first = [[0.0; DEPTH]; ROWS];
@@ -56,12 +102,24 @@ pub(super) fn product(warp: &mut Warp, product: &MatrixProduct, mask: u32) -> Ru
             }
         }
     }
+    let scaled = scales.map(|scales| (block_scales(warp, &scales), depth / scales.blocks));
     let mut out: [V32; 4] = [[0; LANES]; 4];
     for lane in 0..LANES {
         for (i, out) in out.iter_mut().enumerate() {
             let (row, column) = (lane / 4 + 8 * (i / 2), lane % 4 * 2 + i % 2);
-            // Sums of 32 products of bytes and of exact products of halves fit 64 bits.
-            let dot: f64 = (0..depth).map(|k| first[row][k] * second[column][k]).sum();
+            // Sums of 32 products of bytes, of exact products of halves, and of the small floats of a block fit 64
+            // bits.
+            let sum_of = |range: std::ops::Range<usize>| -> f64 {
+                range.map(|k| first[row][k] * second[column][k]).sum()
+            };
+            let dot = match &scaled {
+                None => sum_of(0..depth),
+                Some(((of_a, of_b), each)) => (0..depth / each)
+                    .map(|block| {
+                        sum_of(block * each..(block + 1) * each) * of_a[row][block] * of_b[column][block]
+                    })
+                    .sum(),
+            };
             out[lane] = match sum {
                 Sum::F32 => ((dot + f64::from(f32::from_bits(warp.v32(c[i])[lane]))) as f32).to_bits(),
                 Sum::F16 => {

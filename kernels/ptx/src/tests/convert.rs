@@ -93,3 +93,34 @@ fn floats_become_others() {
     table32("cvt.sat.f32.f32 %d, %a0;", &[&[f(2.5), f(1.0)], &[f(-1.0), 0], &[f(f32::NAN), 0]]);
     table32("cvt.ftz.f32.f32 %d, %a0;", &[&[1, 0]]);
 }
+
+/// Every E4M3, every midpoint of two and the floats beside them, by a search for the nearest value.
+#[test]
+fn floats_become_e4m3() {
+    // Positive values by code, up to the largest.
+    let values: Vec<f32> = (0..0x7f_u32)
+        .map(|code| match (code >> 3, code & 7) {
+            (0, mantissa) => mantissa as f32 / 512.0,
+            (exponent, mantissa) => (8 + mantissa) as f32 * 2f32.powi(exponent as i32 - 10),
+        })
+        .collect();
+    let mut inputs = vec![(500.0, 0x7e), (f32::INFINITY, 0x7e), (f32::from_bits(1), 0)];
+    for code in 0..0x7e_u32 {
+        let (low, high) = (values[code as usize], values[code as usize + 1]);
+        let middle = (low + high) / 2.0;
+        let even = code + (code & 1);
+        inputs.extend([
+            (low, code),
+            (middle, even),
+            (middle.next_down(), code),
+            (middle.next_up(), code + 1),
+        ]);
+    }
+    for inputs in inputs.chunks(32) {
+        let rows: Vec<[u32; 3]> =
+            inputs.iter().map(|&(x, code)| [f(-x), f(x), (code | 0x80) << 8 | code]).collect();
+        let rows: Vec<&[u32]> = rows.iter().map(|row| row.as_slice()).collect();
+        table16("cvt.rn.satfinite.e4m3x2.f32 %h, %a0, %a1;", &rows);
+    }
+    table16("cvt.rn.satfinite.e4m3x2.f32 %h, %a0, %a1;", &[&[f(f32::NAN), f(1.0), 0x7f38]]);
+}
