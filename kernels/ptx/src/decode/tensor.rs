@@ -96,7 +96,7 @@ fn scales(d: &mut Decoder<'_>, blocks: usize, threads: u32) -> Decoded<BlockScal
         return Err("selectors of scales are two numbers".into());
     };
     match (u32::try_from(*byte), u32::try_from(*thread)) {
-        (Ok(byte), Ok(thread)) if byte < 4 && byte as usize % blocks == 0 && thread < threads => {
+        (Ok(byte), Ok(thread)) if byte < 4 && (byte as usize).is_multiple_of(blocks) && thread < threads => {
             Ok(BlockScales { register, byte, thread })
         }
         _ => Err(format!("byte {byte} and thread {thread} of scales")),

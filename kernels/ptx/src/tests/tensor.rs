@@ -158,13 +158,15 @@ fn products_of_blocks_with_scales_equal_the_definition() {
     // Four bits in the middle of each byte.
     let narrow = |codes: &[u8]| codes.iter().map(|code| code & 0x3c).collect::<Vec<u8>>();
     type Values = fn(&[u8], usize) -> f64;
+    /// Instruction, values of both factors, scales of a row, values of scales.
+    type Case = (String, Values, Values, usize, fn(u8) -> f64);
     let wide: Values = |codes, at| e4m3(codes[at]);
     let middle: Values = |codes, at| E2M1[usize::from(codes[at] >> 2)];
     let packed: Values = |codes, at| E2M1[usize::from(codes[at / 2] >> (4 * (at % 2)) & 15)];
     let power: fn(u8) -> f64 = |scale| 2f64.powi(i32::from(scale) - 127);
     let mx = "m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32";
     let nv = "m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec";
-    let cases: [(String, Values, Values, usize, fn(u8) -> f64); 5] = [
+    let cases: [Case; 5] = [
         (format!("{mx}.e4m3.e4m3.f32.ue8m0"), wide, wide, 1, power),
         (format!("{mx}.e2m1.e4m3.f32.ue8m0"), middle, wide, 1, power),
         (format!("{mx}.e4m3.e2m1.f32.ue8m0"), wide, middle, 1, power),
