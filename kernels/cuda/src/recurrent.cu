@@ -8,7 +8,7 @@
 // order. So the result does not depend on how the rows of a sequence are divided among launches.
 #include "math.cuh"
 
-#define WARPS 4
+#define WARPS 8
 #define NONE 0xffffffffu
 
 // The sequences of a launch. Slots are offsets / 64 into the arena.
@@ -161,19 +161,52 @@ struct Scan {
     float l2_eps, query_scale;
 };
 
-// Rows of a head's matrix per warp.
+// Rows of a head's matrix per warp, and per block.
 #define ROWS 4
+#define BLOCK_ROWS (WARPS * ROWS)
+
+// A sum over lanes has the order of `sum_lanes`: in every step a lane adds the value of the lane that is 16, 8, 4, 2,
+// 1 apart. Here a lane keeps half of its values in the first steps and passes on the others.
+// The lanes with bit 4 clear get the sum of dots[lane / 4 % 4], the others that of outs[lane / 4 % 4].
+__device__ __forceinline__ float sum_eight(const float (&dots)[ROWS], const float (&outs)[ROWS], u32 lane) {
+    float x[ROWS];
+    const bool high = lane & 16;
+#pragma unroll
+    for (u32 r = 0; r < ROWS; r++) {
+        const float kept = high ? outs[r] : dots[r], passed = high ? dots[r] : outs[r];
+        x[r] = __fadd_rn(kept, __shfl_xor_sync(0xffffffff, passed, 16));
+    }
+#pragma unroll
+    for (u32 half = 2; half > 0; half /= 2) {
+        const bool upper = lane & 4 * half;
+#pragma unroll
+        for (u32 r = 0; r < half; r++) {
+            const float kept = upper ? x[r + half] : x[r], passed = upper ? x[r] : x[r + half];
+            x[r] = __fadd_rn(kept, __shfl_xor_sync(0xffffffff, passed, 4 * half));
+        }
+    }
+    x[0] = __fadd_rn(x[0], __shfl_xor_sync(0xffffffff, x[0], 2));
+    return __fadd_rn(x[0], __shfl_xor_sync(0xffffffff, x[0], 1));
+}
 
 // For each head and row of the step, with S [outer][inner]:
 //   delta net: k, q normalised to length 1; u = gain (v - decay S k)
 //   Mamba-2: u = gain v
 //   both: S = decay S + u k^T;  out = S q (+ skip v)
-// Grid: outer / 16, heads, sequences. A warp processes four rows of S, a lane PER elements of each.
+// Grid: outer / 32, heads, sequences. A warp processes four rows of S, a lane PER elements of each. The block prepares
+// TILE rows of the step at a time in shared memory, and loads the next ones meanwhile. The sum of a row's output is
+// made together with the products S k of the next row.
 template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &call) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr u32 TILE = PER == 8 ? 8 : 16, WIDTH = 32 * PER;
+    constexpr u32 VECTORS = 2 * TILE / WARPS, SCALARS = TILE * BLOCK_ROWS / (32 * WARPS);
+    // Keys, then queries.
+    __shared__ __align__(16) float vectors[2 * TILE][WIDTH];
+    __shared__ float values[TILE][BLOCK_ROWS], outs[TILE][BLOCK_ROWS];
+    // Decay and gain.
+    __shared__ float2 gates[TILE];
+    const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const u32 head = blockIdx.y, sequence = blockIdx.z;
-    const u32 top = (blockIdx.x * WARPS + warp) * ROWS;
-    if (top >= call.outer) return;
+    const u32 block_top = blockIdx.x * BLOCK_ROWS, top = block_top + warp * ROWS;
     const Sequences &all = call.sequences;
     const u32 first = all.first_rows[sequence], count = all.rows[sequence];
     const u32 read = all.reads[sequence], write = all.writes[sequence];
@@ -193,97 +226,131 @@ template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &
         if (read != NONE && mine && top + r < call.outer)
             load_row<PER>(s[r], matrix + (u64)read * 64 + r * row_bytes, lane, narrow);
     }
+    auto leave = [&](u32 slot) {
+        u8 *to = matrix + (u64)slot * 64;
+#pragma unroll
+        for (u32 r = 0; r < ROWS; r++)
+            if (mine && top + r < call.outer) store_row<PER>(s[r], to + r * row_bytes, lane, narrow);
+    };
     const u32 key_head = call.tiled ? head % call.key_heads : head / (call.heads / call.key_heads);
     const float a = call.a[head], bias = call.bias[head], skip = DELTA ? 0.0f : call.skips[head];
 
-    for (u32 base = 0; base < count; base += 32) {
-        // Decay and gain of 32 rows, one row per lane.
-        float decays = 0, gains = 0;
-        if (base + lane < count) {
-            const u64 at = (u64)(first + base + lane) * call.heads + head;
-            const float step = softplus_f32(__fadd_rn(call.steps[at], bias));
-            decays = exp_f32(__fmul_rn(a, step));
-            gains = DELTA ? sigmoid_f32(call.gains[at]) : step;
-        }
-        const u32 rows = min(32u, count - base);
-        for (u32 t = 0; t < rows; t++) {
-            const float *x = call.x + (u64)(first + base + t) * call.width;
-            const float *keys = x + call.key_at + key_head * call.inner;
-            const float *queries = x + call.query_at + key_head * call.inner;
-            float k[PER], q[PER], v[ROWS];
+    // Loads of a tile: a warp loads vectors, a thread values, and one thread for each row its gates.
+    const u32 place_row = thread / BLOCK_ROWS, place_column = thread % BLOCK_ROWS;
+    float raw[VECTORS][PER], raw_values[SCALARS], raw_step = 0, raw_gain = 0;
+    auto load_tile = [&](u32 base) {
+#pragma unroll
+        for (u32 j = 0; j < VECTORS; j++) {
+            const u32 index = warp + WARPS * j, row = base + index % TILE;
+            const float *from = call.x + (u64)(first + row) * call.width + key_head * call.inner +
+                                (index < TILE ? call.key_at : call.query_at);
 #pragma unroll
             for (u32 i = 0; i < PER; i++) {
                 const u32 at = lane * PER + i;
-                k[i] = 0;
-                q[i] = 0;
-                if (at < call.inner) {
-                    k[i] = keys[at];
-                    q[i] = queries[at];
-                }
-            }
-#pragma unroll
-            for (u32 r = 0; r < ROWS; r++)
-                v[r] = top + r < call.outer ? x[call.value_at + head * call.outer + top + r] : 0.0f;
-            const float decay = __shfl_sync(0xffffffff, decays, t), gain = __shfl_sync(0xffffffff, gains, t);
-            if (DELTA) {
-                float k2 = 0, q2 = 0;
-#pragma unroll
-                for (u32 i = 0; i < PER; i++) {
-                    k2 = fmaf(k[i], k[i], k2);
-                    q2 = fmaf(q[i], q[i], q2);
-                }
-                k2 = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum_lanes(k2, 32), call.l2_eps)));
-                q2 = __fdiv_rn(call.query_scale, __fsqrt_rn(__fadd_rn(sum_lanes(q2, 32), call.l2_eps)));
-#pragma unroll
-                for (u32 i = 0; i < PER; i++) {
-                    k[i] = __fmul_rn(k[i], k2);
-                    q[i] = __fmul_rn(q[i], q2);
-                }
-            }
-            float mine_out = 0;
-#pragma unroll
-            for (u32 r = 0; r < ROWS; r++) {
-                float u;
-                if (DELTA) {
-                    float dot = 0;
-#pragma unroll
-                    for (u32 i = 0; i < PER; i++) dot = fmaf(s[r][i], k[i], dot);
-                    u = __fmul_rn(gain, fmaf(-decay, sum_lanes(dot, 32), v[r]));
-                } else {
-                    u = __fmul_rn(gain, v[r]);
-                }
-                float out = 0;
-#pragma unroll
-                for (u32 i = 0; i < PER; i++) {
-                    s[r][i] = fmaf(k[i], u, __fmul_rn(decay, s[r][i]));
-                    out = fmaf(s[r][i], q[i], out);
-                    if (narrow) s[r][i] = __uint_as_float(bf16_bits(s[r][i]) << 16);
-                }
-                out = sum_lanes(out, 32);
-                if (!DELTA) out = fmaf(skip, v[r], out);
-                if (lane == r) mine_out = out;
-            }
-            if (lane < ROWS && top + lane < call.outer)
-                call.out[((u64)(first + base + t) * call.heads + head) * call.outer + top + lane] = mine_out;
-            while (next < exports && all.export_rows[next] == base + t) {
-                u8 *to = matrix + (u64)all.export_slots[next] * 64;
-#pragma unroll
-                for (u32 r = 0; r < ROWS; r++)
-                    if (mine && top + r < call.outer) store_row<PER>(s[r], to + r * row_bytes, lane, narrow);
-                next++;
+                raw[j][i] = row < count && at < call.inner ? from[at] : 0.0f;
             }
         }
-    }
-    if (write == NONE || !mine) return;
 #pragma unroll
-    for (u32 r = 0; r < ROWS; r++)
-        if (top + r < call.outer) store_row<PER>(s[r], matrix + (u64)write * 64 + r * row_bytes, lane, narrow);
+        for (u32 j = 0; j < SCALARS; j++) {
+            const u32 row = base + place_row + 32 * WARPS / BLOCK_ROWS * j, at = block_top + place_column;
+            raw_values[j] = row < count && at < call.outer
+                                ? call.x[(u64)(first + row) * call.width + call.value_at + head * call.outer + at]
+                                : 0.0f;
+        }
+        if (thread < TILE && base + thread < count) {
+            const u64 at = (u64)(first + base + thread) * call.heads + head;
+            raw_step = call.steps[at];
+            if (DELTA) raw_gain = call.gains[at];
+        }
+    };
+    load_tile(0);
+    for (u32 base = 0; base < count; base += TILE) {
+#pragma unroll
+        for (u32 j = 0; j < VECTORS; j++) {
+            const u32 index = warp + WARPS * j;
+            if (DELTA) {
+                float length = 0;
+#pragma unroll
+                for (u32 i = 0; i < PER; i++) length = fmaf(raw[j][i], raw[j][i], length);
+                length = __fsqrt_rn(__fadd_rn(sum_lanes(length, 32), call.l2_eps));
+                length = __fdiv_rn(index < TILE ? 1.0f : call.query_scale, length);
+#pragma unroll
+                for (u32 i = 0; i < PER; i++) raw[j][i] = __fmul_rn(raw[j][i], length);
+            }
+            store_row<PER>(raw[j], (u8 *)vectors[index], lane, false);
+        }
+#pragma unroll
+        for (u32 j = 0; j < SCALARS; j++) values[place_row + 32 * WARPS / BLOCK_ROWS * j][place_column] = raw_values[j];
+        if (thread < TILE) {
+            const float step = softplus_f32(__fadd_rn(raw_step, bias));
+            gates[thread] = make_float2(exp_f32(__fmul_rn(a, step)), DELTA ? sigmoid_f32(raw_gain) : step);
+        }
+        __syncthreads();
+        if (base + TILE < count) load_tile(base + TILE);
+        const u32 rows = min(TILE, count - base);
+        // The column of `outs` whose sums this lane gets, and its parts of the last row's output.
+        const u32 column = warp * ROWS + lane / 4 % ROWS;
+        float parts[ROWS] = {0, 0, 0, 0};
+        for (u32 t = 0; t < rows; t++) {
+            float k[PER], q[PER], u[ROWS], out[ROWS];
+            const float2 gate = gates[t];
+            load_row<PER>(k, (const u8 *)vectors[t], lane, false);
+            load_row<PER>(q, (const u8 *)vectors[TILE + t], lane, false);
+            if (DELTA) {
+                float dots[ROWS];
+#pragma unroll
+                for (u32 r = 0; r < ROWS; r++) {
+                    dots[r] = 0;
+#pragma unroll
+                    for (u32 i = 0; i < PER; i++) dots[r] = fmaf(s[r][i], k[i], dots[r]);
+                }
+                const float sum = sum_eight(dots, parts, lane);
+                if (lane >= 16 && lane % 4 == 0 && t > 0) outs[t - 1][column] = sum;
+                const float own = __fmul_rn(gate.y, fmaf(-gate.x, sum, values[t][column]));
+#pragma unroll
+                for (u32 r = 0; r < ROWS; r++) u[r] = __shfl_sync(0xffffffff, own, 4 * r);
+            } else {
+#pragma unroll
+                for (u32 r = 0; r < ROWS; r++) u[r] = __fmul_rn(gate.y, values[t][warp * ROWS + r]);
+            }
+#pragma unroll
+            for (u32 r = 0; r < ROWS; r++) {
+                out[r] = 0;
+#pragma unroll
+                for (u32 i = 0; i < PER; i++) {
+                    s[r][i] = fmaf(k[i], u[r], __fmul_rn(gate.x, s[r][i]));
+                    out[r] = fmaf(s[r][i], q[i], out[r]);
+                    if (narrow) s[r][i] = __uint_as_float(bf16_bits(s[r][i]) << 16);
+                }
+            }
+            if (!DELTA && t % 2 == 1) {
+                const float sum = sum_eight(parts, out, lane);
+                if (lane % 4 == 0) outs[t - 1 + lane / 16][column] = sum;
+            }
+#pragma unroll
+            for (u32 r = 0; r < ROWS; r++) parts[r] = out[r];
+            for (; next < exports && all.export_rows[next] == base + t; next++) leave(all.export_slots[next]);
+        }
+        if (DELTA || rows % 2 == 1) {
+            const float sum = sum_eight(parts, parts, lane);
+            if (lane < 16 && lane % 4 == 0) outs[rows - 1][column] = sum;
+        }
+        __syncthreads();
+#pragma unroll
+        for (u32 j = 0; j < SCALARS; j++) {
+            const u32 row = place_row + 32 * WARPS / BLOCK_ROWS * j, at = block_top + place_column;
+            if (row >= rows || at >= call.outer) continue;
+            float out = outs[row][place_column];
+            if (!DELTA) out = fmaf(skip, values[row][place_column], out);
+            call.out[((u64)(first + base + row) * call.heads + head) * call.outer + at] = out;
+        }
+        __syncthreads();
+    }
+    if (write != NONE) leave(write);
 }
 
-// Five blocks per multiprocessor leave 102 registers for a thread. Without this limit the compiler spills
-// registers to fit more blocks.
 #define SCAN(name, delta, per)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(128, 5) name(                                                            \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, per == 8 ? 2 : 3) name(                                   \
         const float *x, const float *gains, const float *steps, const float *a, const float *bias, const float *skips, \
         float *out, u8 *arena, const u32 *first_rows, const u32 *rows, const u32 *reads, const u32 *writes,            \
         const u32 *export_starts, const u32 *export_rows, const u32 *export_slots, const u32 *places,                  \

@@ -18,7 +18,7 @@ const MAX_TAPS: usize = 4;
 const MAX_INNER: usize = 256;
 
 /// Rows of a head's matrix per block.
-const BLOCK_ROWS: usize = 16;
+const BLOCK_ROWS: usize = 32;
 
 /// Layout of one layer's state in a slot: first the convolution's past inputs `[taps][channels]`, oldest
 /// first, then the heads' matrices, each from a multiple of 64 bytes on.
@@ -428,7 +428,7 @@ impl Scan {
         device.launch(&Launch {
             kernel,
             grid: [outer.div_ceil(BLOCK_ROWS) as u32, heads as u32, state.sequences as u32],
-            block: [128, 1, 1],
+            block: [256, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,
         })

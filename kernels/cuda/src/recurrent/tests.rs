@@ -225,10 +225,10 @@ const F32: HeadType = HeadType::F32;
 fn layers() -> [Layer; 7] {
     let (delta, mamba) = (StateKind::DeltaNet, StateKind::Mamba2);
     [
-        Layer::new(delta, 4, 4, 2, 6, 21),
+        Layer::new(delta, 4, 4, 2, 6, 37),
         Layer { tiled: false, ..Layer::new(delta, 2, 2, 1, 128, 17) },
         Layer::new(delta, 4, 2, 1, 200, 4).of(&[BF16, F32]),
-        Layer::new(mamba, 3, 3, 1, 18, 9),
+        Layer::new(mamba, 3, 3, 1, 34, 9),
         Layer::new(mamba, 1, 2, 2, 5, 128).of(&[BF16; 2]),
         Layer::new(mamba, 4, 2, 1, 3, 256),
         Layer::new(StateKind::Conv, 3, 0, 0, 0, 0),
