@@ -78,7 +78,7 @@ class Compiler:
 
     def compile(self, name, text, arch):
         """Returns the CUBIN and the compiler's log."""
-        headers = ["prelude.cuh", "math.cuh"]
+        headers = ["prelude.cuh", "math.cuh", "rows.cuh"]
         texts = (ctypes.c_char_p * len(headers))(*[read(header).encode() for header in headers])
         names = (ctypes.c_char_p * len(headers))(*[header.encode() for header in headers])
         program = ctypes.c_void_p()

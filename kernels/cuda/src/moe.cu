@@ -1,7 +1,7 @@
 // Mixture of experts: selection of experts for each row, and the sum of their outputs.
 //
 // A pair is one row at one of its experts: index `row * used + rank`. Rank 0 is the most probable expert.
-#include "math.cuh"
+#include "rows.cuh"
 
 #define WARPS 4
 
@@ -162,43 +162,70 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
 }
 
-// An output of an expert with its scale and bias: scale * product + bias.
-__device__ __forceinline__ float of_expert(float product, const float *scales, const float *biases, u32 expert,
-                                           u64 at) {
-    if (scales) product = __fmul_rn(product, scales[expert]);
-    return biases ? __fadd_rn(product, biases[at]) : product;
+// Values i .. i + 4 of an expert's product, of `count` ones, with their scale and bias: scale * product + bias.
+__device__ __forceinline__ Four of_expert(Four v, const float *scales, const float *biases, u32 expert, u32 bias_stride,
+                                          u32 i, u32 count) {
+    if (scales) {
+        const float scale = scales[expert];
+        v = Four::of([&](u32 k) { return __fmul_rn(v.x[k], scale); });
+    }
+    if (!biases) return v;
+    const Four bias = load_four(biases + (u64)expert * bias_stride, i, count);
+    return Four::of([&](u32 k) { return __fadd_rn(v.x[k], bias.x[k]); });
 }
 
 // inner[pair][c] = gated(gate, up), c < ff. gate, up: products of each pair's expert, [pairs][stride]. Scales
-// [experts] and biases [experts][bias_stride] may be null. Grid: pairs, ff / 128.
+// [experts] and biases [experts][bias_stride] may be null. Stores the 8-bit form unless `quantised` is null, and then
+// only that. blockIdx.x: the pair. One thread per four values of the row or its padding.
 extern "C" __global__ void __launch_bounds__(128)
-    expert_gate(float *inner, const float *gate, const float *up, const float *gate_scales, const float *up_scales,
-                const float *gate_biases, const float *up_biases, const u32 *chosen, u32 ff, u32 stride,
-                u32 bias_stride, u32 activation) {
-    const u32 c = blockIdx.y * 128 + threadIdx.x, pair = blockIdx.x;
-    if (c >= ff) return;
-    const u32 expert = chosen[pair];
-    const u64 at = (u64)pair * stride + c, bias = (u64)expert * bias_stride + c;
-    const float g = of_expert(gate[at], gate_scales, gate_biases, expert, bias);
-    const float u = of_expert(up[at], up_scales, up_biases, expert, bias);
-    inner[(u64)pair * ff + c] = gated(activation, g, u);
+    expert_gate(float *inner, u8 *quantised, const float *gate, const float *up, const float *gate_scales,
+                const float *up_scales, const float *gate_biases, const float *up_biases, const u32 *chosen, u32 ff,
+                u32 stride, u32 bias_stride, u32 activation) {
+    const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), pair = blockIdx.x, blocks = row_blocks(ff);
+    Four v = {};
+    if (i < ff) {
+        const u32 expert = chosen[pair];
+        const u64 from = (u64)pair * stride;
+        Four g = load_four(gate + from, i, ff), u = load_four(up + from, i, ff);
+        g = of_expert(g, gate_scales, gate_biases, expert, bias_stride, i, ff);
+        u = of_expert(u, up_scales, up_biases, expert, bias_stride, i, ff);
+        v = Four::of([&](u32 k) { return gated(activation, g.x[k], u.x[k]); });
+        if (!quantised) store_four(inner + (u64)pair * ff, i, ff, v);
+    }
+    if (quantised) quantise_blocks(v, quantised + ((u64)pair * blocks + i / 32) * QUANTISED_BYTES, i / 32 < blocks);
 }
 
 // out[row][c] (+)= factor * sum over the row's experts, in rank order, of weight * (scale * down + bias).
-// down: [pairs][hidden]. Grid: rows, hidden / 128.
+// down: [pairs][hidden]. blockIdx.x: the row. One thread per four values.
 extern "C" __global__ void __launch_bounds__(128)
     expert_sum(float *out, const float *down, const float *weights, const u32 *chosen, const float *scales,
                const float *biases, u32 hidden, u32 used, float factor, u32 accumulate) {
-    const u32 c = blockIdx.y * 128 + threadIdx.x, row = blockIdx.x;
-    if (c >= hidden) return;
-    float sum = 0;
-    for (u32 rank = 0; rank < used; rank++) {
-        const u32 pair = row * used + rank, expert = chosen[pair];
-        const float x = of_expert(down[(u64)pair * hidden + c], scales, biases, expert, (u64)expert * hidden + c);
-        sum = fmaf(x, weights[pair], sum);
+    const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), row = blockIdx.x;
+    if (i >= hidden) return;
+    out += (u64)row * hidden;
+    const Four before = accumulate ? load_four(out, i, hidden) : Four{};
+    Four sum = {};
+    // Ranks whose loads are in flight together.
+    constexpr u32 TOGETHER = 4;
+#pragma unroll 1
+    for (u32 rank = 0; rank < used; rank += TOGETHER) {
+        Four x[TOGETHER];
+        float weight[TOGETHER];
+        u32 expert[TOGETHER];
+#pragma unroll
+        for (u32 r = 0; r < TOGETHER; r++) {
+            const u32 pair = row * used + min(rank + r, used - 1);
+            x[r] = load_four(down + (u64)pair * hidden, i, hidden);
+            weight[r] = weights[pair], expert[r] = chosen[pair];
+        }
+#pragma unroll
+        for (u32 r = 0; r < TOGETHER; r++) {
+            if (rank + r >= used) break;
+            const Four v = of_expert(x[r], scales, biases, expert[r], hidden, i, hidden);
+            sum = Four::of([&](u32 k) { return fmaf(v.x[k], weight[r], sum.x[k]); });
+        }
     }
-    const u64 at = (u64)row * hidden + c;
-    out[at] = fmaf(sum, factor, accumulate ? out[at] : 0.0f);
+    store_four(out, i, hidden, Four::of([&](u32 k) { return fmaf(sum.x[k], factor, before.x[k]); }));
 }
 
 // Pairs whose experts are the heads of a row: pair `row * heads + head` is at expert `head`. Lists and groups are like

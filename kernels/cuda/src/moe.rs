@@ -6,6 +6,7 @@
 //! [`Routes::groups`].
 
 use super::matmul::{GROUP_TOKENS, STAGED_TOKENS};
+use super::pack::UNIT_COLS;
 use super::rowwise::gate_code;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use kernels::Error;
@@ -19,6 +20,10 @@ const MAX_EXPERTS: usize = 1024;
 
 /// Groups that a block of the kernel for prompts multiplies together.
 const GROUPS_TOGETHER: usize = STAGED_TOKENS / GROUP_TOKENS;
+
+/// Threads of a block that processes rows of values, and values of a thread.
+const THREADS: usize = 128;
+const VALUES: usize = 4;
 
 /// Rows that one block routes.
 const ROUTE_ROWS: usize = 4;
@@ -87,8 +92,16 @@ pub struct ExpertGate {
     pub ff: usize,
     /// Activation function of the gate.
     pub activation: GateActivation,
+    pub inner: Inner,
+}
+
+/// Destination of the gated values.
+#[derive(Debug, Clone, Copy)]
+pub enum Inner {
     /// `[pairs][ff]`
-    pub inner: DevicePtr,
+    F32(DevicePtr),
+    /// Rows of [`quantised_row_bytes`](super::quantised_row_bytes) bytes.
+    Int8(DevicePtr),
 }
 
 /// Weighted sum of the experts' results.
@@ -245,7 +258,7 @@ impl MoeKernels {
         })
     }
 
-    /// `inner[pair] = activation(gate) * up`, `[pairs][ff]`.
+    /// `inner[pair] = activation(gate) * up`.
     ///
     /// # Errors
     /// Errors of the device.
@@ -268,7 +281,11 @@ impl MoeKernels {
                 (gate_up, gate_up.offset(half), scale, up_scale, 2 * ff)
             }
         };
-        let mut arguments: Vec<Argument> = [inner, gate, up].map(Argument::from).to_vec();
+        let (inner, quantised, cols) = match inner {
+            Inner::F32(inner) => (inner, DevicePtr::default(), ff),
+            Inner::Int8(quantised) => (DevicePtr::default(), quantised, ff.next_multiple_of(UNIT_COLS)),
+        };
+        let mut arguments: Vec<Argument> = [inner, quantised, gate, up].map(Argument::from).to_vec();
         let affine = [gate_scale.scale, up_scale.scale, gate_scale.bias, up_scale.bias];
         arguments.extend(affine.map(|values| Argument::from(values.unwrap_or_default())));
         arguments.push(routes.chosen.into());
@@ -276,8 +293,8 @@ impl MoeKernels {
         arguments.push(gate_code(activation).into());
         device.launch(&Launch {
             kernel: self.expert_gate,
-            grid: [pairs as u32, ff.div_ceil(128) as u32, 1],
-            block: [128, 1, 1],
+            grid: [pairs as u32, cols.div_ceil(VALUES * THREADS) as u32, 1],
+            block: [THREADS as u32, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,
         })
@@ -299,8 +316,8 @@ impl MoeKernels {
         }
         device.launch(&Launch {
             kernel: self.expert_sum,
-            grid: [shape.rows as u32, call.hidden.div_ceil(128) as u32, 1],
-            block: [128, 1, 1],
+            grid: [shape.rows as u32, call.hidden.div_ceil(VALUES * THREADS) as u32, 1],
+            block: [THREADS as u32, 1, 1],
             shared_bytes: 0,
             arguments: &[
                 call.out.into(),

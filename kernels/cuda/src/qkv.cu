@@ -141,15 +141,18 @@ extern "C" __global__ void __launch_bounds__(128)
         u32 block_shift, u32 k_stripe, u32 v_stripe, u32 k_rotation, u32 v_rotation,
         const float *growth, u32 growth_every) {  // factors of q by position / growth_every; may be null
     __shared__ float shared[WARPS][MAX_DIM];
+    // Angles of the row, which all heads share.
+    __shared__ float2 turned[MAX_DIM / 2];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x;
     u32 head = blockIdx.y * WARPS + warp;
     // 0 q, 1 k, 2 v. If k is null, neither keys nor values are written.
     u32 part = 0;
+    bool works = true;
     if (head >= heads) {
         head -= heads;
         part = head < kv_heads ? 1 : 2;
         if (part == 2) head -= kv_heads;
-        if (!k || head >= kv_heads || (LATENT && part == 2)) return;
+        works = k && head < kv_heads && !(LATENT && part == 2);
     }
     const u32 of = part == 0 ? heads : kv_heads, width = part == 2 ? v_head_dim : head_dim;
     const Norm norm = part == 0   ? Norm{q_weight, q_factors, q_run, q_len, q_eps}
@@ -157,15 +160,24 @@ extern "C" __global__ void __launch_bounds__(128)
                                   : Norm{v_weight, v_factors, v_run, v_len, v_eps};
     const float *from = (part == 0 ? q : part == 1 ? k : v) + ((u64)row * of + head) * width;
 
+    float2 own_angles[(MAX_DIM / 2 + 127) / 128];
+#pragma unroll
+    for (u32 i = 0; i < (MAX_DIM / 2 + 127) / 128; i++)
+        if (128 * i + threadIdx.x < pairs) own_angles[i] = angles[row * pairs + 128 * i + threadIdx.x];
     float x[MAX_DIM / 32];
     float sum = 0;
 #pragma unroll
     for (u32 i = 0; i < MAX_DIM / 32; i++) {
         const u32 d = 32 * i + lane;
         x[i] = 0;
-        if (d < width) x[i] = from[d];
+        if (works && d < width) x[i] = from[d];
         sum = fmaf(x[i], x[i], sum);
     }
+#pragma unroll
+    for (u32 i = 0; i < (MAX_DIM / 2 + 127) / 128; i++)
+        if (128 * i + threadIdx.x < pairs) turned[128 * i + threadIdx.x] = own_angles[i];
+    __syncthreads();
+    if (!works) return;
     if (norm.run) {
         float factor = 1;
         if (!norm.factors) {
@@ -177,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(128)
             const u32 d = head * width + 32 * i + lane;
             if (32 * i + lane >= width) break;
             if (norm.factors) factor = norm.factors[row * (of * width / norm.run) + d / norm.run];
-            const float weight = norm.weight ? norm.weight[d % norm.weight_len] : 1.0f;
+            const u32 of_run = norm.weight_len == width ? 32 * i + lane : d % norm.weight_len;
+            const float weight = norm.weight ? norm.weight[of_run] : 1.0f;
             x[i] = __fmul_rn(__fmul_rn(x[i], factor), weight);
         }
     }
@@ -191,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(128)
             if (d >= 2 * pairs) break;
             const bool second = interleaved ? d & 1 : d >= pairs;
             const u32 partner = interleaved ? d ^ 1 : second ? d - pairs : d + pairs;
-            const float2 angle = angles[row * pairs + (interleaved ? d / 2 : second ? d - pairs : d)];
+            const float2 angle = turned[interleaved ? d / 2 : second ? d - pairs : d];
             const float sine = second ? angle.y : -angle.y;
             x[i] = fmaf(x[i], angle.x, __fmul_rn(shared[warp][partner], sine));
         }

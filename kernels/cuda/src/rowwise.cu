@@ -1,59 +1,23 @@
 // Operations on rows: norms, gates, sums, and the 8-bit form.
 //
 // Rows are [rows][cols] f32. The width of a row alone decides the order of additions in it.
-#include "math.cuh"
-
-// ---- The 8-bit form of a row: blocks of 48 bytes for 32 values each, padded with zeroes to units of 8
-// blocks.
-
-constexpr u32 QUANTISED_BYTES = 48;
-
-// Blocks of the 8-bit form of a row.
-__device__ __forceinline__ u32 row_blocks(u32 cols) { return (cols + 255) / 256 * 8; }
-
-// Quantises 32 values, one per lane. `out` has the 32 quants, the scale, scale * sum, -sum, and -sum of each
-// half in 16 bits each.
-__device__ __forceinline__ void quantise_block(float value, u8 *out) {
-    u32 lane = threadIdx.x % 32;
-    // The bits of magnitudes compare as integers. NaN and infinity compare above all finite values.
-    u32 largest_bits = __float_as_uint(value) & 0x7fffffff;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-        largest_bits = max(largest_bits, __shfl_xor_sync(0xffffffff, largest_bits, step));
-    float largest = __uint_as_float(largest_bits), scale = 0.0f;
-    int quant = 0;
-    if (largest_bits >= 0x7f800000) scale = __uint_as_float(0x7fc00000);
-    else if (largest >= 1e-36f) {
-        quant = __float2int_rn(__fmul_rn(value, __fdiv_rn(127.0f, largest)));
-        scale = __fdiv_rn(largest, 127.0f);
-    }
-    int half = quant;
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) half += __shfl_xor_sync(0xffffffff, half, step);
-    int other = __shfl_xor_sync(0xffffffff, half, 16);
-    out[lane] = (u8)quant;
-    if (lane == 0) {
-        int sum = half + other;
-        float scaled = largest_bits >= 0x7f800000 ? scale : __fmul_rn(scale, (float)sum);
-        uint4 rest = {__float_as_uint(scale), __float_as_uint(scaled), (u32)-sum,
-                      ((u32)-half & 0xffff) | (u32)-other << 16};
-        *(uint4 *)(out + 32) = rest;
-    }
-}
+#include "rows.cuh"
 
 // All kernels below have rows in blockIdx.x, because the other grid dimensions end at 65,535.
 
-// One warp per block of 32 values. blockIdx.x: the row; blockIdx.y and the warp: the block of the row.
+// One thread per four values of the row or its padding. blockIdx.x: the row.
 extern "C" __global__ void quantise(const float *x, u32 cols, u8 *out) {
-    u32 blocks = row_blocks(cols), block = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
-    if (block >= blocks) return;
-    u32 column = 32 * block + threadIdx.x % 32;
-    float value = column < cols ? x[(u64)blockIdx.x * cols + column] : 0.0f;
-    quantise_block(value, out + ((u64)blockIdx.x * blocks + block) * QUANTISED_BYTES);
+    const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), blocks = row_blocks(cols);
+    const Four v = load_four(x + (u64)blockIdx.x * cols, i, cols);
+    quantise_blocks(v, out + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES, i / 32 < blocks);
 }
 
 // ---- Norms. One block of threads per run of `width` values. blockIdx.x: the row; blockIdx.y: the run of the
-// row.
+// row. Dynamic shared memory: the run's values, at most HELD.
+
+// Values of a run in shared memory at once: four per thread.
+constexpr u32 HELD = 4096;
+extern __shared__ __align__(16) float held[];
 
 // Sum over the block's threads. Every thread returns it.
 __device__ __forceinline__ float sum_of_block(float value) {
@@ -76,10 +40,14 @@ __device__ __forceinline__ float sum_of_block(float value) {
 struct Run {
     float mean, factor;
     const float *weight, *bias;
+    u32 width;
 
-    __device__ __forceinline__ float at(float x, u32 i) const {
-        float value = __fmul_rn(__fmul_rn(__fsub_rn(x, mean), factor), weight ? weight[i] : 1.0f);
-        return bias ? __fadd_rn(value, bias[i]) : value;
+    __device__ __forceinline__ Four at(const Four &x, u32 i) const {
+        const Four by = weight ? load_four(weight, i, width) : Four{1, 1, 1, 1};
+        const Four v = Four::of([&](u32 k) { return __fmul_rn(__fmul_rn(__fsub_rn(x.x[k], mean), factor), by.x[k]); });
+        if (!bias) return v;
+        const Four plus = load_four(bias, i, width);
+        return Four::of([&](u32 k) { return __fadd_rn(v.x[k], plus.x[k]); });
     }
 };
 
@@ -88,41 +56,70 @@ __device__ __forceinline__ const float *part_of(const float *values, u32 len, u3
     return values ? values + blockIdx.y % (len / width) * width : 0;
 }
 
-// Statistics of the run whose values `value(i)` returns.
-template <class Value>
-__device__ __forceinline__ Run normalise(Value value, u32 width, bool rms, float eps, const float *weight,
-                                         u32 weight_len, const float *bias, u32 bias_len) {
-    float mean = 0.0f, squares = 0.0f;
-    if (!rms) {
-        for (u32 i = threadIdx.x; i < width; i += blockDim.x) mean = __fadd_rn(mean, value(i));
-        mean = __fdiv_rn(sum_of_block(mean), (float)width);
+// Sum of `add(sum, value)` over the values of a run; `load(i)` returns four. Thread t adds the values t,
+// t + blockDim.x, and so on. A run of at most HELD values stays in `held`, and is read from there if `is_held`.
+template <class Load, class Add>
+__device__ __forceinline__ float sum_of_run(Load load, Add add, u32 width, bool is_held) {
+    float sum = 0.0f;
+    for (u32 from = 0; from < width; from += HELD) {
+        const u32 end = min(width - from, HELD);
+        if (!is_held || width > HELD) {
+            // Threads may still read other values.
+            if (from > 0 || is_held) __syncthreads();
+            const u32 i = 4 * threadIdx.x;
+            if (i < end) {
+                const Four v = load(from + i);
+                *(float4 *)(held + i) = {v.x[0], v.x[1], v.x[2], v.x[3]};
+            }
+            __syncthreads();
+        }
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            const u32 i = threadIdx.x + k * blockDim.x;
+            if (i < end) sum = add(sum, held[i]);
+        }
     }
-    for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
-        float d = __fsub_rn(value(i), mean);
-        squares = __fmaf_rn(d, d, squares);
-    }
-    float variance = __fdiv_rn(sum_of_block(squares), (float)width);
-    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, eps))), part_of(weight, weight_len, width),
-            part_of(bias, bias_len, width)};
+    return sum_of_block(sum);
 }
 
-// Stores the run's values. Stores their 8-bit form too unless `quantised` is null; each run is then whole
-// blocks of 32 values, or the whole row.
-template <class Value>
-__device__ __forceinline__ void store_run(Value value, u32 width, float *out, u8 *quantised) {
-    u32 cols = gridDim.y * width, from = blockIdx.y * width;
-    out += (u64)blockIdx.x * cols + from;
-    if (!quantised) {
-        for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[i] = value(i);
-        return;
+// Statistics of a run, of which `load(i)` returns four values.
+template <class Load>
+__device__ __forceinline__ Run normalise(Load load, u32 width, bool rms, float eps, const float *weight, u32 weight_len,
+                                         const float *bias, u32 bias_len) {
+    float mean = 0.0f;
+    if (!rms) {
+        mean = sum_of_run(load, [](float sum, float x) { return __fadd_rn(sum, x); }, width, false);
+        mean = __fdiv_rn(mean, (float)width);
     }
-    // The last run also writes the row's padding.
-    u32 blocks = row_blocks(cols), end = blockIdx.y + 1 == gridDim.y ? 32 * blocks - from : width;
-    quantised += ((u64)blockIdx.x * blocks + from / 32) * QUANTISED_BYTES;
-    for (u32 i = threadIdx.x; i < end; i += blockDim.x) {
-        float v = 0.0f;
-        if (i < width) out[i] = v = value(i);
-        quantise_block(v, quantised + i / 32 * QUANTISED_BYTES);
+    auto square = [=](float sum, float x) {
+        const float d = __fsub_rn(x, mean);
+        return __fmaf_rn(d, d, sum);
+    };
+    const float variance = __fdiv_rn(sum_of_run(load, square, width, !rms), (float)width);
+    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, eps))), part_of(weight, weight_len, width),
+            part_of(bias, bias_len, width), width};
+}
+
+// Values i .. i + 4 of a run after `sum_of_run`.
+template <class Load> __device__ __forceinline__ Four again(Load load, u32 i, u32 width) {
+    if (width > HELD) return load(i);
+    const float4 v = *(const float4 *)(held + i);
+    return {v.x, v.y, v.z, v.w};
+}
+
+// Stores the run's values, of which `values(i)` returns four. Stores their 8-bit form too unless `quantised` is null;
+// each run is then whole blocks of 32 values, or the whole row.
+template <class Values>
+__device__ __forceinline__ void store_run(Values values, u32 width, float *out, u8 *quantised) {
+    const u32 cols = gridDim.y * width, from = blockIdx.y * width, blocks = row_blocks(cols);
+    out += (u64)blockIdx.x * cols + from;
+    // The last run also writes the row's padding. Warps are whole in each turn.
+    const u32 end = quantised && blockIdx.y + 1 == gridDim.y ? 32 * blocks - from : width;
+    for (u32 i = 4 * threadIdx.x; i / 128 * 128 < end; i += 4 * blockDim.x) {
+        Four v = {};
+        if (i < width) store_four(out, i, width, v = values(i));
+        if (!quantised) continue;
+        quantise_blocks(v, quantised + ((u64)blockIdx.x * blocks + (from + i) / 32) * QUANTISED_BYTES, i < end);
     }
 }
 
@@ -131,53 +128,65 @@ extern "C" __global__ void __launch_bounds__(1024) norm_rows(const float *x, u32
                                                              const float *weight, u32 weight_len, const float *bias,
                                                              u32 bias_len, float *out, u8 *quantised) {
     const float *run = x + ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
-    auto plain = [=](u32 i) { return run[i]; };
-    Run norm = normalise(plain, width, rms, eps, weight, weight_len, bias, bias_len);
-    store_run([=](u32 i) { return norm.at(run[i], i); }, width, out, quantised);
+    auto load = [=](u32 i) { return load_four(run, i, width); };
+    const Run norm = normalise(load, width, rms, eps, weight, weight_len, bias, bias_len);
+    store_run([=](u32 i) { return norm.at(again(load, i, width), i); }, width, out, quantised);
 }
 
 // x += scale * norm(y), an RMS norm.
 extern "C" __global__ void __launch_bounds__(1024) add_norm(float *x, const float *y, u32 width, float eps,
                                                             const float *weight, u32 weight_len, float scale) {
-    u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
+    const u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     x += from, y += from;
-    auto plain = [=](u32 i) { return y[i]; };
-    Run norm = normalise(plain, width, true, eps, weight, weight_len, 0, 0);
-    for (u32 i = threadIdx.x; i < width; i += blockDim.x) x[i] = __fmaf_rn(norm.at(y[i], i), scale, x[i]);
+    auto load = [=](u32 i) { return load_four(y, i, width); };
+    const Run norm = normalise(load, width, true, eps, weight, weight_len, 0, 0);
+    for (u32 i = 4 * threadIdx.x; i < width; i += 4 * blockDim.x) {
+        const Four v = norm.at(again(load, i, width), i), to = load_four(x, i, width);
+        store_four(x, i, width, Four::of([&](u32 k) { return __fmaf_rn(v.x[k], scale, to.x[k]); }));
+    }
 }
 
 // x = norm(x silu(gate)) if gate_first, else norm(x) silu(gate); an RMS norm.
 extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const float *gate, u32 width, float eps,
                                                               const float *weight, u32 weight_len, u32 gate_first,
                                                               u8 *quantised) {
-    u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
+    const u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     const float *run = x + from;
     gate += from;
-    auto value = [=](u32 i) { return gate_first ? __fmul_rn(run[i], silu_f32(gate[i])) : run[i]; };
-    Run norm = normalise(value, width, true, eps, weight, weight_len, 0, 0);
-    auto gated = [=](u32 i) {
-        float v = norm.at(value(i), i);
-        return gate_first ? v : __fmul_rn(v, silu_f32(gate[i]));
+    auto gated = [=](const Four &v, u32 i) {
+        const Four by = load_four(gate, i, width);
+        return Four::of([&](u32 k) { return __fmul_rn(v.x[k], silu_f32(by.x[k])); });
     };
-    store_run(gated, width, x, quantised);
+    auto load = [=](u32 i) {
+        const Four v = load_four(run, i, width);
+        return gate_first ? gated(v, i) : v;
+    };
+    const Run norm = normalise(load, width, true, eps, weight, weight_len, 0, 0);
+    auto values = [=](u32 i) {
+        const Four v = norm.at(again(load, i, width), i);
+        return gate_first ? v : gated(v, i);
+    };
+    store_run(values, width, x, quantised);
 }
 
 // ---- Operations on single values.
 
 // gate[row][i] = gating(gate[row][i], up[row][up_from + i]), up [rows][up_cols]. If `up` is null, the second
-// factor is 1. blockIdx.x: row. One thread per value of the row or its padding. Stores the 8-bit form too
+// factor is 1. blockIdx.x: row. One thread per four values of the row or its padding. Stores the 8-bit form too
 // unless `quantised` is null.
 extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_cols, u32 up_from, u32 gating,
                                 u8 *quantised) {
-    u32 i = blockIdx.y * blockDim.x + threadIdx.x, blocks = row_blocks(cols);
+    const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), blocks = row_blocks(cols);
     gate += (u64)blockIdx.x * cols;
-    float value = 0.0f;
+    Four v = {};
     if (i < cols) {
-        float by = up ? up[(u64)blockIdx.x * up_cols + up_from + i] : 1.0f;
-        gate[i] = value = gated(gating, gate[i], by);
+        v = load_four(gate, i, cols);
+        const Four by = up ? load_four(up + (u64)blockIdx.x * up_cols + up_from, i, cols) : Four{1, 1, 1, 1};
+        v = Four::of([&](u32 k) { return gated(gating, v.x[k], by.x[k]); });
+        store_four(gate, i, cols, v);
     }
-    if (quantised && i / 32 < blocks)
-        quantise_block(value, quantised + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES);
+    if (quantised)
+        quantise_blocks(v, quantised + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES, i / 32 < blocks);
 }
 
 // x += scale * y. One thread per value.

@@ -13,12 +13,14 @@ use kernels::backend::GateActivation;
 #[cfg(test)]
 mod tests;
 
-/// Threads of a block in kernels with one value per thread.
+/// Threads of a block in kernels with one or [`VALUES`] values per thread.
 const THREADS: usize = 256;
 /// Maximum number of threads of a block that processes a run of values.
 const MAX_THREADS: usize = 1024;
-/// Values of a run per thread, as long as there are enough threads.
+/// Values of a thread, as long as there are enough threads.
 const VALUES: usize = 4;
+/// Values of a run that a block holds in shared memory: `HELD` of `rowwise.cu`.
+const HELD: usize = VALUES * MAX_THREADS;
 
 /// Returns the number by which kernels identify an activation: `Gating` of `math.cuh`.
 pub(super) const fn gate_code(activation: GateActivation) -> u32 {
@@ -146,7 +148,7 @@ impl RowwiseKernels {
         quantised: DevicePtr,
     ) -> Result<(), CudaError> {
         let arguments = [x.into(), small(of.cols)?.into(), quantised.into()];
-        launch(device, self.quantise, [of.rows, padded(of.cols).div_ceil(THREADS)], THREADS, &arguments)
+        launch(device, self.quantise, [of.rows, blocks_of(padded(of.cols))], THREADS, &arguments)
     }
 
     /// `out = norm(x)`; `out` may be `x`.
@@ -178,7 +180,7 @@ impl RowwiseKernels {
             out.into(),
             fused.unwrap_or_default().into(),
         ];
-        launch(device, self.norm, [of.rows, runs], norm.threads(), &arguments)?;
+        norm.launch(device, self.norm, [of.rows, runs], &arguments)?;
         self.quantise_unless(fused, device, of, out, quantised)
     }
 
@@ -206,7 +208,7 @@ impl RowwiseKernels {
         let (weight, weight_len) = affine(norm.weight)?;
         let width = small(norm.width)?.into();
         let arguments = [x.into(), y.into(), width, norm.eps.into(), weight, weight_len, scale.into()];
-        launch(device, self.add_norm, [of.rows, runs], norm.threads(), &arguments)
+        norm.launch(device, self.add_norm, [of.rows, runs], &arguments)
     }
 
     /// `x = norm(x silu(gate))` if `gate_first`, else `norm(x) silu(gate)`, with an RMS norm.
@@ -239,7 +241,7 @@ impl RowwiseKernels {
             u32::from(gate_first).into(),
             fused.unwrap_or_default().into(),
         ];
-        launch(device, self.gated_norm, [of.rows, runs], norm.threads(), &arguments)?;
+        norm.launch(device, self.gated_norm, [of.rows, runs], &arguments)?;
         self.quantise_unless(fused, device, of, x, quantised)
     }
 
@@ -275,8 +277,8 @@ impl RowwiseKernels {
             gating.into(),
             quantised.unwrap_or_default().into(),
         ];
-        let threads = if quantised.is_some() { padded(of.cols) } else { of.cols };
-        launch(device, self.gate, [of.rows, threads.div_ceil(THREADS)], THREADS, &arguments)
+        let cols = if quantised.is_some() { padded(of.cols) } else { of.cols };
+        launch(device, self.gate, [of.rows, blocks_of(cols)], THREADS, &arguments)
     }
 
     /// `x[row] *= sigmoid(gate[row][0])`; `gate` is `[rows][gate_cols]`.
@@ -446,9 +448,23 @@ impl DeviceNorm {
         self.width == of.cols || self.width.is_multiple_of(BLOCK)
     }
 
-    fn threads(&self) -> usize {
-        self.width.div_ceil(VALUES).next_multiple_of(32).min(MAX_THREADS)
+    /// Launches a kernel with a block for each run.
+    fn launch(
+        &self,
+        device: &mut dyn Device,
+        kernel: KernelId,
+        grid: [usize; 2],
+        arguments: &[Argument],
+    ) -> Result<(), CudaError> {
+        let threads = self.width.div_ceil(VALUES).next_multiple_of(32).min(MAX_THREADS);
+        let held = self.width.next_multiple_of(VALUES).min(HELD);
+        launch_with(device, kernel, grid, threads, held * size_of::<f32>(), arguments)
     }
+}
+
+/// Returns the blocks for `cols` values, [`VALUES`] to a thread.
+fn blocks_of(cols: usize) -> usize {
+    cols.div_ceil(VALUES * THREADS)
 }
 
 /// Columns of the 8-bit form.
@@ -469,9 +485,21 @@ fn launch(
     threads: usize,
     arguments: &[Argument],
 ) -> Result<(), CudaError> {
+    launch_with(device, kernel, grid, threads, 0, arguments)
+}
+
+/// Like [`launch`], with dynamic shared memory.
+fn launch_with(
+    device: &mut dyn Device,
+    kernel: KernelId,
+    grid: [usize; 2],
+    threads: usize,
+    shared_bytes: usize,
+    arguments: &[Argument],
+) -> Result<(), CudaError> {
     if grid.contains(&0) {
         return Ok(());
     }
-    let grid = [small(grid[0])?, small(grid[1])?, 1];
-    device.launch(&Launch { kernel, grid, block: [small(threads)?, 1, 1], shared_bytes: 0, arguments })
+    let (grid, block) = ([small(grid[0])?, small(grid[1])?, 1], [small(threads)?, 1, 1]);
+    device.launch(&Launch { kernel, grid, block, shared_bytes: small(shared_bytes)?, arguments })
 }

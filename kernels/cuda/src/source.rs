@@ -5,9 +5,12 @@ use std::sync::{Mutex, PoisonError};
 
 pub mod matmul;
 
-/// Headers that every source may include, by name: types and conversions, elementary functions.
-pub const HEADERS: [(&str, &str); 2] =
-    [("prelude.cuh", include_str!("prelude.cuh")), ("math.cuh", include_str!("math.cuh"))];
+/// Headers that every source may include, by name: types and conversions, elementary functions, rows of values.
+pub const HEADERS: [(&str, &str); 3] = [
+    ("prelude.cuh", include_str!("prelude.cuh")),
+    ("math.cuh", include_str!("math.cuh")),
+    ("rows.cuh", include_str!("rows.cuh")),
+];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Source {

@@ -3,8 +3,9 @@
 use super::super::matmul::{
     Activations, Experts, GROUP_TOKENS, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
 };
-use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Router, Routes};
-use super::super::rowwise::Rows;
+use super::super::moe::{
+    ExpertGate, ExpertScale, ExpertSum, GateUp, Inner, MoeKernels, MoeShape, Router, Routes,
+};
 use super::super::{DevicePtr, source};
 use super::CudaBackend;
 use super::memory::{ScratchLayout, Vectors, same};
@@ -60,8 +61,8 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let groups = layout.next(8 * shape.groups());
     // Gate and up: side by side in one product, or one after the other.
     let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| layout.next(bytes));
-    let inner_at = layout.next(4 * pairs * ff);
-    let quantised_at = layout.next(pairs * quantised_row_bytes(ff));
+    let int8 = *mode == ActivationMode::Int8 && reads_int8(down.0.shape.ty());
+    let inner_at = layout.next(pairs * if int8 { quantised_row_bytes(ff) } else { 4 * ff });
     let down_at = layout.next(4 * pairs * hidden);
     let base = scratch.of(device, layout.bytes())?;
     let at = |offset: usize| base.offset(offset);
@@ -113,17 +114,13 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
             GateUp::Fused { gate_up: at(gate_at), scale: affine(scale, bias, 2 * ff)? }
         }
     };
-    let inner = at(inner_at);
+    let (inner, rows) = match int8 {
+        false => (Inner::F32(at(inner_at)), Activations::F32(at(inner_at))),
+        true => (Inner::Int8(at(inner_at)), Activations::Int8(at(inner_at))),
+    };
     let gate = ExpertGate { gate_up, ff, activation: op.activation, inner };
     kernels.gate(device, pairs, &gate, &routes)?;
-    let inner = match *mode == ActivationMode::Int8 && reads_int8(down.0.shape.ty()) {
-        false => Activations::F32(inner),
-        true => {
-            rowwise.quantise(device, Rows { rows: pairs, cols: ff }, inner, at(quantised_at))?;
-            Activations::Int8(at(quantised_at))
-        }
-    };
-    down.1.multiply(device, &[product(down.0, inner, (pairs, 1), experts, at(down_at))])?;
+    down.1.multiply(device, &[product(down.0, rows, (pairs, 1), experts, at(down_at))])?;
     let sum = ExpertSum {
         down: at(down_at),
         down_scale: affine(op.down_scale, op.down_bias, hidden)?,

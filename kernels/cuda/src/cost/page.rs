@@ -23,7 +23,7 @@ const HEAD: &str = include_str!("head.md");
 pub(super) fn render(gpus: &[Gpu], steps: &[StepCost]) -> String {
     let mut text = HEAD.to_owned();
     machines(&mut text, gpus).unwrap();
-    summary(&mut text, steps).unwrap();
+    summary(&mut text, gpus, steps).unwrap();
     for step in steps {
         kernels(&mut text, step).unwrap();
     }
@@ -69,18 +69,25 @@ fn machines(text: &mut String, gpus: &[Gpu]) -> std::fmt::Result {
          for shared memory (the same guide). Assumed are {} us between two kernels of a graph, and the cycles until \
          an\n\
          instruction's result is there: arithmetic {ARITHMETIC_CYCLES}, shared memory {SHARED_CYCLES}, matrix products \
-         {PRODUCT_CYCLES}, shuffles and special functions {SLOW_CYCLES}.\nWhat is assumed is replaced by measurements \
-         when there is a device.",
+         {PRODUCT_CYCLES}, shuffles and special functions {SLOW_CYCLES}.\nMeasurements of a device will replace the \
+         assumptions.",
         digits(GAP * 1e6)
     )
 }
 
-fn summary(text: &mut String, steps: &[StepCost]) -> std::fmt::Result {
+fn summary(text: &mut String, gpus: &[Gpu], steps: &[StepCost]) -> std::fmt::Result {
     writeln!(
         text,
-        "\n## Predicted steps\n\n| GPU | model | step | launches | read, GB | floor, ms | predicted, ms | tokens/s | \
-         of \
-         floor, % | limits, % of time | device, ms |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "\n## Predicted steps\n\nThe floor is the time in which the memory delivers the weights, keys and values at the \
+         bandwidth of the data\nsheet. No kernel reaches it, because copies do not reach that bandwidth: the share of \
+         the floor ends at the usable\nshare ({}). The share of the usable floor is that of the time at the usable \
+         bandwidth.\n\n\
+         | GPU | model | step | launches | read, GB | floor, ms | predicted, ms | tokens/s | of floor, % | of usable \
+         floor, % | limits, % of time | device, ms |\n|---|---|---|---|---|---|---|---|---|---|---|---|",
+        gpus.iter()
+            .map(|gpu| format!("{} % on {}", digits(100.0 * gpu.usable), gpu.name))
+            .collect::<Vec<_>>()
+            .join(", ")
     )?;
     for step in steps {
         let seconds = step.seconds();
@@ -102,7 +109,7 @@ fn summary(text: &mut String, steps: &[StepCost]) -> std::fmt::Result {
             measured.map_or_else(String::new, |found| format!("[{}]({})", digits(found.3 * 1e3), found.4));
         writeln!(
             text,
-            "| {} | {} | {name} | {} | {} | {} | {} | {} | {:.0} | {} | {measured} |",
+            "| {} | {} | {name} | {} | {} | {} | {} | {} | {:.0} | {:.0} | {} | {measured} |",
             step.gpu.name,
             step.model,
             step.launches(),
@@ -111,6 +118,7 @@ fn summary(text: &mut String, steps: &[StepCost]) -> std::fmt::Result {
             digits(seconds * 1e3),
             digits(step.step.tokens() as f64 / seconds),
             100.0 * step.floor() / seconds,
+            100.0 * step.floor() / (seconds * step.gpu.usable),
             limits.join(", "),
         )?;
     }

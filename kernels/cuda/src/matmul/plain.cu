@@ -6,9 +6,9 @@
 enum Element { AN_F32, AN_F16, A_BF16 };
 
 // PIECE_COLS: columns of a piece of 16 bytes. PIECE_BYTES: bytes of the pieces of a tile's 32 rows at the same
-// columns. UNIT_PIECES: pieces of a row in a unit of 256 columns. GROUP: pieces that are prefetched together.
+// columns. UNIT_PIECES: pieces of a row in a unit of 256 columns.
 constexpr u32 PIECE_COLS = ELEMENT == AN_F32 ? 4 : 8, PIECE_BYTES = 512;
-constexpr u32 UNIT_PIECES = 256 / PIECE_COLS, GROUP = 8;
+constexpr u32 UNIT_PIECES = 256 / PIECE_COLS;
 
 // Element `k` of packed words, as f32.
 __device__ __forceinline__ float element(const u32 *piece, int k) {
@@ -23,52 +23,73 @@ __device__ __forceinline__ void load_piece(const u8 *tile, u32 index, u32 lane, 
     piece[0] = words.x, piece[1] = words.y, piece[2] = words.z, piece[3] = words.w;
 }
 
-// Adds a warp's segment of columns to `sums`. x: [rows][cols] f32. ALIGNED: `cols` is a multiple of four.
-template <int NT, bool ALIGNED> __device__ __forceinline__ void add_up(const Product &p, float (&sums)[NT]) {
+// Adds a piece to `sums`. x[t] + at: the activations of its columns of token t.
+template <int NT, u32 COLS>
+__device__ __forceinline__ void add_piece(const u32 (&piece)[4], const float (*x)[COLS], u32 at, float (&sums)[NT]) {
+#pragma unroll
+    for (int k = 0; k < PIECE_COLS; k += 4) {
+#pragma unroll
+        for (int t = 0; t < NT; t++) {
+            const float4 a = *(const float4 *)(x[t] + at + k);
+            sums[t] = __fmaf_rn(element(piece, k), a.x, sums[t]);
+            sums[t] = __fmaf_rn(element(piece, k + 1), a.y, sums[t]);
+            sums[t] = __fmaf_rn(element(piece, k + 2), a.z, sums[t]);
+            sums[t] = __fmaf_rn(element(piece, k + 3), a.w, sums[t]);
+        }
+    }
+}
+
+// Adds up a warp's segment of columns. x: [rows][cols] f32. A warp's activations are in shared memory, because every
+// lane reads all of them.
+template <int NT> __device__ __forceinline__ void multiply(const Product &p) {
+    // Pieces that a lane has in flight; the next ones are prefetched.
+    constexpr u32 ROUND = NT == 1 ? 16 : 8, ROUND_COLS = ROUND * PIECE_COLS;
+    __shared__ __align__(16) float staged[MAX_SEGMENTS][NT][ROUND_COLS];
+    float(*own)[ROUND_COLS] = staged[p.warp()];
     u32 pieces = (p.cols + PIECE_COLS - 1) / PIECE_COLS;
     u32 first = p.warp() * p.segment * UNIT_PIECES, end = min(first + p.segment * UNIT_PIECES, pieces);
     const u8 *tile = p.tile(NT);
     const float *x[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) x[t] = (const float *)p.x + (u64)p.source(t, NT) * p.cols;
-    // With several tokens the registers are needed for activations, and nothing is prefetched.
-    for (u32 group = first, next; group < end; group = next) {
-        next = NT == 1 ? min(group + GROUP, end) : end;
-        if (next + GROUP <= end) prefetch<GROUP * PIECE_BYTES>(tile + (u64)next * PIECE_BYTES, p.lane());
-#pragma unroll 4
-        for (u32 i = group; i < next; i++) {
-            u32 piece[4];
-            load_piece(tile, i, p.lane(), piece);
+    float next[NT][ROUND_COLS / 32], sums[NT] = {};
+    auto bring = [&](u32 from) {
 #pragma unroll
-            for (int k = 0; k < PIECE_COLS; k += 4) {
-                u32 column = i * PIECE_COLS + k;
+        for (int t = 0; t < NT; t++)
 #pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    // Loads beyond the last column would read another row. These activations are zeroes, as the
-                    // weights are.
-                    float4 a = {0, 0, 0, 0};
-                    if (ALIGNED) {
-                        if (column < p.cols) a = *(const float4 *)(x[t] + column);
-                    } else {
-                        if (column < p.cols) a.x = x[t][column];
-                        if (column + 1 < p.cols) a.y = x[t][column + 1];
-                        if (column + 2 < p.cols) a.z = x[t][column + 2];
-                        if (column + 3 < p.cols) a.w = x[t][column + 3];
-                    }
-                    sums[t] = __fmaf_rn(element(piece, k), a.x, sums[t]);
-                    sums[t] = __fmaf_rn(element(piece, k + 1), a.y, sums[t]);
-                    sums[t] = __fmaf_rn(element(piece, k + 2), a.z, sums[t]);
-                    sums[t] = __fmaf_rn(element(piece, k + 3), a.w, sums[t]);
-                }
+            for (u32 k = 0; k < ROUND_COLS / 32; k++) {
+                const u32 column = from * PIECE_COLS + 32 * k + p.lane();
+                next[t][k] = column < p.cols ? x[t][column] : 0.0f;
+            }
+    };
+    if (first < end) bring(first);
+#pragma unroll 1
+    for (u32 i = first; i < end; i += ROUND) {
+        // Other lanes may still read the activations before these.
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+            for (u32 k = 0; k < ROUND_COLS / 32; k++) own[t][32 * k + p.lane()] = next[t][k];
+        __syncwarp();
+        if (i + ROUND <= end) {
+            u32 piece[ROUND][4];
+#pragma unroll
+            for (u32 k = 0; k < ROUND; k++) load_piece(tile, i + k, p.lane(), piece[k]);
+            if (i + ROUND < end) bring(i + ROUND);
+            if (i + 2 * ROUND <= end)
+                prefetch<ROUND * PIECE_BYTES>(tile + (u64)(i + ROUND) * PIECE_BYTES, p.lane());
+#pragma unroll
+            for (u32 k = 0; k < ROUND; k++) add_piece(piece[k], own, k * PIECE_COLS, sums);
+        } else {
+#pragma unroll 1
+            for (u32 k = i; k < end; k++) {
+                u32 piece[4];
+                load_piece(tile, k, p.lane(), piece);
+                add_piece(piece, own, (k - i) * PIECE_COLS, sums);
             }
         }
     }
-}
-
-template <int NT> __device__ __forceinline__ void multiply(const Product &p) {
-    float sums[NT] = {};
-    if (p.cols % 4 == 0) add_up<NT, true>(p, sums);
-    else add_up<NT, false>(p, sums);
     finish<NT>(p, sums);
 }
 

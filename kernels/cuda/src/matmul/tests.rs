@@ -150,6 +150,28 @@ fn long_rows_are_added_up_in_segments() {
     }
 }
 
+/// A segment is summed in ascending order of columns, then the segments are added: the bits of the first version of the
+/// kernel.
+#[test]
+fn products_of_plain_floats_are_summed_column_by_column() {
+    for (arch, cols) in Arch::CHECKED.into_iter().flat_map(|arch| [35, 2880, 2307].map(|cols| (arch, cols))) {
+        let mut case = Case::new(arch, GgmlType::F32, 33, cols, 1, 7);
+        let a = Random(8).values(4 * cols);
+        let weights: Vec<f32> =
+            case.file.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+        let in_segment = |a: &[f32], w: &[f32]| a.iter().zip(w).fold(0.0, |sum, (a, w)| w.mul_add(*a, sum));
+        let each = segment(cols);
+        let of = |a: &[f32], w: &[f32]| -> f32 {
+            a.chunks(each).zip(w.chunks(each)).fold(0.0, |sum, (a, w)| sum + in_segment(a, w))
+        };
+        let rows = |a: &[f32]| weights.chunks(cols).map(|w| of(a, w)).collect::<Vec<_>>();
+        let expected: Vec<f32> = a.chunks(cols).flat_map(rows).collect();
+        let single: Vec<f32> = a.chunks(cols).flat_map(|a| case.multiply(a, false)).collect();
+        assert_same(&single, &expected, &format!("{arch} {cols}, one by one"));
+        assert_same(&case.multiply(&a, false), &expected, &format!("{arch} {cols}, together"));
+    }
+}
+
 /// A block of threads prefetches whole units, once each, without those that its warps read first.
 #[test]
 fn weights_are_prefetched_once() {

@@ -148,6 +148,48 @@ fn norms_equal_the_reference_and_write_the_8_bit_form() {
     });
 }
 
+/// The order of the sums of a norm's kernel: thread t adds the values t, t + threads, and so on; then come the lanes of
+/// a warp and the warps, each with the one 16, 8, 4, 2 and 1 places on.
+fn sum_of_threads(values: &[f32], add: impl Fn(f32, f32) -> f32) -> f32 {
+    let threads = values.len().div_ceil(4).next_multiple_of(32).min(1024);
+    let of_lanes = |sums: &[f32]| {
+        let mut sums: [f32; 32] = std::array::from_fn(|i| sums.get(i).copied().unwrap_or(0.0));
+        for apart in [16, 8, 4, 2, 1] {
+            let before = sums;
+            sums = std::array::from_fn(|i| before[i] + before[i ^ apart]);
+        }
+        sums[0]
+    };
+    let sums: Vec<f32> = (0..threads)
+        .map(|thread| values.iter().skip(thread).step_by(threads).fold(0.0, |sum, x| add(sum, *x)))
+        .collect();
+    let warps: Vec<f32> = sums.chunks(32).map(of_lanes).collect();
+    if warps.len() == 1 { warps[0] } else { of_lanes(&warps) }
+}
+
+/// The bits of a norm depend on the width of a run alone. They are those of the first version of the kernel.
+#[test]
+fn norms_are_added_up_in_the_order_of_their_threads() {
+    Case::each(|case| {
+        for width in [4, 100, 1100, 2880, 4096, 5000] {
+            let x = Random(20 + width as u64).values(width);
+            for rms in [true, false] {
+                let count = width as f32;
+                let mean = if rms { 0.0 } else { sum_of_threads(&x, |sum, x| sum + x) / count };
+                let squares = sum_of_threads(&x, |sum, x| (x - mean).mul_add(x - mean, sum));
+                let factor = 1.0 / (squares / count + 1e-5).sqrt();
+                let expected: Vec<f32> = x.iter().map(|x| (x - mean) * factor).collect();
+                let norm = DeviceNorm { rms, weight: None, bias: None, eps: 1e-5, width };
+                let (from, out) = (case.sim.values(&x), case.sim.room(4 * width));
+                let of = Rows { rows: 1, cols: width };
+                case.kernels.norm(&mut case.sim.device, of, from, &norm, out, None).unwrap();
+                let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&case.sim.read_values(out, width)), bits(&expected), "{width} {rms}");
+            }
+        }
+    });
+}
+
 #[test]
 fn sums_with_and_without_a_norm_equal_the_reference() {
     Case::each(|case| {

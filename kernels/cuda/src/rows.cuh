@@ -1,0 +1,72 @@
+// Four values of a row per thread, and the 8-bit form of a row: blocks of 48 bytes for 32 values each, padded with
+// zeroes to units of 8 blocks.
+#pragma once
+#include "math.cuh"
+
+constexpr u32 QUANTISED_BYTES = 48;
+
+// Blocks of the 8-bit form of a row.
+__device__ __forceinline__ u32 row_blocks(u32 cols) { return (cols + 255) / 256 * 8; }
+
+struct Four {
+    float x[4];
+
+    // Result of `f(value, number)` for each of four values.
+    template <class F> __device__ __forceinline__ static Four of(F f) { return {f(0), f(1), f(2), f(3)}; }
+};
+
+// Values i .. i + 4 of `count` ones, zeroes behind the last. `i` is a multiple of four.
+__device__ __forceinline__ Four load_four(const float *x, u32 i, u32 count) {
+    x += i;
+    if ((u64)x % 16 == 0 && i + 4 <= count) {
+        const float4 v = *(const float4 *)x;
+        return {v.x, v.y, v.z, v.w};
+    }
+    return Four::of([&](u32 k) { return i + k < count ? x[k] : 0.0f; });
+}
+
+// Stores those of the values i .. i + 4 that `count` ones have.
+__device__ __forceinline__ void store_four(float *x, u32 i, u32 count, const Four &v) {
+    x += i;
+    if ((u64)x % 16 == 0 && i + 4 <= count) {
+        *(float4 *)x = {v.x[0], v.x[1], v.x[2], v.x[3]};
+        return;
+    }
+#pragma unroll
+    for (u32 k = 0; k < 4; k++)
+        if (i + k < count) x[k] = v.x[k];
+}
+
+// Stores the 8-bit form of four blocks: lanes 8 b .. 8 b + 8 have the 32 values of one block, in order, and its
+// address. All lanes of the warp take part; those without `stores` store nothing. A block has the 32 quants, the scale,
+// scale * sum, -sum, and -sum of each half in 16 bits each.
+__device__ __forceinline__ void quantise_blocks(const Four &v, u8 *block, bool stores) {
+    const u32 part = threadIdx.x % 8;
+    // The bits of magnitudes compare as integers. NaN and infinity compare above all finite values.
+    u32 largest_bits = 0;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) largest_bits = max(largest_bits, __float_as_uint(v.x[k]) & 0x7fffffff);
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2)
+        largest_bits = max(largest_bits, __shfl_xor_sync(0xffffffff, largest_bits, step));
+    const float largest = __uint_as_float(largest_bits);
+    const bool finite = largest_bits < 0x7f800000, any = finite && largest >= 1e-36f;
+    const float inverse = any ? __fdiv_rn(127.0f, largest) : 0.0f;
+    const float scale = any ? __fdiv_rn(largest, 127.0f) : finite ? 0.0f : __uint_as_float(0x7fc00000);
+    u32 quants = 0;
+    // A product with NaN becomes 0.
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) quants |= ((u32)__float2int_rn(__fmul_rn(v.x[k], inverse)) & 255) << 8 * k;
+    int half = __dp4a((int)quants, 0x01010101, 0);
+    half += __shfl_xor_sync(0xffffffff, half, 1);
+    half += __shfl_xor_sync(0xffffffff, half, 2);
+    const int other = __shfl_xor_sync(0xffffffff, half, 4);
+    if (!stores) return;
+    *(u32 *)(block + 4 * part) = quants;
+    if (part == 0) {
+        const int sum = half + other;
+        const float scaled = finite ? __fmul_rn(scale, (float)sum) : scale;
+        *(uint4 *)(block + 32) = {__float_as_uint(scale), __float_as_uint(scaled), (u32)-sum,
+                                  ((u32)-half & 0xffff) | (u32)-other << 16};
+    }
+}
