@@ -23,6 +23,11 @@ impl Arch {
         Self { major, minor, specific: major == 12 && minor == 1 }
     }
 
+    /// Whether kernels wait for earlier ones by `griddepcontrol`, as `prelude.cuh` makes them.
+    pub(super) const fn has_dependent_launches(self) -> bool {
+        self.major >= 9
+    }
+
     /// Returns ten times the major plus the minor number, as NVRTC counts.
     pub(super) const fn number(self) -> u32 {
         10 * self.major + self.minor

@@ -14,7 +14,7 @@ mod trace;
 
 use crate::tests::{compiled, gate};
 use crate::{Compiler, source};
-use bound::{Bound, GAP, Gpu, Limit, Resources};
+use bound::{Bound, DEPENDENT_GAP, GAP, Gpu, Limit, Resources};
 use code::{Class, Code, Run};
 use models::{GPT_OSS_120B, LLAMA_8B, Model, QWEN3_30B_A3B, Step};
 use std::collections::{BTreeMap, HashMap};
@@ -132,7 +132,12 @@ fn cost(codes: &mut Codes, model: &Model, step: Step) -> StepCost {
     let gpu = codes.gpu;
     let (all, trace) = model.trace(step, gpu.arch, gpu.multiprocessors);
     let bytes = all.iter().map(|launched| launched.cold * launched.times as f64).sum();
-    let gaps = all.iter().map(|launched| GAP * launched.times as f64).sum();
+    let gap = |launched: &Launched| {
+        let listing = trace.lock().unwrap().listing(launched);
+        let waits = listing.iter().any(|listed| listed.instruction.starts_with("griddepcontrol.wait"));
+        if waits { DEPENDENT_GAP } else { GAP }
+    };
+    let gaps = all.iter().map(|launched| gap(launched) * launched.times as f64).sum();
     let mut kernels: Vec<KernelCost> = Vec::new();
     for launched in &all {
         let (code, resources) = codes.of(&launched.source, &launched.kernel);

@@ -181,6 +181,10 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo),
     Ok((device, info))
 }
 
+/// The value `off` turns programmatic dependent launch off: a kernel starts after the one before it has ended. For
+/// debugging.
+const DEPENDENT_VARIABLE: &str = "KVASIR_CUDA_DEPENDENT_LAUNCHES";
+
 /// A kernel and the limits of its launches.
 #[derive(Debug)]
 struct Kernel {
@@ -188,6 +192,8 @@ struct Kernel {
     parameters: usize,
     /// Maximum bytes of dynamic shared memory of a launch.
     dynamic_shared: u32,
+    /// Whether it waits for earlier kernels, so that it may start before they have ended.
+    waits: bool,
 }
 
 #[derive(Debug)]
@@ -207,6 +213,8 @@ pub struct Gpu {
     /// A forgotten graph leaves `None` at its index.
     graphs: Vec<Option<sys::CUgraphExec>>,
     recording: bool,
+    /// Whether kernels that wait for earlier ones may start before those have ended.
+    dependent_launches: bool,
     lost: Option<CudaError>,
     /// Set after a wait that did not end. Any further call of the driver may never return.
     hung: bool,
@@ -221,9 +229,20 @@ impl Gpu {
     /// Opens a GPU.
     ///
     /// # Errors
-    /// As [`gpus`]; [`CudaError::Call`] for an ordinal without a device.
+    /// As [`gpus`]; [`CudaError::Call`] for an ordinal without a device; [`CudaError::Invalid`] for a value of
+    /// `KVASIR_CUDA_DEPENDENT_LAUNCHES` other than `on` and `off`.
     pub fn open(ordinal: u32) -> Result<Self, CudaError> {
-        Self::open_with(Driver::here()?, ordinal, LONGEST_WAIT)
+        let value = std::env::var_os(DEPENDENT_VARIABLE).unwrap_or_default();
+        let mut gpu = Self::open_with(Driver::here()?, ordinal, LONGEST_WAIT)?;
+        gpu.dependent_launches = match value.to_str() {
+            Some("" | "on") => true,
+            Some("off") => false,
+            _ => {
+                let what = format!("{DEPENDENT_VARIABLE} is {value:?}, neither `on` nor `off`");
+                return Err(CudaError::Invalid { what });
+            }
+        };
+        Ok(gpu)
     }
 
     fn open_with(driver: &'static Driver, ordinal: u32, longest_wait: Duration) -> Result<Self, CudaError> {
@@ -253,6 +272,7 @@ impl Gpu {
             kernels: Vec::new(),
             graphs: Vec::new(),
             recording: false,
+            dependent_launches: true,
             lost: None,
             hung: false,
         };
@@ -421,7 +441,7 @@ impl Gpu {
         let set =
             unsafe { (driver.set_function_attribute)(function, attribute, dynamic_shared.cast_signed()) };
         self.check("cuFuncSetAttribute", set)?;
-        Ok(Kernel { function, parameters, dynamic_shared })
+        Ok(Kernel { function, parameters, dynamic_shared, waits: compiled.arch.has_dependent_launches() })
     }
 }
 
@@ -536,27 +556,31 @@ impl Device for Gpu {
             *pointer = (&raw const argument.0).cast_mut().cast();
         }
         let function = kernel.function;
-        let [gx, gy, gz] = grid;
-        let [bx, by, bz] = block;
-        // SAFETY: the function belongs to a loaded module, and there is a pointer to eight bytes for each
-        // of its parameters, which the call copies. The kernel cannot access the host's memory. Its
-        // accesses to device memory are checked when the interpreter runs the same sources in tests.
-        let launched = unsafe {
-            (self.driver.launch)(
-                function,
-                gx,
-                gy,
-                gz,
-                bx,
-                by,
-                bz,
-                shared_bytes,
-                self.stream,
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+        let mut dependent = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        self.check("cuLaunchKernel", launched)
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: block[0],
+            blockDimY: block[1],
+            blockDimZ: block[2],
+            sharedMemBytes: shared_bytes,
+            hStream: self.stream,
+            attrs: &raw mut dependent,
+            numAttrs: u32::from(self.dependent_launches && kernel.waits),
+        };
+        // SAFETY: the function belongs to a loaded module, and there is a pointer to eight bytes for each
+        // of its parameters, which the call copies, as it does the attribute. The kernel cannot access the
+        // host's memory. Its accesses to device memory are checked when the interpreter runs the same
+        // sources in tests; so is that it waits before the first one if it says so.
+        let launched = unsafe {
+            (self.driver.launch)(&raw const config, function, pointers.as_mut_ptr(), std::ptr::null_mut())
+        };
+        self.check("cuLaunchKernelEx", launched)
     }
 
     fn synchronize(&mut self) -> Result<(), CudaError> {

@@ -16,6 +16,7 @@ constexpr u32 THREADS = 128;
 // inner have `stride` values. One block of threads for each row and j. Grid: rows, the largest rank.
 extern "C" __global__ void __launch_bounds__(THREADS)
     lora_inner(float *inner, const float *x, const u32 *adapters, const Part *parts, u32 count, u32 cols, u32 stride) {
+    after_earlier_kernels();
     __shared__ float warps[THREADS / 32];
     const u32 row = blockIdx.x, j = blockIdx.y, adapter = adapters[row];
     if (adapter >= count || j >= parts[adapter].rank) return;
@@ -37,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // out[row][i] += (B inner)[i], i < outputs. Grid: rows, outputs / THREADS.
 extern "C" __global__ void __launch_bounds__(THREADS)
     lora_add(float *out, const float *inner, const u32 *adapters, const Part *parts, u32 count, u32 outputs, u32 stride) {
+    after_earlier_kernels();
     const u32 row = blockIdx.x, i = blockIdx.y * THREADS + threadIdx.x, adapter = adapters[row];
     if (i >= outputs || adapter >= count) return;
     const u32 rank = parts[adapter].rank;

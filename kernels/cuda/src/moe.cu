@@ -28,6 +28,7 @@ __device__ __forceinline__ float group_score(const float *scores, u32 size, u32 
 extern "C" __global__ void __launch_bounds__(128)
     route(u32 *chosen, float *weights, const float *logits, const float *bias, u32 rows, u32 experts, u32 used,
           u32 renormalise, u32 sigmoid, u32 groups, u32 used_groups, u32 two_best) {
+    after_earlier_kernels();
     extern __shared__ float shared[];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x * WARPS + warp;
     if (row >= rows) return;
@@ -117,6 +118,7 @@ __device__ __forceinline__ u32 sums_of_block(u32 (&sums)[1024], u32 value) {
 // one thread per expert; at most 1,024 experts. Warps sort consecutive parts of the pairs.
 extern "C" __global__ void __launch_bounds__(1024)
     expert_lists(uint2 *groups, u32 *list, const u32 *chosen, u32 pairs, u32 experts, u32 max_groups) {
+    after_earlier_kernels();
     constexpr u32 GROUP = 32, ROOM = 8192;
     // [warps][experts]: pairs of an expert in a warp's part, then the place in the list of the next one.
     __shared__ u32 counts[ROOM];
@@ -181,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(128)
     expert_gate(float *inner, u8 *quantised, const float *gate, const float *up, const float *gate_scales,
                 const float *up_scales, const float *gate_biases, const float *up_biases, const u32 *chosen, u32 ff,
                 u32 stride, u32 bias_stride, u32 activation) {
+    after_earlier_kernels();
     const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), pair = blockIdx.x, blocks = row_blocks(ff);
     Four v = {};
     if (i < ff) {
@@ -200,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void __launch_bounds__(128)
     expert_sum(float *out, const float *down, const float *weights, const u32 *chosen, const float *scales,
                const float *biases, u32 hidden, u32 used, float factor, u32 accumulate) {
+    after_earlier_kernels();
     const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), row = blockIdx.x;
     if (i >= hidden) return;
     out += (u64)row * hidden;
@@ -232,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(128)
 // those of `expert_lists`, and the number of groups is a multiple of four. One thread per pair, in blocks of 128: enough
 // for all groups.
 extern "C" __global__ void head_lists(u32 *chosen, uint2 *groups, u32 *list, u32 rows, u32 heads) {
+    after_earlier_kernels();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x, of_head = (rows + 31) / 32, count = of_head * heads;
     if (i < count) {
         const u32 head = i / of_head, first = i % of_head * 32;

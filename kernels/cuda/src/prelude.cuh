@@ -35,3 +35,13 @@ __device__ __forceinline__ float sum_lanes(float x, u32 lanes) {
     for (u32 apart = lanes / 2; apart > 0; apart /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, apart));
     return x;
 }
+
+// The first call of every thread of every kernel: waits for the kernels before it, then lets the next one start. A
+// kernel may start while they still run (programmatic dependent launch), to prefetch weights, which no kernel writes.
+// Without that attribute of the launch, the call does nothing.
+__device__ __forceinline__ void after_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}

@@ -15,6 +15,7 @@
 // angle of every position is exact.
 extern "C" __global__ void rope_angles(float2 *out, const u64 *turns, const u32 *positions, float magnitude, u32 pairs,
                                        u32 rows) {
+    after_earlier_kernels();
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= rows * pairs) return;
     const u64 turn = positions[i / pairs] * turns[i % pairs];
@@ -36,6 +37,7 @@ extern "C" __global__ void rope_angles(float2 *out, const u64 *turns, const u32 
 
 // factors[run] = 1 / sqrt(mean of x^2 + eps) over runs of `width` elements. One warp per run.
 extern "C" __global__ void run_factors(float *factors, const float *x, u32 width, float eps, u32 runs) {
+    after_earlier_kernels();
     const u32 run = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (run >= runs) return;
     float sum = 0;
@@ -140,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(128)
         float v_eps, u32 pairs, u32 interleaved, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim,
         u32 block_shift, u32 k_stripe, u32 v_stripe, u32 k_rotation, u32 v_rotation,
         const float *growth, u32 growth_every) {  // factors of q by position / growth_every; may be null
+    after_earlier_kernels();
     __shared__ float shared[WARPS][MAX_DIM];
     // Angles of the row, which all heads share.
     __shared__ float2 turned[MAX_DIM / 2];

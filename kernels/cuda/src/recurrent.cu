@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(256)
     conv(float *x, const float *weight, const float *bias, u8 *arena, const u32 *first_rows, const u32 *rows,
          const u32 *reads, const u32 *writes, const u32 *export_starts, const u32 *export_rows,
          const u32 *export_slots, u64 layer_offset, u32 channels, u32 taps, u32 silu) {
+    after_earlier_kernels();
     // The last three inputs of the previous 64 rows, oldest first.
     __shared__ float edge[3][32];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -356,6 +357,7 @@ template <bool DELTA, u32 PER> __device__ __forceinline__ void scan(const Scan &
         const u32 *export_starts, const u32 *export_rows, const u32 *export_slots, const u32 *places,                  \
         u64 layer_offset, u32 width, u32 key_at, u32 query_at, u32 value_at, u32 heads, u32 key_heads, u32 tiled,      \
         u32 inner, u32 outer, float l2_eps, float query_scale) {                                                       \
+        after_earlier_kernels();                                                                                       \
         const Sequences sequences = {first_rows, rows, reads, writes, export_starts, export_rows, export_slots};       \
         scan<delta, per>(Scan{x, gains, steps, a, bias, skips, out, arena, sequences, places, layer_offset, width,     \
                               key_at, query_at, value_at, heads, key_heads, tiled, inner, outer, l2_eps,               \
@@ -372,6 +374,7 @@ SCAN(mamba2_256, false, 8)
 // kept[i] = x[rows[i]], `cols` wide: the inputs of rows that may be rejected later. Grid: rows kept, cols /
 // 128.
 extern "C" __global__ void __launch_bounds__(128) keep_rows(float *kept, const float *x, const u32 *rows, u32 cols) {
+    after_earlier_kernels();
     const u32 c = blockIdx.y * 128 + threadIdx.x;
     if (c < cols) kept[(u64)blockIdx.x * cols + c] = x[(u64)rows[blockIdx.x] * cols + c];
 }

@@ -7,6 +7,7 @@
 
 // One thread per four values of the row or its padding. blockIdx.x: the row.
 extern "C" __global__ void quantise(const float *x, u32 cols, u8 *out) {
+    after_earlier_kernels();
     const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), blocks = row_blocks(cols);
     const Four v = load_four(x + (u64)blockIdx.x * cols, i, cols);
     quantise_blocks(v, out + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES, i / 32 < blocks);
@@ -127,6 +128,7 @@ __device__ __forceinline__ void store_run(Values values, u32 width, float *out, 
 extern "C" __global__ void __launch_bounds__(1024) norm_rows(const float *x, u32 width, u32 rms, float eps,
                                                              const float *weight, u32 weight_len, const float *bias,
                                                              u32 bias_len, float *out, u8 *quantised) {
+    after_earlier_kernels();
     const float *run = x + ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     auto load = [=](u32 i) { return load_four(run, i, width); };
     const Run norm = normalise(load, width, rms, eps, weight, weight_len, bias, bias_len);
@@ -136,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(1024) norm_rows(const float *x, u32
 // x += scale * norm(y), an RMS norm.
 extern "C" __global__ void __launch_bounds__(1024) add_norm(float *x, const float *y, u32 width, float eps,
                                                             const float *weight, u32 weight_len, float scale) {
+    after_earlier_kernels();
     const u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     x += from, y += from;
     auto load = [=](u32 i) { return load_four(y, i, width); };
@@ -150,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(float *x, const floa
 extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const float *gate, u32 width, float eps,
                                                               const float *weight, u32 weight_len, u32 gate_first,
                                                               u8 *quantised) {
+    after_earlier_kernels();
     const u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     const float *run = x + from;
     gate += from;
@@ -176,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const fl
 // unless `quantised` is null.
 extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_cols, u32 up_from, u32 gating,
                                 u8 *quantised) {
+    after_earlier_kernels();
     const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), blocks = row_blocks(cols);
     gate += (u64)blockIdx.x * cols;
     Four v = {};
@@ -191,12 +196,14 @@ extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_c
 
 // x += scale * y. One thread per value.
 extern "C" __global__ void add(float *x, const float *y, float scale, u64 count) {
+    after_earlier_kernels();
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) x[i] = __fmaf_rn(y[i], scale, x[i]);
 }
 
 // x[row] *= sigmoid(gate[row][0]), gate [rows][gate_cols]. blockIdx.x: row; one thread per value.
 extern "C" __global__ void scale_rows(float *x, const float *gate, u32 cols, u32 gate_cols) {
+    after_earlier_kernels();
     u32 i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= cols) return;
     x += (u64)blockIdx.x * cols + i;
@@ -205,6 +212,7 @@ extern "C" __global__ void scale_rows(float *x, const float *gate, u32 cols, u32
 
 // x = softcap(factor * x), softcap(v) = cap tanh(v / cap). A cap of 0 means no softcap. One thread per value.
 extern "C" __global__ void scale(float *x, float factor, float cap, u64 count) {
+    after_earlier_kernels();
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     float value = __fmul_rn(x[i], factor);
@@ -214,6 +222,7 @@ extern "C" __global__ void scale(float *x, float factor, float cap, u64 count) {
 
 // out[row] = x[index[row]]; each index is a row of x. blockIdx.x: row of out; one thread per value.
 extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *index, float *out) {
+    after_earlier_kernels();
     u32 i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i < cols) out[(u64)blockIdx.x * cols + i] = x[(u64)index[blockIdx.x] * cols + i];
 }
@@ -221,6 +230,7 @@ extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *inde
 // out = x, each run of `len` elements, a power of two of at most 512, multiplied by the normalised Hadamard matrix. A
 // warp has max(len, 32) elements: x[i] is element 32 i + lane. `out` may be `x`. 128 threads.
 extern "C" __global__ void __launch_bounds__(128) hadamard(float *out, const float *x, u32 len, u64 count) {
+    after_earlier_kernels();
     const u32 lane = threadIdx.x % 32, held = max(len, 32u) / 32;
     const u64 first = ((u64)blockIdx.x * 4 + threadIdx.x / 32) * 32 * held + lane;
     float v[16];
@@ -234,12 +244,14 @@ extern "C" __global__ void __launch_bounds__(128) hadamard(float *out, const flo
 
 // out[row][i] = x[row][order[i]]; `order` has whole numbers below `cols`. One thread per value.
 extern "C" __global__ void gather_cols(float *out, const float *x, const float *order, u32 cols, u64 count) {
+    after_earlier_kernels();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) out[i] = x[i / cols * cols + (u32)order[i % cols]];
 }
 
 // out[head][at + i] = x[head][i], i < cols; heads of `out` have `width` values. One thread per value of x.
 extern "C" __global__ void place_heads(float *out, const float *x, u32 cols, u32 width, u32 at, u64 count) {
+    after_earlier_kernels();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) out[i / cols * width + at + i % cols] = x[i];
 }
@@ -247,6 +259,7 @@ extern "C" __global__ void place_heads(float *out, const float *x, u32 cols, u32
 // Index of the largest value of each row. Ties go to the lowest index. The result is 0xffffffff if a value is
 // NaN or +infinity, or if no value is above -infinity. One block of threads per row.
 extern "C" __global__ void __launch_bounds__(1024) argmax(const float *x, u32 cols, u32 *out) {
+    after_earlier_kernels();
     __shared__ float values[32];
     __shared__ u32 places[32];
     x += (u64)blockIdx.x * cols;

@@ -89,6 +89,7 @@ struct Kept {
 // out[row]: the `best` largest values of the row as {index, bits of the value}, in no particular order. Ties go to the
 // lowest indices. 1 <= best <= cols, MOST. One block of threads per row, which reads the row once.
 extern "C" __global__ void __launch_bounds__(THREADS) best(const float *x, u32 cols, u32 best, uint2 *out) {
+    after_earlier_kernels();
     __shared__ u64 keys[CAPACITY];
     __shared__ u32 count;
     Kept kept{keys, count};

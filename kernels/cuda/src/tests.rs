@@ -42,7 +42,10 @@ fn every_source_compiles_for_every_checked_architecture() {
         let compiled = compiled(source, arch);
         assert!(compiled.cubin.starts_with(b"\x7fELF"), "{}", compiled.log);
         for kernel in source.kernels {
-            assert!(compiled.ptx.contains(&format!(".entry {kernel}(")), "{kernel} in {}", source.name);
+            let (_, text) = compiled.ptx.split_once(&format!(".entry {kernel}(")).unwrap_or_default();
+            let body = text.split(".entry ").next().unwrap_or_default();
+            // The driver starts kernels early that do.
+            assert!(body.contains("griddepcontrol.wait;"), "{kernel} in {} waits for none", source.name);
         }
     });
     assert!(checked.len() > 60);

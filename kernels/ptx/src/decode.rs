@@ -14,7 +14,7 @@ mod warp;
 use crate::PtxError;
 use crate::ast::{Function, Special};
 use crate::names;
-use crate::op::{Condition, Instruction, SourceLocation};
+use crate::op::{Condition, Instruction, Op, SourceLocation};
 use operands::{Constants, Decoder};
 use std::collections::HashMap;
 
@@ -36,6 +36,8 @@ pub(crate) struct Kernel {
     pub(crate) shared_bytes: u32,
     pub(crate) local_bytes: u32,
     pub(crate) max_threads: Option<([u32; 3], bool)>,
+    /// Whether it waits for the kernels before it.
+    pub(crate) waits: bool,
 }
 
 /// Alignment of dynamic shared memory.
@@ -63,8 +65,10 @@ pub(crate) fn kernel(function: &Function, globals: &[u64], text: &str) -> Result
         code.push(Instruction { op, guard });
         locations.push(SourceLocation { line: raw.line, source: raw.source });
     }
+    let waits = code.iter().any(|instruction| matches!(instruction.op, Op::GridWait));
     Ok(Kernel {
         name: function.name.clone(),
+        waits,
         code,
         locations,
         registers: constants.registers,
@@ -79,7 +83,7 @@ pub(crate) fn kernel(function: &Function, globals: &[u64], text: &str) -> Result
     })
 }
 
-fn decode(d: &mut Decoder<'_>) -> Decoded<crate::op::Op> {
+fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
     match d.base() {
         "add" | "sub" | "mul" | "mad" | "min" | "max" | "abs" | "neg" | "div" | "rem" | "sad" => {
             if d.is_float() { float::decode(d) } else { arithmetic::decode(d) }

@@ -128,6 +128,19 @@ pub enum FaultKind {
         /// Location and instruction of the copy.
         copy: String,
     },
+    /// Something that may happen before the kernels before this one have ended.
+    #[error("this {access} comes before griddepcontrol.wait, when earlier kernels may still run")]
+    BeforeWait {
+        /// `read`, `write` or `exit`.
+        access: &'static str,
+    },
+    /// A load that takes memory for constant to which a kernel has written.
+    #[error("{bytes} bytes at {address:#x} are loaded as constant, and kernels write to their allocation")]
+    NotConstant {
+        /// First byte.
+        address: u64,
+        bytes: usize,
+    },
     /// An instruction requires lanes that are not active.
     #[error("{what}: lanes {expected:#010x} are needed, lanes {present:#010x} are here")]
     MissingLanes { what: &'static str, expected: u32, present: u32 },

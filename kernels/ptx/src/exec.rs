@@ -1,11 +1,13 @@
 //! Runs a warp until it waits or ends.
 
 mod copies;
+mod dependent;
 mod lane_data;
 mod lane_exchange;
 mod matrix;
 
 use crate::FaultKind;
+use crate::ast::Space;
 use crate::decode::Kernel;
 use crate::lanes::{ALL, LANES, V32, V64};
 use crate::memory::Memory;
@@ -146,10 +148,20 @@ impl Block<'_> {
             }
             Op::Pack { d, ref parts } => lane_data::pack(warp, d, parts, mask),
             Op::Unpack { a, ref parts } => lane_data::unpack(warp, a, parts, mask),
-            Op::Load(ref access) => self.load(warp, access, mask)?,
+            Op::Load(ref access) => {
+                self.after_wait(warp, "read", (access.space, access.address), mask)?;
+                self.constant(warp, access, mask)?;
+                self.load(warp, access, mask)?;
+            }
             Op::Prefetch { space, address } => self.prefetch(warp, space, address, mask)?,
-            Op::Store(ref access) => self.store(warp, access, mask)?,
-            Op::Atomic(ref atomic) => self.atomic(warp, atomic, mask)?,
+            Op::Store(ref access) => {
+                self.after_wait(warp, "write", (access.space, access.address), mask)?;
+                self.store(warp, access, mask)?;
+            }
+            Op::Atomic(ref atomic) => {
+                self.after_wait(warp, "write", (atomic.space, atomic.address), mask)?;
+                self.atomic(warp, atomic, mask)?;
+            }
             Op::Branch { to } => {
                 warp.suspend(warp.pc + 1, warp.active & !mask);
                 warp.pc = to;
@@ -171,6 +183,7 @@ impl Block<'_> {
                 return Ok(Flow::Jumped);
             }
             Op::Exit => {
+                self.exit_after_wait(warp, mask)?;
                 warp.live &= !mask;
                 warp.active &= !mask;
                 if warp.live == 0 {
@@ -198,11 +211,15 @@ impl Block<'_> {
             }
             Op::MatrixProduct(ref product) => matrix::product(warp, product, mask)?,
             Op::LoadMatrix(ref load) => self.load_matrix(warp, load, mask)?,
-            Op::CopyAsync(ref copy) => self.copy_begin(warp, copy, mask)?,
+            Op::CopyAsync(ref copy) => {
+                self.after_wait(warp, "read", (Space::Global, copy.from), mask)?;
+                self.copy_begin(warp, copy, mask)?;
+            }
             Op::CopyCommit => warp.copies.commit(mask),
             Op::CopyWait { keep } => self.copy_wait(warp, keep, mask)?,
             Op::Reduce { f, d, a, members } => lane_exchange::reduce(warp, f, (d, a), members, mask)?,
             Op::ActiveMask { d } => warp.set32(d, &[mask; LANES], mask),
+            Op::GridWait => warp.waited |= mask,
             Op::Nothing => {}
         }
         Ok(Flow::Next)

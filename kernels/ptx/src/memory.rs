@@ -25,6 +25,8 @@ pub(crate) struct Allocation {
     unwritten: u64,
     /// The launch that stored to it last.
     stored: u32,
+    /// Whether any kernel has stored to it.
+    stored_by_kernels: bool,
     /// For each word of four bytes, from the first store of a kernel on: the launch that stored to it last
     /// (low 32 bits) and the block (high 32 bits).
     writers: Vec<u64>,
@@ -88,7 +90,12 @@ impl Allocation {
         })
     }
 
+    pub(crate) fn stored_by_kernels(&self) -> bool {
+        self.stored_by_kernels
+    }
+
     pub(crate) fn record_writer(&mut self, at: u64, bytes: usize, block_id: BlockId) {
+        self.stored_by_kernels = true;
         if bytes < WORD {
             return;
         }
@@ -213,6 +220,7 @@ impl Memory {
             written: vec![0; bytes.div_ceil(64)],
             unwritten: bytes as u64,
             stored: 0,
+            stored_by_kernels: false,
             writers: Vec::new(),
             alive: true,
             name,

@@ -42,6 +42,8 @@ pub(crate) struct Access {
     pub(crate) address: Address,
     /// `None` for elements that are dropped.
     pub(crate) data: Vec<Option<Data>>,
+    /// Whether a load takes the memory for constant: `.nc`.
+    pub(crate) constant: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -438,6 +440,8 @@ pub(crate) enum Op {
     ActiveMask {
         d: u32,
     },
+    /// Waits for the kernels before this one.
+    GridWait,
     /// Fences and hints: they have no effect in lock-step execution.
     Nothing,
 }

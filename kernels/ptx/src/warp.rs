@@ -34,6 +34,8 @@ pub(crate) struct Warp {
     pub(crate) others: Vec<(u32, u32)>,
     /// Lanes that exist and have not exited.
     pub(crate) live: u32,
+    /// Lanes that have waited for the kernels before this one.
+    pub(crate) waited: u32,
     pub(crate) state: State,
     /// Local memory, lane by lane.
     pub(crate) local: Vec<u8>,
@@ -78,6 +80,7 @@ impl Warp {
             active: 0,
             others: Vec::new(),
             live: 0,
+            waited: 0,
             state: State::Ready,
             local: vec![0xff; kernel.local_bytes as usize * LANES],
             copies: Copies::default(),
@@ -96,6 +99,7 @@ impl Warp {
         self.live = if threads >= LANES { ALL } else { (1 << threads) - 1 };
         self.active = self.live;
         self.pc = 0;
+        self.waited = 0;
         self.others.clear();
         self.copies = Copies::default();
         self.state = State::Ready;

@@ -201,6 +201,7 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
 // Joins the splits of rows that have several, in ascending order. Grid: rows of the launch, heads. 128
 // threads.
 extern "C" __global__ void __launch_bounds__(128) combine(PARAMETERS) {
+    after_earlier_kernels();
     const Call call = CALL;
     const u32 head = blockIdx.y, row = row_at(call, blockIdx.x), end = end_of(call, row);
     const u32 splits = (end - 1) / SPLIT - start_of(reach_of(call, row), window) / SPLIT + 1;

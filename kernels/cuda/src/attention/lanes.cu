@@ -109,14 +109,14 @@ __device__ __forceinline__ void fetch(Eight<TYPE> (&out)[KEYS][CHUNKS], const La
         for (u32 c = 0; c < CHUNKS; c++) {
             const u8 *at = lane.start[c] + block + token * lane.row;
             if constexpr (TYPE == 0) {
-                out[u][c].a = __ldg((const float4 *)at);
-                out[u][c].b = __ldg((const float4 *)at + 1);
+                out[u][c].a = *(const float4 *)at;
+                out[u][c].b = ((const float4 *)at)[1];
             } else if constexpr (TYPE == 1) {
-                out[u][c].a = __ldg((const uint4 *)at);
+                out[u][c].a = *(const uint4 *)at;
             } else {
-                if constexpr (TYPE == 4) out[u][c].a = __ldg((const u32 *)at);
-                else out[u][c].a = __ldg((const uint2 *)at);
-                const float scale = f16_value(__ldg((const u16 *)(lane.scales[c] + block + token * lane.scale_row)));
+                if constexpr (TYPE == 4) out[u][c].a = *(const u32 *)at;
+                else out[u][c].a = *(const uint2 *)at;
+                const float scale = f16_value(*(const u16 *)(lane.scales[c] + block + token * lane.scale_row));
                 out[u][c].scale = TYPE == 3 ? __fmul_rn(scale, 256.0f) : scale;
             }
         }
@@ -269,7 +269,8 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
     }
 }
 
-#define ATTEND(group) attend(call, [&](const Part &part) { go_through<group>(call, part); })
+#define ATTEND(group)                                                                                                  \
+    after_earlier_kernels(), attend(call, [&](const Part &part) { go_through<group>(call, part); })
 extern "C" __global__ void __launch_bounds__(128, LATENT ? 3 : 4) attend_1(PARAMETERS) { const Call call = CALL; ATTEND(1); }
 // By itself the compiler aims at fewer registers for E4M3 than fit, and spills.
 #if K_TYPE == 3 || V_TYPE == 3

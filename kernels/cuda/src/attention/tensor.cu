@@ -98,7 +98,7 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
             const u32 d = min(32 * step + 8 * t, k_width - 8) * 2;
             uint4 k[CHUNK / 8];
 #pragma unroll
-            for (u32 n = 0; n < CHUNK / 8; n++) k[n] = __ldg((const uint4 *)(at[n] + d));
+            for (u32 n = 0; n < CHUNK / 8; n++) k[n] = *(const uint4 *)(at[n] + d);
 #pragma unroll
             for (u32 i = 0; i < 2; i++) {
                 const uint4 a = queries[2 * step][i][lane], b = queries[2 * step + 1][i][lane];
@@ -160,7 +160,7 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
                 const u32 d = min(64 * half + 8 * g, v_width - 8) * 2;
                 uint4 v[4];
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) v[i] = __ldg((const uint4 *)(at[i] + d));
+                for (u32 i = 0; i < 4; i++) v[i] = *(const uint4 *)(at[i] + d);
 #pragma unroll
                 for (u32 w = 0; w < 4; w++) {
                     auto word = [w](const uint4 &x) { return w == 0 ? x.x : w == 1 ? x.y : w == 2 ? x.z : x.w; };
@@ -223,6 +223,7 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2) attend_16(PARAMETERS) {
+    after_earlier_kernels();
     const Call call = CALL;
     attend(call, [&](const Part &part) { go_through(call, part); });
 }

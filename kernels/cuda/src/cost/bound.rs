@@ -39,8 +39,10 @@ const SPECIAL_LANES: f64 = 16.0;
 const SHARED_LANES: f64 = 32.0;
 /// Rounds until latency and used bandwidth agree.
 const ROUNDS: usize = 4;
-/// Seconds from the end of one kernel of a graph to the first instruction of the next.
+/// Seconds from the end of one kernel of a graph until the next one reads its results.
 pub(super) const GAP: f64 = 1e-6;
+/// The same for a kernel that waits for earlier ones itself, so that it is launched before they end.
+pub(super) const DEPENDENT_GAP: f64 = 0.5e-6;
 
 impl Gpu {
     pub(super) const H100: Self = Self {

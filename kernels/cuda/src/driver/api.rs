@@ -6,7 +6,7 @@ use super::super::CudaError;
 use super::super::library::{self, functions};
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
-    CUgraph, CUgraphExec, CUmodule, CUresult, CUstream, CUstreamCaptureMode,
+    CUgraph, CUgraphExec, CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureMode,
 };
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -41,10 +41,7 @@ functions! {
         parameter = cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize);
         function_attribute = cuFuncGetAttribute(*mut c_int, CUfunction_attribute, CUfunction);
         set_function_attribute = cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int);
-        launch = cuLaunchKernel(
-            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
-            *mut *mut c_void
-        );
+        launch = cuLaunchKernelEx(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
         create_stream = cuStreamCreate(*mut CUstream, c_uint);
         destroy_stream = cuStreamDestroy_v2(CUstream);
         begin_capture = cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode);

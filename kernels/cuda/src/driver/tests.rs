@@ -1,6 +1,6 @@
 use super::super::device::record;
 use super::*;
-use fake::{calls, fail, forget_failures};
+use fake::{EARLY, calls, fail, forget_failures};
 
 mod fake;
 
@@ -69,7 +69,7 @@ fn every_status_but_a_refusal_loses_the_device() {
 
 #[test]
 fn errors_of_launches_and_copies_lose_the_device_too() {
-    for call in ["cuLaunchKernel", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuGraphLaunch"] {
+    for call in ["cuLaunchKernelEx", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuGraphLaunch"] {
         let mut gpu = open();
         let kernel = gpu.load(&compiled(b"\x7fELF", ""), &["a"]).unwrap()[0];
         let ptr = gpu.allocate(64).unwrap();
@@ -79,7 +79,7 @@ fn errors_of_launches_and_copies_lose_the_device_too() {
         let graph = record(&mut gpu, |device| device.launch(&launch)).unwrap().unwrap();
         fail(call, 226);
         let failed = match call {
-            "cuLaunchKernel" => gpu.launch(&launch),
+            "cuLaunchKernelEx" => gpu.launch(&launch),
             "cuMemcpyHtoDAsync" => gpu.upload(ptr, &[1; 64]),
             "cuMemcpyDtoHAsync" => gpu.download(ptr, &mut [0; 64]),
             _ => gpu.replay(graph),
@@ -88,6 +88,27 @@ fn errors_of_launches_and_copies_lose_the_device_too() {
         assert_eq!(error, CudaError::Lost { call, status: "CUDA error 226".into() });
         forget_failures();
         assert_eq!(gpu.synchronize(), Err(error));
+    }
+}
+
+#[test]
+fn kernels_that_wait_for_earlier_ones_may_start_before_those_end() {
+    for (arch, off, early) in
+        [(Arch::SM_90, false, true), (Arch::SM_121A, true, false), (Arch::of(8, 9), false, false)]
+    {
+        let mut gpu = open();
+        gpu.dependent_launches = !off;
+        let kernel = gpu.load(&Compiled { arch, ..compiled(b"\x7fELF", "") }, &["a"]).unwrap()[0];
+        let arguments = [0u32.into(), 1u32.into()];
+        gpu.launch(&Launch {
+            kernel,
+            grid: [1; 3],
+            block: [32, 1, 1],
+            shared_bytes: 0,
+            arguments: &arguments,
+        })
+        .unwrap();
+        assert_eq!(calls().contains(&EARLY), early, "{arch}");
     }
 }
 

@@ -49,6 +49,7 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
 // table's rows. blockIdx.x: row; one thread per unit of 256 columns.
 extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
                                        u32 accumulate, float *out) {
+    after_earlier_kernels();
     u32 u = blockIdx.y * blockDim.x + threadIdx.x, blocks = cols / 32;
     if (u * UNIT_BLOCKS >= blocks) return;
     u32 row = index[blockIdx.x];

@@ -9,6 +9,7 @@ enum Element { AN_F32, AN_F16, A_BF16 };
 // columns. UNIT_PIECES: pieces of a row in a unit of 256 columns.
 constexpr u32 PIECE_COLS = ELEMENT == AN_F32 ? 4 : 8, PIECE_BYTES = 512;
 constexpr u32 UNIT_PIECES = 256 / PIECE_COLS;
+constexpr int UNIT_BYTES = UNIT_PIECES * PIECE_BYTES;
 
 // Element `k` of packed words, as f32.
 __device__ __forceinline__ float element(const u32 *piece, int k) {
@@ -100,6 +101,7 @@ PRODUCT_KERNEL(mul_4, 4, 2, multiply<4>)
 // table's rows. blockIdx.x: row; one thread per column.
 extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
                                        u32 accumulate, float *out) {
+    after_earlier_kernels();
     u32 column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= cols) return;
     u32 row = index[blockIdx.x];

@@ -135,6 +135,18 @@ template <int BYTES, int THREADS = 32> __device__ __forceinline__ void prefetch(
         if (at + LINE * thread < BYTES) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at + LINE * thread));
 }
 
+// Prefetches the first unit of each warp's segment, before the wait for earlier kernels; of the kernel for prompts, the
+// first one of each of its two tiles. If an earlier kernel selects the experts, nothing.
+template <int NT, int UNIT_BYTES> __device__ __forceinline__ void prefetch_first(const Product &p) {
+    if (p.experts || p.groups) return;
+    constexpr bool STAGED = NT > GROUP_TOKENS;
+    constexpr int THREADS = STAGED ? 32 * MAX_SEGMENTS / 2 : 32;
+    const u32 tile = STAGED ? 2 * blockIdx.y + threadIdx.x / THREADS : blockIdx.y;
+    const u32 unit = STAGED ? 0 : p.warp() * p.segment;
+    if (unit < p.cols / 256 && tile < p.tiles())
+        prefetch<UNIT_BYTES, THREADS>(p.tile(tile, 0, NT) + (u64)unit * UNIT_BYTES, threadIdx.x % THREADS);
+}
+
 // Sums of each segment for each token and row.
 template <int NT> using Segments = float[MAX_SEGMENTS][NT][32];
 
@@ -175,6 +187,8 @@ template <int NT> __device__ __forceinline__ void finish(const Product &p, const
 #define PRODUCT_KERNEL(name, nt, per_sm, body)                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * MAX_SEGMENTS, per_sm) NAME(name)(PRODUCT_PARAMETERS) {           \
         Product p = PRODUCT_ARGUMENTS;                                                                                 \
+        prefetch_first<nt, UNIT_BYTES>(p);                                                                             \
+        after_earlier_kernels();                                                                                       \
         if (!p.has_any(nt)) return;                                                                                    \
         body(p);                                                                                                       \
     }

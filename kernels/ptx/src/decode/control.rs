@@ -216,11 +216,11 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
             d.from(32)?;
             Ok(Op::Nothing)
         }
-        // Kernels run one after the other here, so the launches that this waits for have always ended.
-        "griddepcontrol" => {
-            d.one_of(&["wait", "launch_dependents"]).ok_or("griddepcontrol needs its action")?;
-            Ok(Op::Nothing)
-        }
+        "griddepcontrol" => match d.one_of(&["wait", "launch_dependents"]) {
+            Some("wait") => Ok(Op::GridWait),
+            Some(_) => Ok(Op::Nothing),
+            None => Err("griddepcontrol needs its action".into()),
+        },
         "prefetch" => {
             let space = match d.one_of(&["global", "local"]) {
                 Some("global") => Space::Global,

@@ -120,9 +120,7 @@ fn hints(d: &mut Decoder<'_>) {
 fn access(d: &mut Decoder<'_>, load: bool) -> Decoded<Op> {
     hints(d);
     let space = space(d);
-    if load {
-        d.word("nc");
-    }
+    let constant = load && d.word("nc");
     let count = match d.one_of(&["v2", "v4", "v8"]) {
         Some("v2") => 2,
         Some("v4") => 4,
@@ -149,7 +147,7 @@ fn access(d: &mut Decoder<'_>, load: bool) -> Decoded<Op> {
     }
     let data = list.iter().map(|operand| d.data(operand, bits, load)).collect::<Decoded<Vec<_>>>()?;
     let element = Element { bytes: bits / 8, signed: ty.signed() };
-    let access = Box::new(Access { space, element, address, data });
+    let access = Box::new(Access { space, element, address, data, constant });
     Ok(if load { Op::Load(access) } else { Op::Store(access) })
 }
 

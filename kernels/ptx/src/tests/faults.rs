@@ -95,6 +95,45 @@ fn a_missing_barrier_is_reported() {
     }
 }
 
+/// A kernel that waits for the ones before it may only prefetch before that.
+#[test]
+fn global_memory_is_used_after_the_wait_for_earlier_kernels() {
+    let wait = "griddepcontrol.wait; griddepcontrol.launch_dependents;";
+    run(
+        &format!("prefetch.global.L2 [%rd3]; st.shared.u32 [%rd5], 0; {wait} ld.global.u32 %r2, [%rd3];"),
+        64,
+    )
+    .unwrap();
+    for (early, what) in [
+        ("ld.global.u32 %r2, [%rd3];", "this read"),
+        ("ld.u32 %r2, [%rd3];", "this read"),
+        ("st.global.u32 [%rd3], 0;", "this write"),
+        ("red.global.add.u32 [%rd1], 1;", "this write"),
+        ("cp.async.ca.shared.global [%rd5], [%rd3], 4; cp.async.wait_all;", "this read"),
+        ("setp.eq.u32 %p1, %r1, 40; @%p1 ret;", "this exit"),
+    ] {
+        let message = fault(run(&format!(".loc 1 42 1\n {early} {wait}"), 64)).to_string();
+        assert!(message.contains(what) && message.contains("kernel.cu:42"), "{message}");
+        // Without the wait the kernel is launched after the others have ended.
+        run(early, 64).unwrap();
+    }
+    // Generic addresses of shared memory.
+    run(&format!("cvta.shared.u64 %rd6, %rd5; st.u32 [%rd6], 0; ld.u32 %r2, [%rd6]; {wait}"), 64).unwrap();
+    // A lane that jumps over the wait.
+    let jumps = "setp.eq.u32 %p1, %r1, 40; @%p1 bra END; griddepcontrol.wait; END: st.global.u32 [%rd3], 0;";
+    assert!(matches!(fault(run(jumps, 64)).kind, FaultKind::BeforeWait { access: "write" }));
+}
+
+#[test]
+fn memory_that_kernels_write_is_not_loaded_as_constant() {
+    let mut rig = Rig::new(&kernel("ld.global.nc.u32 %r2, [%rd3]; st.global.u8 [%rd1+256], 1;"));
+    let (p, other) = (rig.machine.allocate_zeroed(512).unwrap(), rig.machine.allocate_zeroed(512).unwrap());
+    rig.launch(32, &[p]).unwrap();
+    let found = fault(rig.launch(32, &[p]));
+    assert!(matches!(found.kind, FaultKind::NotConstant { bytes: 4, .. }), "{found}");
+    rig.launch(32, &[other]).unwrap();
+}
+
 #[test]
 fn two_warps_that_write_one_word_race() {
     let found = fault(run("st.shared.u32 [s], %r1;", 64));

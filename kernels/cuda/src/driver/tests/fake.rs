@@ -10,11 +10,14 @@
 use super::super::api::{Driver, INVALID_VALUE, SUCCESS};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
-    CUgraphExec, CUmodule, CUstream, CUstreamCaptureMode,
+    CUgraphExec, CUlaunchAttributeID, CUlaunchConfig, CUmodule, CUstream, CUstreamCaptureMode,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
+
+/// Name of a call of `cuLaunchKernelEx` with which the kernel may start before earlier ones have ended.
+pub(super) const EARLY: &str = "an early start";
 
 thread_local! {
     static FAILURES: RefCell<HashMap<&'static str, u32>> = RefCell::default();
@@ -79,10 +82,6 @@ does_nothing! {
     fill "cuMemsetD8Async" (CUdeviceptr, u8, usize, CUstream);
     unload_module "cuModuleUnload" (CUmodule);
     set_function_attribute "cuFuncSetAttribute" (CUfunction, CUfunction_attribute, c_int);
-    launch "cuLaunchKernel" (
-        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
-        *mut *mut c_void
-    );
     destroy_stream "cuStreamDestroy" (CUstream);
     begin_capture "cuStreamBeginCapture" (CUstream, CUstreamCaptureMode);
     destroy_graph "cuGraphDestroy" (CUgraph);
@@ -91,6 +90,26 @@ does_nothing! {
     record_event "cuEventRecord" (CUevent, CUstream);
     query_event "cuEventQuery" (CUevent);
     destroy_event "cuEventDestroy" (CUevent);
+}
+
+/// Records launches of kernels that may start early under another name.
+unsafe extern "C" fn launch(
+    config: *const CUlaunchConfig,
+    _: CUfunction,
+    _: *mut *mut c_void,
+    _: *mut *mut c_void,
+) -> u32 {
+    let config = unsafe { &*config };
+    let attributes = unsafe { std::slice::from_raw_parts(config.attrs, config.numAttrs as usize) };
+    let serial = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    let early = attributes.iter().any(|attribute| {
+        attribute.id == serial && unsafe { attribute.value.programmaticStreamSerializationAllowed } == 1
+    });
+    let status = called("cuLaunchKernelEx");
+    if early {
+        called(EARLY);
+    }
+    status
 }
 
 writes_out! {
