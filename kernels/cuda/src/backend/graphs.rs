@@ -1,8 +1,8 @@
 //! CUDA graphs of decode steps: recorded once and replayed.
 //!
-//! A step with one row for each sequence launches the same kernels with the same arguments as any other
-//! step of equal shape: the number of rows, whether one of them has an adapter, and the reach of the longest
-//! sequence as a power of two.
+//! A step of sequences with equally many rows (a token each, and its draft tokens) launches the same kernels with
+//! the same arguments as any other step of equal shape: the numbers of sequences and rows, whether a row has an
+//! adapter, and the reach of the longest sequence as a power of two.
 //! Everything else that differs is in the step's device memory. The second step of a shape is recorded,
 //! later ones are replayed. The memory that a graph refers to stays allocated until something is freed;
 //! then all graphs are dropped. The number of rows is not rounded, because recording costs about as much as
@@ -21,7 +21,7 @@ use std::collections::HashMap;
 mod tests;
 
 /// Maximum number of recorded graphs. The least recently run graph is dropped first.
-const MAX_GRAPHS: usize = 64;
+const MAX_GRAPHS: usize = 256;
 
 /// Graphs of a backend.
 pub(super) struct Graphs {

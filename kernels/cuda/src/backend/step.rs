@@ -31,10 +31,15 @@ impl Largest {
     }
 }
 
-/// Graph shape of a decode step, which determines its launches: its rows, each of another sequence, and the
-/// reach of the longest sequence: `2^reach` splits of attention.
+/// Maximum number of rows of a sequence in a recorded step: a token and its draft tokens.
+const MAX_SEQUENCE_ROWS: usize = 16;
+
+/// Graph shape of a decode step, which determines its launches: its sequences, the rows of each, and the reach
+/// of the longest sequence: `2^reach` splits of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct GraphShape {
+    sequences: usize,
+    /// Rows of each sequence.
     rows: usize,
     reach: u32,
     /// A row has an adapter: products have more launches.
@@ -42,15 +47,19 @@ pub(super) struct GraphShape {
 }
 
 impl GraphShape {
-    /// Returns `None` for steps that prefill, and for steps with deferred state updates.
-    fn of(sequences: &[StepSequence], kept_rows: usize, adapters: bool) -> Option<Self> {
-        if sequences.is_empty() || kept_rows > 0 || sequences.iter().any(|sequence| sequence.rows.len() != 1)
-        {
+    /// Returns `None` for steps that prefill, for sequences with different numbers of rows, and for several rows
+    /// of a sequence with a state.
+    fn of(input: &StepInput<'_>, adapters: bool) -> Option<Self> {
+        let sequences = input.sequences;
+        let rows = sequences.first()?.rows.len();
+        let differ = sequences.iter().any(|sequence| sequence.rows.len() != rows);
+        let most = if input.states.is_empty() { MAX_SEQUENCE_ROWS } else { 1 };
+        if differ || !(1..=most).contains(&rows) || input.states.iter().any(|state| state.deferred) {
             return None;
         }
-        let end = sequences.iter().map(|sequence| sequence.context + 1).max()?;
+        let end = sequences.iter().map(|sequence| sequence.context + rows).max()?;
         let reach = end.div_ceil(SPLIT).next_power_of_two().trailing_zeros();
-        Some(Self { rows: sequences.len(), reach, adapters })
+        Some(Self { sequences: sequences.len(), rows, reach, adapters })
     }
 
     /// Returns sequences for which attention needs at least as many launches, blocks and scratch bytes as
@@ -58,8 +67,10 @@ impl GraphShape {
     /// one position.
     fn widest(self) -> Vec<StepSequence> {
         let end = if self.reach == 0 { SPLIT } else { ((SPLIT << self.reach) - SPLIT) + 1 };
-        let sequence = |row| StepSequence { rows: row..row + 1, context: end - 1, segment_start: None };
-        (0..self.rows).map(sequence).collect()
+        let rows = self.rows;
+        let sequence =
+            |s| StepSequence { rows: s * rows..(s + 1) * rows, context: end - rows, segment_start: None };
+        (0..self.sequences).map(sequence).collect()
     }
 }
 
@@ -123,7 +134,7 @@ impl StepMemory {
             segment: usize::from(ends().any(|(sequence, end)| second(sequence.segment_start, end))),
         };
         self.max_index = Largest::ANY;
-        let graph_shape = GraphShape::of(input.sequences, self.step.kept_rows(), adapters);
+        let graph_shape = GraphShape::of(input, adapters);
         if self.graph_shape != graph_shape {
             self.widest = graph_shape.map_or_else(Vec::new, GraphShape::widest);
             self.graph_shape = graph_shape;

@@ -33,7 +33,8 @@ struct Model {
     weight: VectorId,
     rope: RopeId,
     layers: [KvLayerId; 2],
-    state: StateLayerId,
+    /// The delta net's.
+    state: Option<StateLayerId>,
     /// Blocks of the first sequence that the others begin with, in the group without a window.
     common: usize,
     conv: VectorId,
@@ -51,10 +52,10 @@ type Steps = [(usize, usize, usize)];
 
 impl Model {
     fn new(device: Box<dyn Device>, graphs: bool) -> Self {
-        Self::with(device, graphs, KvType::F32)
+        Self::with(device, graphs, KvType::F32, true)
     }
 
-    fn with(device: Box<dyn Device>, graphs: bool, kv_type: KvType) -> Self {
+    fn with(device: Box<dyn Device>, graphs: bool, kv_type: KvType, recurrent: bool) -> Self {
         let config = CudaConfig { arch: Arch::SM_121A, activations: ActivationMode::Int8, threads: 1 };
         let compile = Box::new(|source: &Source| Ok(compiled(source, Arch::SM_121A).clone()));
         let backend = CudaBackend::new(device, config, compile).unwrap();
@@ -90,7 +91,7 @@ impl Model {
         });
         let block_bytes = backend.kv_block_bytes(shape(None)).unwrap();
         let state_bytes = backend.state_bytes(STATE, &[HeadType::F32]).unwrap();
-        let state = backend.create_state_layer(STATE, &[HeadType::F32], 0).unwrap();
+        let state = recurrent.then(|| backend.create_state_layer(STATE, &[HeadType::F32], 0).unwrap());
         let (block_units, slot_units) = ((block_bytes / 64) as u32, (state_bytes / 64) as u32);
         let arena = 2 * SEQUENCES * BLOCKS * block_bytes + 2 * SEQUENCES * state_bytes;
         backend.create_kv_arena(arena, &[block_bytes, block_bytes, state_bytes]).unwrap();
@@ -168,7 +169,8 @@ impl Model {
             },
             deferred: false,
         };
-        let states: Vec<StepState> = step_sequences.iter().map(state).collect();
+        let with_states = if self.state.is_some() { step_sequences } else { &[] };
+        let states: Vec<StepState> = with_states.iter().map(state).collect();
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };
         self.backend.begin_step(&input)?;
         let ops = self.backend.begin_ops()?;
@@ -185,18 +187,17 @@ impl Model {
             assert!(values.iter().all(|value| value.is_finite()));
             found.extend(bits(&values));
         }
-        for &(sequence, ..) in step_sequences {
+        for (&(sequence, ..), state) in step_sequences.iter().zip(self.state.iter().cycle()) {
             let (mut conv, mut matrix) = (vec![0.0; STATE.conv_len()], vec![0.0; STATE.recurrent_len()]);
-            self.backend.read_state(self.state, self.slot(sequence), &mut conv, &mut matrix)?;
+            self.backend.read_state(*state, self.slot(sequence), &mut conv, &mut matrix)?;
             found.extend(bits(&conv).into_iter().chain(bits(&matrix)));
         }
         Ok((found, ops))
     }
 
     fn ops(&mut self) -> Result<(), Error> {
-        let Self {
-            x, normed, buffers: [q, k, v, mixed, inputs, beta, alpha, out], weight, state: layer, ..
-        } = *self;
+        let Self { x, normed, buffers: [q, k, v, mixed, inputs, beta, alpha, out], weight, state, .. } =
+            *self;
         let [table, square, narrow, triple, single, wide] = self.matrices;
         let backend = &mut self.backend;
         let job = |matrix, out, accumulate| MatmulJob { matrix, out, bias: None, scale: 1.0, accumulate };
@@ -220,6 +221,7 @@ impl Model {
             backend.gate(&GateOp { gate: mixed, up: None, up_from: 0, activation: GateActivation::Silu })?;
             backend.matmul(mixed, &[job(square, x, true)])?;
         }
+        let Some(layer) = state else { return Ok(()) };
         backend.norm(x, &norm, normed)?;
         backend.matmul(
             normed,
@@ -301,12 +303,50 @@ fn steps_give_the_same_bits_recorded_and_launched_one_by_one() {
     assert_eq!((called, recorded, replayed, kept), (7, 8, 6, 1));
 }
 
+/// A token and three draft tokens of each sequence, across the end of a block and of a split.
+#[test]
+fn steps_with_draft_tokens_are_recorded_if_no_layer_has_a_state() {
+    use StepOps::{Called, Recorded, Replayed};
+    for kv_type in [KvType::F16, KvType::F32] {
+        let [mut recorded, mut launched] =
+            [true, false].map(|graphs| Model::with(sim(), graphs, kv_type, false));
+        let ops = run(
+            &mut recorded,
+            &mut launched,
+            &[
+                // Makes room for all rows and tables.
+                &[(0, 1100, 10), (1, 1100, 10)],
+                &[(0, 3, 4), (1, 500, 4)],
+                &[(0, 5, 4), (1, 504, 4)],
+                &[(0, 9, 4), (1, 508, 4)],
+                &[(1, 2, 4), (0, 13, 4)],
+                // Past the split; then up to the reach of two splits.
+                &[(0, 14, 4), (1, 509, 4)],
+                &[(0, 15, 4), (1, 511, 4)],
+                &[(0, 1020, 4), (1, 513, 4)],
+                // Sequences with different numbers of rows.
+                &[(0, 16, 4), (1, 517, 3)],
+                &[(0, 16, 4), (1, 517, 3)],
+                // Too many rows for a graph.
+                &[(0, 20, 17)],
+                &[(0, 20, 17)],
+            ],
+        );
+        let reached = [Recorded, Replayed, Replayed, Called, Recorded, Replayed];
+        assert_eq!(ops, [&[Called; 2][..], &reached, &[Called; 4]].concat(), "{kv_type:?}");
+    }
+    let mut model = Model::new(sim(), true);
+    for context in [3, 7] {
+        assert_eq!(model.step(&[(0, context, 4)], 0).unwrap().1, Called);
+    }
+}
+
 /// The sequences that share blocks change between replays. This changes only how often blocks are read.
 #[test]
 fn shared_blocks_may_change_under_a_graph() {
     let sim = |seed| Box::new(SimDevice::new(ptx::Limits::GB10, seed));
-    let mut recorded = Model::with(sim(1), true, KvType::F16);
-    let mut launched = Model::with(sim(2), false, KvType::F16);
+    let mut recorded = Model::with(sim(1), true, KvType::F16, true);
+    let mut launched = Model::with(sim(2), false, KvType::F16, true);
     let steps: [(usize, &Steps); 6] = [
         (0, &[(2, 1029, 1), (0, 1036, 1), (1, 1029, 1)]),
         (0, &[(2, 1030, 1), (0, 1037, 1), (1, 1030, 1)]),
