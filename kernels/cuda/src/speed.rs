@@ -14,6 +14,7 @@ use std::time::Instant;
 
 mod attention;
 mod decode;
+pub(crate) mod ops;
 mod product;
 #[cfg(test)]
 mod tests;

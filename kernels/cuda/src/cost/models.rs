@@ -2,13 +2,13 @@
 
 use super::trace::{Launched, Trace, Tracer};
 use crate::pack::TiledShape;
+use crate::speed::ops::{Experts, Layer, ModelOps, StepBuffers};
 use crate::tests::compiled;
 use crate::{Arch, CudaBackend, CudaConfig};
 use kernels::attention::OFFSET_UNIT;
 use kernels::backend::{
-    ActivationMode, AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, ExpertGateUp,
-    GateActivation, GateOp, KvLayerId, KvShape, KvType, KvWrite, MatmulJob, MatrixId, MoeOp, Norm, QkvOp,
-    RopeSource, Selection, StepInput, StepSequence,
+    ActivationMode, Backend, BlockTable, GateActivation, KvShape, KvType, Norm, RopeSource, StepInput,
+    StepSequence,
 };
 use kernels::quant::GgmlType;
 use std::sync::{Arc, Mutex};
@@ -123,18 +123,6 @@ pub(super) struct Weights {
     pub(super) multiplications: f64,
 }
 
-struct Layer {
-    cache: KvLayerId,
-    window: Option<usize>,
-    q: MatrixId,
-    k: MatrixId,
-    v: MatrixId,
-    out: MatrixId,
-    gate: MatrixId,
-    up: MatrixId,
-    down: MatrixId,
-}
-
 impl Model {
     /// Whether a layer's value and down matrices have more bits in Q4_K_M.
     fn wide(&self, layer: usize) -> bool {
@@ -247,7 +235,7 @@ impl Model {
                 let [v, down] = own[usize::from(wide)];
                 let cache = backend.create_kv_layer(0, shape(window), index * layer_bytes).unwrap();
                 let [q, k, out, gate, up] = shared;
-                Layer { cache, window, q, k, v, out, gate, up, down }
+                Layer { cache, q, k, v, out, gate, up, down }
             })
             .collect();
         let stride = kinds.len() * layer_bytes;
@@ -290,69 +278,25 @@ impl Model {
         backend
             .begin_step(&StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] })
             .unwrap();
-        let plain =
-            |matrix, out: BufferId| MatmulJob { matrix, out, bias: None, scale: 1.0, accumulate: false };
-        let added = |matrix| MatmulJob { accumulate: true, ..plain(matrix, x) };
-        let table =
-            EmbedOp { table: embedding, index: EmbedIndex::Token, scale: 1.0, accumulate: false, out: x };
-        backend.embed(&table).unwrap();
-        for number in 0..self.layers {
-            let kind = (self.wide(number), self.windowed(number));
-            let layer = &layers[kinds.binary_search(&kind).unwrap()];
-            let seen =
-                (step.context + step.rows).min(layer.window.map_or(usize::MAX, |window| window + step.rows));
-            trace.lock().unwrap().kv_bytes = (step.batch * seen * self.kv_bytes()) as f64;
-            backend.norm(x, &norm, normed).unwrap();
-            backend.matmul(normed, &[plain(layer.q, q), plain(layer.k, k), plain(layer.v, v)]).unwrap();
-            let kv = Some(KvWrite { k, v, k_norm: head_norm, v_norm: None });
-            let op = QkvOp { q, q_norm: head_norm, kv, rope: Some(rope), q_growth: None, layer: layer.cache };
-            backend.qkv(&op).unwrap();
-            let scale = 1.0 / (head_dim as f32).sqrt();
-            let op = AttentionOp { q, out: mixed, scale, softcap: None, sinks: None, layer: layer.cache };
-            backend.attention(&op).unwrap();
-            backend.matmul(mixed, &[added(layer.out)]).unwrap();
-            backend.norm(x, &norm, normed).unwrap();
-            match ffn {
-                Ffn::Dense { .. } => {
-                    backend.matmul(normed, &[plain(layer.gate, gate), plain(layer.up, up)]).unwrap();
-                    let op = GateOp { gate, up: Some(up), up_from: 0, activation: GateActivation::Silu };
-                    backend.gate(&op).unwrap();
-                    backend.matmul(gate, &[added(layer.down)]).unwrap();
-                }
-                Ffn::Experts { used, activation, .. } => {
-                    backend.matmul(normed, &[plain(router, routed)]).unwrap();
-                    let gate_up = ExpertGateUp::Separate {
-                        gate: layer.gate,
-                        up: layer.up,
-                        gate_scale: None,
-                        up_scale: None,
-                        gate_bias: None,
-                        up_bias: None,
-                    };
-                    let op = MoeOp {
-                        x: normed,
-                        router: routed,
-                        out: x,
-                        accumulate: true,
-                        scale: 1.0,
-                        used,
-                        selection: Selection::default(),
-                        renormalise: true,
-                        gate_up,
-                        down: layer.down,
-                        down_scale: None,
-                        down_bias: None,
-                        ff,
-                        activation,
-                    };
-                    backend.moe(&op).unwrap();
-                }
+        let experts = match ffn {
+            Ffn::Dense { .. } => None,
+            Ffn::Experts { width, used, activation, .. } => {
+                Some(Experts { router, routed, used, width, activation })
             }
+        };
+        let buffers = StepBuffers { x, normed, q, k, v, mixed, gate, up, logits };
+        let ops = ModelOps { buffers, embedding, head, norm, head_norm, rope, head_dim, scale: 1.0, experts };
+        ops.embed(&mut backend).unwrap();
+        for number in 0..self.layers {
+            let kind @ (_, window) = (self.wide(number), self.windowed(number));
+            let seen = (step.context + step.rows).min(window.map_or(usize::MAX, |window| window + step.rows));
+            trace.lock().unwrap().kv_bytes = (step.batch * seen * self.kv_bytes()) as f64;
+            ops.layer(&mut backend, &layers[kinds.binary_search(&kind).unwrap()]).unwrap();
         }
         let ends: Vec<u32> = (1..=step.batch).map(|s| (s * step.rows - 1) as u32).collect();
         backend.gather_rows(x, &ends, last_rows).unwrap();
-        backend.norm(last_rows, &norm, normed).unwrap();
-        backend.matmul(normed, &[plain(head, logits)]).unwrap();
+        ops.last_norm(&mut backend, last_rows).unwrap();
+        ops.head(&mut backend).unwrap();
         backend.best(logits, &mut Vec::new()).unwrap();
         let launched = trace.lock().unwrap().take();
         (launched, trace)

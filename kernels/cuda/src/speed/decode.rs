@@ -1,15 +1,15 @@
 //! Decode steps of a model with random weights: all operations of its layers, on the backend that a worker
 //! uses.
 
+use super::ops::{Layer, ModelOps, StepBuffers};
 use super::{Speed, random_bytes};
 use crate::pack::TiledShape;
 use crate::{Arch, CudaBackend, CudaConfig, Device, record};
 use kernels::Error;
 use kernels::attention::OFFSET_UNIT;
 use kernels::backend::{
-    ActivationMode, AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, GateActivation, GateOp,
-    KvLayerId, KvShape, KvType, KvWrite, MatmulJob, MatrixId, MatrixSource, Norm, QkvOp, RopeId, RopeSource,
-    StepInput, StepSequence, VectorId,
+    ActivationMode, Backend, BlockTable, KvShape, KvType, MatrixId, MatrixSource, Norm, RopeSource,
+    StepInput, StepSequence,
 };
 use kernels::quant::GgmlType;
 
@@ -81,41 +81,13 @@ impl Weights {
     }
 }
 
-struct Layer {
-    cache: KvLayerId,
-    q: MatrixId,
-    k: MatrixId,
-    v: MatrixId,
-    out: MatrixId,
-    gate: MatrixId,
-    up: MatrixId,
-    down: MatrixId,
-}
-
-/// Buffers for the rows of a step.
-pub(super) struct Buffers {
-    pub(super) x: BufferId,
-    normed: BufferId,
-    q: BufferId,
-    k: BufferId,
-    v: BufferId,
-    mixed: BufferId,
-    gate: BufferId,
-    up: BufferId,
-    logits: BufferId,
-}
-
 /// A Q4_K_M model on the device, with an f16 cache.
 pub struct DecodeModel<'a> {
     speed: &'a Speed,
     pub(super) backend: CudaBackend,
     shape: DecodeShape,
     layers: Vec<Layer>,
-    pub(super) buffers: Buffers,
-    embedding: MatrixId,
-    head: MatrixId,
-    norm: VectorId,
-    rope: RopeId,
+    pub(super) ops: ModelOps,
     /// Bytes of a block of all layers.
     stride: usize,
     blocks: usize,
@@ -181,7 +153,7 @@ impl Speed {
             magnitude: 1.0,
         })?;
         let mut buffer = |cols: usize| backend.create_buffer(rows, cols);
-        let buffers = Buffers {
+        let buffers = StepBuffers {
             x: buffer(hidden)?,
             normed: buffer(hidden)?,
             q: buffer(q_width)?,
@@ -199,11 +171,17 @@ impl Speed {
             backend,
             shape,
             layers,
-            buffers,
-            embedding,
-            head,
-            norm,
-            rope,
+            ops: ModelOps {
+                buffers,
+                embedding,
+                head,
+                norm: Norm { rms: true, weight: Some(norm), bias: None, eps: 1e-5, width: hidden },
+                head_norm: None,
+                rope,
+                head_dim,
+                scale: SCALE,
+                experts: None,
+            },
             stride,
             blocks,
             weight_bytes,
@@ -263,47 +241,10 @@ impl DecodeModel<'_> {
     }
 
     fn ops(&mut self, head: bool) -> Result<(), Error> {
-        let Self { backend, shape, layers, buffers: b, .. } = self;
-        let weight = Some(self.norm);
-        let norm = Norm { rms: true, weight, bias: None, eps: 1e-5, width: shape.hidden };
-        let plain = |matrix, out| MatmulJob { matrix, out, bias: None, scale: SCALE, accumulate: false };
-        let added = |matrix| MatmulJob { accumulate: true, ..plain(matrix, b.x) };
-        let scale = 1.0 / (shape.head_dim as f32).sqrt();
-        backend.embed(&EmbedOp {
-            table: self.embedding,
-            index: EmbedIndex::Token,
-            scale: SCALE,
-            accumulate: false,
-            out: b.x,
-        })?;
-        for layer in layers {
-            backend.norm(b.x, &norm, b.normed)?;
-            backend.matmul(b.normed, &[plain(layer.q, b.q), plain(layer.k, b.k), plain(layer.v, b.v)])?;
-            let kv = Some(KvWrite { k: b.k, v: b.v, k_norm: None, v_norm: None });
-            backend.qkv(&QkvOp {
-                q: b.q,
-                q_norm: None,
-                kv,
-                rope: Some(self.rope),
-                q_growth: None,
-                layer: layer.cache,
-            })?;
-            backend.attention(&AttentionOp {
-                q: b.q,
-                out: b.mixed,
-                scale,
-                softcap: None,
-                sinks: None,
-                layer: layer.cache,
-            })?;
-            backend.matmul(b.mixed, &[added(layer.out)])?;
-            backend.norm(b.x, &norm, b.normed)?;
-            backend.matmul(b.normed, &[plain(layer.gate, b.gate), plain(layer.up, b.up)])?;
-            let (up, activation) = (Some(b.up), GateActivation::Silu);
-            backend.gate(&GateOp { gate: b.gate, up, up_from: 0, activation })?;
-            backend.matmul(b.gate, &[added(layer.down)])?;
-        }
-        backend.norm(b.x, &norm, b.normed)?;
-        if head { backend.matmul(b.normed, &[plain(self.head, b.logits)]) } else { Ok(()) }
+        let Self { backend, layers, ops, .. } = self;
+        ops.embed(backend)?;
+        layers.iter().try_for_each(|layer| ops.layer(backend, layer))?;
+        ops.last_norm(backend, ops.buffers.x)?;
+        if head { ops.head(backend) } else { Ok(()) }
     }
 }

@@ -63,7 +63,7 @@ fn steps_of_a_random_model_are_measured() {
     assert!(matches!(model.step(2, 60, 1), Err(Error::OutOfRange { .. })));
     // The residual stream of random weights must stay finite, because NaN would change the measured speed.
     let mut row = vec![0.0; 256];
-    let x = model.buffers.x;
+    let x = model.ops.buffers.x;
     model.backend.read_row(x, 0, &mut row).unwrap();
     assert!(row.iter().all(|x: &f32| x.is_finite()) && row.iter().any(|x| *x != 0.0), "{row:?}");
 }
