@@ -130,9 +130,11 @@ impl GpuCheck {
         let version = |version: &i32| format!("{}.{}", version / 1000, version % 1000 / 10);
         let nvrtc = survey.nvrtc.as_ref().ok().map(|compiler| {
             let (major, minor) = compiler.version();
-            let (version, of) = (format!("{major}.{minor}"), source::all().count());
+            let version = format!("{major}.{minor}");
             let prebuilt = compiler.prebuilt().into_iter();
-            let prebuilt = prebuilt.map(|(arch, found)| (arch.to_string(), Prebuilt { found, of })).collect();
+            let prebuilt = prebuilt
+                .map(|(arch, found)| (arch.to_string(), Prebuilt { found, of: source::all(arch).count() }))
+                .collect();
             Nvrtc { version, found_at: compiler.found_at(), prebuilt }
         });
         let driver = survey.driver.as_ref().ok().map(version);
@@ -214,7 +216,7 @@ fn measure(info: &GpuInfo, compiler: Compiler, cases_only: bool) -> Result<Measu
             .map_err(|_| kernels::Error::Unsupported { what: "the backend that the environment selects" })?;
         Ok(Box::new(CpuBackend::new(cpu, Pool::new(PoolConfig::new(NonZeroUsize::MIN))?)?))
     };
-    let checked = compare(&mut device, &mut oracle, info.multiprocessors as usize);
+    let checked = compare(&mut device, &mut oracle, info.multiprocessors as usize, arch.has_block_scales());
     let correct = checked.passed();
     let Checked { cases, refused } = checked;
     Ok(Measured { ceilings, correct, refused, cases: cases.into_iter().map(CaseReport::from).collect() })

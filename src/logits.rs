@@ -334,7 +334,7 @@ mod tests {
 
     fn numbers(file: &SafeTensors<'_>, name: &str) -> Vec<u64> {
         let tensor = file.tensor(name).unwrap();
-        let width = tensor.data().len() / tensor.shape()[0];
+        let width = tensor.data().len() / tensor.shape().iter().product::<usize>();
         let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
         tensor.data().chunks_exact(width).map(number).collect()
     }
@@ -368,23 +368,58 @@ mod tests {
         let reference = SafeTensors::deserialize(&bytes).unwrap();
         let (ids, mut greedy) = (numbers(&reference, "p0.ids"), numbers(&reference, "p0.greedy"));
         greedy.truncate(tokens);
+        let count = greedy.len().to_string();
+        let mut flags = vec!["--greedy", &count, "--chunk", "64", "--activations", "f32"];
+        lora.iter().for_each(|lora| flags.extend(["--lora", lora]));
+        let bytes = interpreted(model, &ids, &flags).unwrap();
+        let name = folder.display();
+        assert_eq!(numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.greedy"), greedy, "{name}");
+    }
+
+    /// Runs the command on the interpreter, or on the device that `flags` select, and returns its output.
+    fn interpreted(model: &Path, ids: &[u64], flags: &[&str]) -> anyhow::Result<Vec<u8>> {
         let scratch = tempfile::tempdir().unwrap();
         let (tokens, out) = (scratch.path().join("ids.json"), scratch.path().join("out.safetensors"));
         std::fs::write(&tokens, serde_json::to_string(&[&ids]).unwrap()).unwrap();
-        let (name, count) = (folder.display(), greedy.len().to_string());
         let text = |path: &Path| path.to_str().unwrap().to_owned();
         let (model, tokens, file) = (text(model), text(&tokens), text(&out));
         let mut command = vec!["kvasir", "logits", &model, "--tokens", &tokens, "--out", &file];
-        command.extend(["--greedy", &count, "--device", "ptx-sim", "--threads", "1"]);
-        command.extend(["--chunk", "64", "--kv-bytes", "2097152"]);
-        command.extend(["--activations", "f32", "--kv-type", "f32"]);
-        lora.iter().for_each(|lora| command.extend(["--lora", lora]));
+        if !flags.contains(&"--device") {
+            command.extend(["--device", "ptx-sim"]);
+        }
+        command.extend(["--threads", "1", "--kv-bytes", "2097152", "--kv-type", "f32"]);
+        command.extend(flags);
         let Command::Logits(logits) = Cli::try_parse_from(command).unwrap().command else {
             panic!("another command");
         };
-        logits.run().unwrap();
-        let bytes = std::fs::read(&out).unwrap();
-        assert_eq!(numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.greedy"), greedy, "{name}");
+        logits.run()?;
+        Ok(std::fs::read(&out).unwrap())
+    }
+
+    /// MXFP4 experts with MXFP8 activations: the same bits in any chunk, near those of f32.
+    #[test]
+    fn mxfp8_activations() {
+        let folder = fixtures().join("hf/fmt-mxfp4-gptoss");
+        let bytes = std::fs::read(folder.join("ref.safetensors")).unwrap();
+        let ids = numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.ids");
+        let logits = |activations, chunk| -> Vec<f32> {
+            let bytes =
+                interpreted(&folder, &ids, &["--activations", activations, "--chunk", chunk]).unwrap();
+            let file = SafeTensors::deserialize(&bytes).unwrap();
+            let bits = numbers(&file, "p0.logits");
+            bits.iter().map(|bits| f32::from_bits(*bits as u32)).collect()
+        };
+        let [whole, parts, exact] =
+            [("mxfp8", "64"), ("mxfp8", "3"), ("f32", "64")].map(|(a, b)| logits(a, b));
+        assert!(whole == parts, "logits in one chunk and in several");
+        let norm =
+            |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let apart =
+            norm(&mut whole.iter().zip(&exact).map(|(x, y)| x - y)) / norm(&mut exact.iter().copied());
+        assert!((1e-5..0.1).contains(&apart), "{apart}");
+        let refused = interpreted(&folder, &ids, &["--activations", "mxfp8", "--device", "cpu"]).unwrap_err();
+        let text = format!("{refused:#}");
+        assert!(text.contains("activations = mxfp8") && text.contains("12.1"), "{text}");
     }
 
     macro_rules! each {

@@ -35,6 +35,9 @@ pub(crate) enum ActivationsArg {
     Int8,
     /// 32-bit float activations.
     F32,
+    /// MXFP4 weights with 8-bit float activations (E4M3) that have a power of two for each 32, others as with int8. For
+    /// GPUs of compute capability 12.0 and 12.1; not verified on a device.
+    Mxfp8,
 }
 
 impl From<KvTypeArg> for KvType {
@@ -61,6 +64,7 @@ impl From<ActivationsArg> for kernels::backend::ActivationMode {
         match arg {
             ActivationsArg::Int8 => Self::Int8,
             ActivationsArg::F32 => Self::F32,
+            ActivationsArg::Mxfp8 => Self::Mxfp8,
         }
     }
 }

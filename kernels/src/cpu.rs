@@ -78,14 +78,14 @@ impl CpuBackend {
         if config.attention != config.matmul || config.rows != config.matmul {
             isas.extend([config.attention.name(), config.rows.name()]);
         }
-        let weight_path = match config.activations {
-            ActivationMode::Int8 => "int8",
-            ActivationMode::F32 => "f32",
-        };
+        if config.activations == ActivationMode::Mxfp8 {
+            let what = "activations = mxfp8 on a CPU; a GPU of compute capability 12.0 or 12.1 is required";
+            return Err(Error::Unsupported { what });
+        }
         let info = BackendInfo {
             device: "cpu".to_owned(),
             isa: isas.join("+"),
-            weight_path: weight_path.to_owned(),
+            weight_path: config.activations.name().to_owned(),
             threads: pool.threads(),
         };
         Ok(Self {

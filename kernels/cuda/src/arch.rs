@@ -20,7 +20,12 @@ impl Arch {
 
     /// Returns the architecture of a device with this compute capability.
     pub const fn of(major: u32, minor: u32) -> Self {
-        Self { major, minor, specific: major == 12 && minor == 1 }
+        Self { major, minor, specific: major == 12 && minor <= 1 }
+    }
+
+    /// Whether matrix products of a warp take blocks with scales.
+    pub const fn has_block_scales(self) -> bool {
+        self.major == 12 && self.specific
     }
 
     /// Whether kernels wait for earlier ones by `griddepcontrol`, as `prelude.cuh` makes them.

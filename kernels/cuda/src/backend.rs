@@ -84,14 +84,17 @@ impl CudaBackend {
         let mut device = Box::new(Taped::new(device));
         let mut modules = Modules::new(compile);
         let rowwise = RowwiseKernels::load(device.as_mut(), modules.of(&source::ROWWISE)?)?;
-        let weight_path = match config.activations {
-            ActivationMode::Int8 => "int8",
-            ActivationMode::F32 => "f32",
-        };
+        if config.activations == ActivationMode::Mxfp8 && !config.arch.has_block_scales() {
+            let what = format!(
+                "activations = mxfp8 on {}; compute capability 12.0 or 12.1 is required",
+                config.arch
+            );
+            return Err(CudaError::Invalid { what });
+        }
         let info = BackendInfo {
             device: device.name().to_owned(),
             isa: config.arch.to_string(),
-            weight_path: weight_path.to_owned(),
+            weight_path: config.activations.name().to_owned(),
             threads: config.threads,
         };
         Ok(Self {
@@ -142,7 +145,8 @@ impl Backend for CudaBackend {
     }
 
     fn create_matrix(&mut self, source: MatrixSource<'_>) -> Result<MatrixId, Error> {
-        self.matrices.create(self.device.as_mut(), &mut self.modules, source, self.info.threads)
+        let (device, modules) = (self.device.as_mut(), &mut self.modules);
+        self.matrices.create(device, modules, self.activations, source, self.info.threads)
     }
 
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error> {

@@ -80,9 +80,14 @@ impl Checked {
 }
 
 /// Compares a device with `multiprocessors` multiprocessors with an oracle in all cases. Together the cases
-/// use every kernel.
-pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>, multiprocessors: usize) -> Checked {
-    compare_types(&GgmlType::ALL, device, oracle, multiprocessors)
+/// use every kernel. `block_scales`: whether the device multiplies blocks with scales.
+pub fn compare(
+    device: &mut Make<'_>,
+    oracle: &mut Make<'_>,
+    multiprocessors: usize,
+    block_scales: bool,
+) -> Checked {
+    compare_types(&GgmlType::ALL, device, oracle, multiprocessors, block_scales)
 }
 
 /// Like [`compare`], with products of these types of weights alone.
@@ -91,6 +96,7 @@ fn compare_types(
     device: &mut Make<'_>,
     oracle: &mut Make<'_>,
     multiprocessors: usize,
+    block_scales: bool,
 ) -> Checked {
     let mut checked = Checked::default();
     let mut group = |name: &str, mode, run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>| {
@@ -104,6 +110,12 @@ fn compare_types(
         if super::matmul::reads_int8(ty) {
             let run = |inputs: &mut Inputs<'_>| cases::exact_products(inputs, ty);
             group(&format!("products of {ty} with f32"), ActivationMode::F32, &run);
+        }
+        if block_scales && super::source::matmul::scaled(ty).is_some() {
+            group(&format!("products of {ty} with MXFP8"), ActivationMode::Mxfp8, &|inputs| {
+                cases::scaled_products(inputs, ty, multiprocessors)?;
+                cases::scaled_experts(inputs, ty)
+            });
         }
     }
     let groups: [(&str, Group); 7] = [
@@ -153,7 +165,11 @@ impl Checked {
             outputs
         };
         let found = outputs("the device", device);
-        let expected = outputs("the CPU", oracle);
+        let expected = outputs("the CPU", &mut |activations| match activations {
+            // The inputs are values that MXFP8 has.
+            ActivationMode::Mxfp8 => oracle(ActivationMode::F32),
+            other => oracle(other),
+        });
         self.cases.extend(found.iter().zip(&expected).map(|(found, expected)| found.case(expected)));
     }
 }
@@ -253,6 +269,16 @@ impl Random {
 
     fn values(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| self.value()).collect()
+    }
+
+    /// Returns values that MXFP8 has: at most four binary digits, within a few powers of two of each other.
+    fn mxfp8_values(&mut self, len: usize) -> Vec<f32> {
+        let mut value = || {
+            let bits = self.next();
+            let size = (8 + (bits >> 40 & 7)) as f32 / f32::from(8u8 << (bits >> 48 & 3));
+            if bits >> 63 == 0 { size } else { -size }
+        };
+        (0..len).map(|_| value()).collect()
     }
 
     /// Returns bytes of a weight format. One bit of each byte is zero, so that no scale or value of any

@@ -16,14 +16,14 @@ use crate::tests::{compiled, gate};
 use crate::{Compiler, source};
 use bound::{Bound, DEPENDENT_GAP, GAP, Gpu, Limit, Resources};
 use code::{Class, Code, Run};
-use models::{GPT_OSS_120B, LLAMA_8B, Model, QWEN3_30B_A3B, Step};
+use models::{GPT_OSS_120B, GPT_OSS_120B_MXFP8, LLAMA_8B, Model, QWEN3_30B_A3B, Step};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 use trace::{Launched, Trace};
 
 const GPUS: [Gpu; 2] = [Gpu::GB10, Gpu::H100];
 
-const STEPS: [(Model, Step); 12] = [
+const STEPS: [(Model, Step); 17] = [
     (LLAMA_8B, Step { batch: 1, rows: 1, context: 0 }),
     (LLAMA_8B, Step { batch: 8, rows: 1, context: 0 }),
     (LLAMA_8B, Step { batch: 64, rows: 1, context: 0 }),
@@ -33,6 +33,11 @@ const STEPS: [(Model, Step); 12] = [
     (GPT_OSS_120B, Step { batch: 1, rows: 1, context: 0 }),
     (GPT_OSS_120B, Step { batch: 8, rows: 1, context: 0 }),
     (GPT_OSS_120B, Step { batch: 1, rows: 2048, context: 0 }),
+    (GPT_OSS_120B, Step { batch: 1, rows: 8192, context: 0 }),
+    (GPT_OSS_120B_MXFP8, Step { batch: 1, rows: 1, context: 0 }),
+    (GPT_OSS_120B_MXFP8, Step { batch: 8, rows: 1, context: 0 }),
+    (GPT_OSS_120B_MXFP8, Step { batch: 1, rows: 2048, context: 0 }),
+    (GPT_OSS_120B_MXFP8, Step { batch: 1, rows: 8192, context: 0 }),
     (QWEN3_30B_A3B, Step { batch: 1, rows: 1, context: 0 }),
     (QWEN3_30B_A3B, Step { batch: 8, rows: 1, context: 0 }),
     (QWEN3_30B_A3B, Step { batch: 1, rows: 2048, context: 0 }),
@@ -112,7 +117,7 @@ impl Codes {
 
     fn of(&mut self, source_name: &str, kernel: &str) -> &(Code, Resources) {
         let Self { compiler, gpu, read } = self;
-        let source = || source::all().find(|source| source.name == source_name).unwrap();
+        let source = || source::all(gpu.arch).find(|source| source.name == source_name).unwrap();
         let kernels = read.entry(source_name.to_owned()).or_insert_with(|| {
             let compiled = compiled(source(), gpu.arch);
             let mut resources = gate::resources(compiled);

@@ -2,13 +2,15 @@
 //!
 //! Each weight type has its own source, so that a worker compiles only the types of its model. The matrix
 //! alone decides the order of additions in a row: the number of tokens in a call changes no bit of any
-//! token's result. On 8-bit activations a segment of columns is summed as [`kernels::matmul`] defines; then
-//! the segments' sums are added in order.
+//! token's result. On int8 activations a segment of columns is summed as [`kernels::matmul`] defines; then
+//! the segments' sums are added in order. On MXFP8 activations a matrix product of a warp adds each 32 columns of a
+//! segment to the sum of those before.
 
 use super::pack::{BLOCK, TiledShape, UNIT_COLS};
 use super::source::{self, Source};
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use kernels::Error;
+use kernels::backend::ActivationMode;
 use kernels::quant::{GgmlType, Scheme};
 
 #[cfg(test)]
@@ -18,7 +20,7 @@ mod tests;
 /// warp of a tile's block.
 const MAX_SEGMENTS: usize = 8;
 
-/// Bytes of the 8-bit form of 32 activations: quants, scale, scaled sum, sums.
+/// Bytes of the int8 form of 32 activations: quants, scale, scaled sum, sums.
 const QUANTISED_BLOCK: usize = 48;
 
 /// Maximum number of products of one launch.
@@ -37,12 +39,53 @@ const STAGED_THREADS: u32 = 256;
 /// Threads of a block that reads rows of a table.
 const EMBED_THREADS: usize = 64;
 
-/// Returns the bytes of the 8-bit form of a row of activations.
+/// Returns the bytes of the int8 form of a row of activations.
 pub fn quantised_row_bytes(cols: usize) -> usize {
-    cols.div_ceil(UNIT_COLS) * (UNIT_COLS / BLOCK) * QUANTISED_BLOCK
+    Quantised::Int8.row_bytes(cols)
 }
 
-/// Whether products with a type may read 8-bit activations. Plain floats never do.
+/// A form of activations with 8 bits for a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quantised {
+    /// Integers with an f32 scale for 32 of them.
+    Int8,
+    /// E4M3 with a UE8M0 scale for 32 of them.
+    Mxfp8,
+}
+
+impl Quantised {
+    /// Returns the form that products with a type read. `None`: f32.
+    pub fn of(mode: ActivationMode, ty: GgmlType) -> Option<Self> {
+        match mode {
+            ActivationMode::Mxfp8 if source::matmul::scaled(ty).is_some() => Some(Self::Mxfp8),
+            ActivationMode::Int8 | ActivationMode::Mxfp8 => reads_int8(ty).then_some(Self::Int8),
+            ActivationMode::F32 => None,
+        }
+    }
+
+    /// Returns the bytes of a row of activations, which is padded to whole units.
+    pub fn row_bytes(self, cols: usize) -> usize {
+        let blocks = cols.div_ceil(UNIT_COLS) * (UNIT_COLS / BLOCK);
+        match self {
+            Self::Int8 => blocks * QUANTISED_BLOCK,
+            Self::Mxfp8 => (blocks * (BLOCK + 1)).next_multiple_of(16),
+        }
+    }
+
+    /// The number of `Form` of `rows.cuh`.
+    pub(super) fn code(self) -> u32 {
+        self as u32
+    }
+
+    pub fn at(self, rows: DevicePtr) -> Activations {
+        match self {
+            Self::Int8 => Activations::Int8(rows),
+            Self::Mxfp8 => Activations::Mxfp8(rows),
+        }
+    }
+}
+
+/// Whether products with a type may read int8 activations. Plain floats never do.
 pub fn reads_int8(ty: GgmlType) -> bool {
     Scheme::of(ty).is_some_and(|scheme| scheme.is_integer())
 }
@@ -54,18 +97,31 @@ struct Width {
     kernel: KernelId,
 }
 
+/// Kernels for one form of activations.
+#[derive(Debug, Clone, Default)]
+struct Widths {
+    /// Narrowest first.
+    widths: Vec<Width>,
+    /// Kernel for prompts. A block of it computes eight times as many results from each value that it reads.
+    staged: Option<KernelId>,
+}
+
+impl Widths {
+    fn new(tokens: &[usize], kernels: &[KernelId], staged: Option<KernelId>) -> Self {
+        let widths = tokens.iter().zip(kernels).map(|(&tokens, &kernel)| Width { tokens, kernel }).collect();
+        Self { widths, staged }
+    }
+}
+
 /// Kernels of one weight type on one device.
 #[derive(Debug, Clone)]
 pub struct MatmulKernels {
     ty: GgmlType,
-    /// Kernels for 8-bit activations, narrowest first. Empty for plain floats.
-    int8: Vec<Width>,
-    /// Kernel for prompts on 8-bit activations. A block of it computes eight times as many results from
-    /// each value that it reads.
-    staged: Option<KernelId>,
+    /// None for plain floats.
+    int8: Widths,
+    mxfp8: Widths,
+    exact: Widths,
     multiprocessors: usize,
-    /// Kernels for f32 activations, narrowest first.
-    exact: Vec<Width>,
     embed: KernelId,
 }
 
@@ -82,8 +138,10 @@ pub struct Matrix {
 pub enum Activations {
     /// `[rows][cols]`
     F32(DevicePtr),
-    /// Rows of [`quantised_row_bytes`] bytes.
+    /// Rows of [`Quantised::row_bytes`].
     Int8(DevicePtr),
+    /// Rows of [`Quantised::row_bytes`].
+    Mxfp8(DevicePtr),
 }
 
 /// Selects the matrix that each token is multiplied with.
@@ -196,18 +254,29 @@ impl MatmulKernels {
             || CudaError::NoKernel { name: ty.name().into(), source_name: compiled.source_name.clone() };
         let source = source::matmul::of(ty).ok_or_else(missing)?;
         let (kernels, multiprocessors) = (device.load(compiled, source.kernels)?, device.multiprocessors());
-        let widths = |tokens: &[usize], kernels: &[KernelId]| -> Vec<Width> {
-            tokens.iter().zip(kernels).map(|(&tokens, &kernel)| Width { tokens, kernel }).collect()
-        };
-        match *kernels {
-            [embed, one, four] => {
-                let exact = widths(&[1, 4], &[one, four]);
-                Ok(Self { ty, int8: Vec::new(), staged: None, multiprocessors, exact, embed })
-            }
+        let (int8, exact, embed) = match *kernels {
+            [embed, one, four] => (Widths::default(), Widths::new(&[1, 4], &[one, four], None), embed),
             [embed, one, four, eight, many, staged, exact] => {
-                let int8 = widths(&[1, 4, 8, 32], &[one, four, eight, many]);
-                let staged = Some(staged);
-                Ok(Self { ty, int8, staged, multiprocessors, exact: widths(&[2], &[exact]), embed })
+                let int8 = Widths::new(&[1, 4, 8, 32], &[one, four, eight, many], Some(staged));
+                (int8, Widths::new(&[2], &[exact], None), embed)
+            }
+            _ => return Err(missing()),
+        };
+        Ok(Self { ty, int8, mxfp8: Widths::default(), exact, multiprocessors, embed })
+    }
+
+    /// Loads the compiled source of the type's products with MXFP8 activations.
+    ///
+    /// # Errors
+    /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
+    pub fn load_scaled(&mut self, device: &mut dyn Device, compiled: &Compiled) -> Result<(), CudaError> {
+        let missing =
+            || CudaError::NoKernel { name: self.ty.name().into(), source_name: compiled.source_name.clone() };
+        let source = source::matmul::scaled(self.ty).ok_or_else(missing)?;
+        match *device.load(compiled, source.kernels)? {
+            [one, eight, many, staged] => {
+                self.mxfp8 = Widths::new(&[1, 8, 32], &[one, eight, many], Some(staged));
+                Ok(())
             }
             _ => Err(missing()),
         }
@@ -217,8 +286,8 @@ impl MatmulKernels {
     /// possible. A product's result does not depend on the others.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for products that cannot share a launch, a matrix of another type, 8-bit
-    /// activations with plain floats, and sizes beyond 32 bits; errors of the device.
+    /// [`CudaError::Invalid`] for products that cannot share a launch, a matrix of another type, activations in a form
+    /// that the type has no kernels for, and sizes beyond 32 bits; errors of the device.
     pub fn multiply(&self, device: &mut dyn Device, products: &[Product<'_>]) -> Result<(), CudaError> {
         let [first, others @ ..] = products else { return Ok(()) };
         if products.len() > TOGETHER || !others.iter().all(|other| first.goes_with(other)) {
@@ -231,9 +300,10 @@ impl MatmulKernels {
         if tokens == 0 {
             return Ok(());
         }
-        let (x, widths) = match first.x {
+        let (x, Widths { widths, staged }) = match first.x {
             Activations::F32(x) => (x, &self.exact),
             Activations::Int8(x) => (x, &self.int8),
+            Activations::Mxfp8(x) => (x, &self.mxfp8),
         };
         let (none, shape) = (DevicePtr::default(), &matrix.shape);
         let (experts, groups, list, together) = match first.experts {
@@ -272,9 +342,9 @@ impl MatmulKernels {
         arguments.extend(shared);
         let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
         // Tokens for each matrix, and columns of blocks, if the kernel for prompts is used.
-        let staged_columns = match (first.x, first.experts) {
-            (Activations::Int8(_), Experts::One) => Some((tokens, tokens.div_ceil(STAGED_TOKENS))),
-            (Activations::Int8(_), Experts::Listed { count, most: GROUP_TOKENS, .. }) => {
+        let staged_columns = match first.experts {
+            Experts::One => Some((tokens, tokens.div_ceil(STAGED_TOKENS))),
+            Experts::Listed { count, most: GROUP_TOKENS, .. } => {
                 // A block takes four whole groups.
                 let columns = count / (STAGED_TOKENS / GROUP_TOKENS);
                 (columns * STAGED_TOKENS == count * GROUP_TOKENS)
@@ -286,7 +356,7 @@ impl MatmulKernels {
             let blocks = columns * tiles.div_ceil(STAGED_TILES);
             tokens > STAGED_TOKENS / 2 && blocks >= self.multiprocessors
         });
-        let (kernel, grid, threads) = match (self.staged, staged_columns) {
+        let (kernel, grid, threads) = match (*staged, staged_columns) {
             (Some(staged), Some((_, columns))) => {
                 (staged, [columns, tiles.div_ceil(STAGED_TILES), 1], STAGED_THREADS)
             }
@@ -314,7 +384,7 @@ impl MatmulKernels {
         }
         // A thread reads one unit of a quantised row.
         let cols = table.shape.cols();
-        let threads = if self.int8.is_empty() { cols } else { cols.div_ceil(UNIT_COLS) };
+        let threads = if self.int8.widths.is_empty() { cols } else { cols.div_ceil(UNIT_COLS) };
         device.launch(&Launch {
             kernel: self.embed,
             grid: [small(rows)?, small(threads.div_ceil(EMBED_THREADS))?, 1],

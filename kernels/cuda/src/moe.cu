@@ -177,10 +177,10 @@ __device__ __forceinline__ Four of_expert(Four v, const float *scales, const flo
 }
 
 // inner[pair][c] = gated(gate, up), c < ff. gate, up: products of each pair's expert, [pairs][stride]. Scales
-// [experts] and biases [experts][bias_stride] may be null. Stores the 8-bit form unless `quantised` is null, and then
+// [experts] and biases [experts][bias_stride] may be null. Stores an 8-bit form unless `quantised` is null, and then
 // only that. blockIdx.x: the pair. One thread per four values of the row or its padding.
 extern "C" __global__ void __launch_bounds__(128)
-    expert_gate(float *inner, u8 *quantised, const float *gate, const float *up, const float *gate_scales,
+    expert_gate(float *inner, u8 *quantised, u32 form, const float *gate, const float *up, const float *gate_scales,
                 const float *up_scales, const float *gate_biases, const float *up_biases, const u32 *chosen, u32 ff,
                 u32 stride, u32 bias_stride, u32 activation) {
     after_earlier_kernels();
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(128)
         v = Four::of([&](u32 k) { return gated(activation, g.x[k], u.x[k]); });
         if (!quantised) store_four(inner + (u64)pair * ff, i, ff, v);
     }
-    if (quantised) quantise_blocks(v, quantised + ((u64)pair * blocks + i / 32) * QUANTISED_BYTES, i / 32 < blocks);
+    if (quantised) quantise_row(v, form, quantised, pair, i / 32, blocks);
 }
 
 // out[row][c] (+)= factor * sum over the row's experts, in rank order, of weight * (scale * down + bias).

@@ -5,7 +5,7 @@
 //! Products read the expert of each pair from [`Routes::chosen`], or process groups of pairs of one expert from
 //! [`Routes::groups`].
 
-use super::matmul::{GROUP_TOKENS, STAGED_TOKENS};
+use super::matmul::{Activations, GROUP_TOKENS, Quantised, STAGED_TOKENS};
 use super::pack::UNIT_COLS;
 use super::rowwise::gate_code;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
@@ -92,16 +92,8 @@ pub struct ExpertGate {
     pub ff: usize,
     /// Activation function of the gate.
     pub activation: GateActivation,
-    pub inner: Inner,
-}
-
-/// Destination of the gated values.
-#[derive(Debug, Clone, Copy)]
-pub enum Inner {
-    /// `[pairs][ff]`
-    F32(DevicePtr),
-    /// Rows of [`quantised_row_bytes`](super::quantised_row_bytes) bytes.
-    Int8(DevicePtr),
+    /// Destination: rows of `ff` values.
+    pub inner: Activations,
 }
 
 /// Weighted sum of the experts' results.
@@ -281,11 +273,14 @@ impl MoeKernels {
                 (gate_up, gate_up.offset(half), scale, up_scale, 2 * ff)
             }
         };
-        let (inner, quantised, cols) = match inner {
-            Inner::F32(inner) => (inner, DevicePtr::default(), ff),
-            Inner::Int8(quantised) => (DevicePtr::default(), quantised, ff.next_multiple_of(UNIT_COLS)),
+        let (none, padded) = (DevicePtr::default(), ff.next_multiple_of(UNIT_COLS));
+        let (inner, quantised, form, cols) = match inner {
+            Activations::F32(inner) => (inner, none, Quantised::Int8, ff),
+            Activations::Int8(quantised) => (none, quantised, Quantised::Int8, padded),
+            Activations::Mxfp8(quantised) => (none, quantised, Quantised::Mxfp8, padded),
         };
-        let mut arguments: Vec<Argument> = [inner, quantised, gate, up].map(Argument::from).to_vec();
+        let mut arguments: Vec<Argument> =
+            vec![inner.into(), quantised.into(), form.code().into(), gate.into(), up.into()];
         let affine = [gate_scale.scale, up_scale.scale, gate_scale.bias, up_scale.bias];
         arguments.extend(affine.map(|values| Argument::from(values.unwrap_or_default())));
         arguments.push(routes.chosen.into());

@@ -181,7 +181,7 @@ impl Compiler {
             return Vec::new();
         }
         let there = |source: &Source, arch| self.came_compiled(source, arch).is_some();
-        let count = |arch| super::source::all().filter(|source| there(source, arch)).count();
+        let count = |arch| super::source::all(arch).filter(|source| there(source, arch)).count();
         Arch::CHECKED.map(|arch| (arch, count(arch))).into()
     }
 

@@ -1,11 +1,14 @@
-// Four values of a row per thread, and the 8-bit form of a row: blocks of 48 bytes for 32 values each, padded with
-// zeroes to units of 8 blocks.
+// Four values of a row per thread, and the 8-bit forms of a row: int8, blocks of 48 bytes for 32 values each; and
+// MXFP8, described in matmul/scaled.cu. Both are padded with zeroes to units of 8 blocks.
 #pragma once
 #include "math.cuh"
 
 constexpr u32 QUANTISED_BYTES = 48;
 
-// Blocks of the 8-bit form of a row.
+// The numbers are those of `Quantised` in Rust.
+enum Form { INT8, MXFP8 };
+
+// Blocks of an 8-bit form of a row.
 __device__ __forceinline__ u32 row_blocks(u32 cols) { return (cols + 255) / 256 * 8; }
 
 struct Four {
@@ -69,4 +72,37 @@ __device__ __forceinline__ void quantise_blocks(const Four &v, u8 *block, bool s
         *(uint4 *)(block + 32) = {__float_as_uint(scale), __float_as_uint(scaled), (u32)-sum,
                                   ((u32)-half & 0xffff) | (u32)-other << 16};
     }
+}
+
+// Two E4M3 values, the nearest to `low` and `high`.
+__device__ __forceinline__ u32 e4m3_pair(float low, float high) {
+    u16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// Like `quantise_blocks`, to MXFP8: lanes 8 b .. 8 b + 8 have block number `block` of the row at `row`, which has
+// `blocks`. The scale of a block is the least power of two with which no value is above 448, the largest E4M3, and NaN
+// if a value is not finite.
+__device__ __forceinline__ void quantise_mxfp8(const Four &v, u8 *row, u32 block, u32 blocks) {
+    const u32 part = threadIdx.x % 8;
+    u32 largest = 0;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) largest = max(largest, __float_as_uint(v.x[k]) & 0x7fffffff);
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
+    // 448 is 1.75 * 2^8. A mantissa above 0.75 carries to the exponent.
+    const u32 rounded = (largest + 0x1fffff) >> 23, scale = rounded > 8 ? rounded - 8 : 0;
+    const float inverse = __uint_as_float((254 - scale) << 23);
+    const Four s = Four::of([&](u32 k) { return __fmul_rn(v.x[k], inverse); });
+    if (block >= blocks) return;
+    const u32 word = e4m3_pair(s.x[0], s.x[1]) | e4m3_pair(s.x[2], s.x[3]) << 16;
+    *(u32 *)(row + 32 * block + 8 * (part % 4) + 4 * (part / 4)) = word;
+    if (part == 0) row[32 * blocks + block] = largest < 0x7f800000 ? scale : 255;
+}
+
+// Stores four blocks, the first lane's being number `block` of `blocks` of row number `row`, in one of the forms.
+__device__ __forceinline__ void quantise_row(const Four &v, u32 form, u8 *rows, u64 row, u32 block, u32 blocks) {
+    if (form == INT8) quantise_blocks(v, rows + (row * blocks + block) * QUANTISED_BYTES, block < blocks);
+    else quantise_mxfp8(v, rows + row * ((33 * blocks + 15) / 16 * 16), block, blocks);
 }

@@ -6,11 +6,11 @@
 // All kernels below have rows in blockIdx.x, because the other grid dimensions end at 65,535.
 
 // One thread per four values of the row or its padding. blockIdx.x: the row.
-extern "C" __global__ void quantise(const float *x, u32 cols, u8 *out) {
+extern "C" __global__ void quantise(const float *x, u32 cols, u32 form, u8 *out) {
     after_earlier_kernels();
-    const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), blocks = row_blocks(cols);
+    const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     const Four v = load_four(x + (u64)blockIdx.x * cols, i, cols);
-    quantise_blocks(v, out + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES, i / 32 < blocks);
+    quantise_row(v, form, out, blockIdx.x, i / 32, row_blocks(cols));
 }
 
 // ---- Norms. One block of threads per run of `width` values. blockIdx.x: the row; blockIdx.y: the run of the

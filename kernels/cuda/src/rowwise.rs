@@ -1,11 +1,11 @@
-//! Row operations on a device: norms, gates, sums, quantisation of rows to 8 bits.
+//! Row operations on a device: norms, gates, sums, quantisation of rows.
 //!
 //! Buffers are `[rows][cols]` f32. Elementary functions give the same bits as on the CPU. Sums over a row
 //! are added in another order, which depends on the row's width alone. With an argument `quantised`, an
 //! operation also writes the 8-bit form of the rows, [`quantised_row_bytes`](super::quantised_row_bytes)
 //! each, with the bits of [`QuantizedRows`](kernels::matmul::QuantizedRows).
 
-use super::matmul::small;
+use super::matmul::{Quantised, small};
 use super::pack::{BLOCK, UNIT_COLS};
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
 use kernels::backend::GateActivation;
@@ -136,7 +136,7 @@ impl RowwiseKernels {
         })
     }
 
-    /// Quantises rows to 8 bits.
+    /// Quantises rows.
     ///
     /// # Errors
     /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
@@ -145,9 +145,9 @@ impl RowwiseKernels {
         device: &mut dyn Device,
         of: Rows,
         x: DevicePtr,
-        quantised: DevicePtr,
+        (form, quantised): (Quantised, DevicePtr),
     ) -> Result<(), CudaError> {
-        let arguments = [x.into(), small(of.cols)?.into(), quantised.into()];
+        let arguments = [x.into(), small(of.cols)?.into(), form.code().into(), quantised.into()];
         launch(device, self.quantise, [of.rows, blocks_of(padded(of.cols))], THREADS, &arguments)
     }
 
@@ -414,7 +414,7 @@ impl RowwiseKernels {
         quantised: Option<DevicePtr>,
     ) -> Result<(), CudaError> {
         match (fused, quantised) {
-            (None, Some(quantised)) => self.quantise(device, of, x, quantised),
+            (None, Some(quantised)) => self.quantise(device, of, x, (Quantised::Int8, quantised)),
             _ => Ok(()),
         }
     }

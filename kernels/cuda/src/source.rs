@@ -1,5 +1,6 @@
 //! Sources of the kernels.
 
+use super::Arch;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
@@ -203,8 +204,12 @@ const PLAIN: &[Source] = &[
     matmul::INT4,
 ];
 
-/// Returns every source that a worker may compile, but those of caches whose keys and values have different types: of
-/// these, two.
-pub fn all() -> impl Iterator<Item = &'static Source> {
-    PLAIN.iter().chain(CacheSource::checked().map(CacheSource::get))
+/// Sources for architectures that multiply blocks with scales.
+const SCALED: &[Source] = &[matmul::MXFP4_SCALED];
+
+/// Returns every source that a worker may compile for an architecture, but those of caches whose keys and values have
+/// different types: of these, two.
+pub fn all(arch: Arch) -> impl Iterator<Item = &'static Source> {
+    let scaled = if arch.has_block_scales() { SCALED } else { &[] };
+    PLAIN.iter().chain(scaled).chain(CacheSource::checked().map(CacheSource::get))
 }

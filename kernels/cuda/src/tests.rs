@@ -25,7 +25,7 @@ pub(crate) fn compiled(source: &source::Source, arch: Arch) -> &'static Compiled
 
 /// Runs `work` for every source and every checked architecture, on as many threads as there are CPUs.
 fn each_compiled<T: Send>(work: impl Fn(&'static source::Source, Arch) -> T + Sync) -> Vec<T> {
-    let jobs = source::all().flat_map(|source| Arch::CHECKED.map(|arch| (source, arch)));
+    let jobs = Arch::CHECKED.into_iter().flat_map(|arch| source::all(arch).map(move |source| (source, arch)));
     let jobs = Mutex::new(jobs.collect::<Vec<_>>().into_iter());
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let next = || jobs.lock().unwrap().next();

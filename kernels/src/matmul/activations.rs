@@ -58,6 +58,20 @@ pub enum ActivationMode {
     Int8,
     /// f32 activations and dequantised weights: the exact path.
     F32,
+    /// Activations rounded to E4M3 with a power of two for each 32 (MXFP8), where a backend has such products with a
+    /// type of weights; as [`Self::Int8`] with the others. GPUs with block-scaled tensor cores alone have it.
+    Mxfp8,
+}
+
+impl ActivationMode {
+    /// The name in numeric classes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Int8 => "int8",
+            Self::F32 => "f32",
+            Self::Mxfp8 => "mxfp8",
+        }
+    }
 }
 
 /// Activations of a call: rows (tokens) of `k` f32 values, row-major, and their int8 form if an int8 product

@@ -1,6 +1,6 @@
 //! Products and parts of the heads of rows.
 
-use super::super::matmul::{Activations, Experts, GROUP_TOKENS, Product, quantised_row_bytes, reads_int8};
+use super::super::matmul::{Activations, Experts, GROUP_TOKENS, Product, Quantised};
 use super::super::moe::{MoeKernels, head_groups};
 use super::super::rowwise::Rows;
 use super::super::source;
@@ -8,7 +8,7 @@ use super::CudaBackend;
 use super::memory::{ScratchLayout, same};
 use super::moe::MAX_PAIRWISE_ROWS;
 use kernels::Error;
-use kernels::backend::{ActivationMode, BufferId, HeadMatmulOp, HeadPart};
+use kernels::backend::{BufferId, HeadMatmulOp, HeadPart};
 
 /// See [`HeadMatmulOp`]. Each head is an expert of every row.
 pub(super) fn head_matmul(backend: &mut CudaBackend, op: &HeadMatmulOp) -> Result<(), Error> {
@@ -32,24 +32,24 @@ pub(super) fn head_matmul(backend: &mut CudaBackend, op: &HeadMatmulOp) -> Resul
     let (rows, pairs) = (x.rows, x.rows * heads);
     let out = buffers.shape(buffer, rows, heads * width)?;
 
-    let int8 = *mode == ActivationMode::Int8 && reads_int8(matrix.shape.ty());
+    let form = Quantised::of(*mode, matrix.shape.ty());
     let mut layout = ScratchLayout::default();
     let [chosen, list] = [4 * pairs; 2].map(|bytes| layout.next(bytes));
     let count = head_groups(rows, heads);
     let groups = layout.next(8 * count);
-    let quantised = layout.next(if int8 { pairs * quantised_row_bytes(cols) } else { 0 });
+    let quantised = layout.next(form.map_or(0, |form| pairs * form.row_bytes(cols)));
     let base = scratch.of(device, layout.bytes())?;
     let [chosen, groups, list, quantised] =
         [chosen, groups, list, quantised].map(|offset| base.offset(offset));
     moe.heads(device, rows, heads, [chosen, groups, list])?;
-    let activations = match int8 {
-        false => Activations::F32(x.ptr),
-        true => {
-            rowwise.quantise(device, Rows { rows: pairs, cols }, x.ptr, quantised)?;
-            Activations::Int8(quantised)
+    let activations = match form {
+        None => Activations::F32(x.ptr),
+        Some(form) => {
+            rowwise.quantise(device, Rows { rows: pairs, cols }, x.ptr, (form, quantised))?;
+            form.at(quantised)
         }
     };
-    let experts = match int8 && rows <= MAX_PAIRWISE_ROWS {
+    let experts = match form.is_some() && rows <= MAX_PAIRWISE_ROWS {
         true => Experts::Each(chosen),
         false => Experts::Listed { groups, count, list, most: rows.min(GROUP_TOKENS) },
     };

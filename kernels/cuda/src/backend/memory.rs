@@ -1,6 +1,6 @@
 //! Device memory of a backend: activation buffers, vectors, growing buffers.
 
-use super::super::matmul::quantised_row_bytes;
+use super::super::matmul::Quantised;
 use super::super::rowwise::Rows;
 use super::super::{CudaError, Device, DevicePtr};
 use kernels::Error;
@@ -92,21 +92,22 @@ impl View {
     }
 }
 
-/// An activation buffer, which may have room for more than it holds, with the 8-bit form of its rows while
-/// that is up to date.
+/// An activation buffer, which may have room for more than it holds, with the quantised forms of its rows while
+/// they are up to date.
 #[derive(Debug)]
 struct Buffer {
     view: View,
     /// Number of f32 values that fit the buffer.
     capacity: usize,
-    quantised: GrowingBuffer,
-    /// Whether `quantised` is up to date.
-    is_quantised: bool,
+    /// By the number of [`Quantised`].
+    quantised: [GrowingBuffer; 2],
+    /// Whether each of `quantised` is up to date.
+    is_quantised: [bool; 2],
 }
 
-/// Rows and columns of each buffer, and whether its 8-bit form is up to date.
+/// Rows and columns of each buffer, and whether its quantised forms are up to date.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Shapes(Vec<(usize, usize, bool)>);
+pub(super) struct Shapes(Vec<(usize, usize, [bool; 2])>);
 
 #[derive(Debug, Default)]
 pub(super) struct Buffers(Vec<Buffer>);
@@ -122,7 +123,7 @@ impl Buffers {
         let capacity = rows.checked_mul(cols).filter(|n| *n <= isize::MAX as usize / size_of::<f32>());
         let capacity = capacity.ok_or(impossible)?;
         let view = View { ptr: device.allocate(capacity * size_of::<f32>())?, rows: 0, cols };
-        self.0.push(Buffer { view, capacity, quantised: GrowingBuffer::default(), is_quantised: false });
+        self.0.push(Buffer { view, capacity, quantised: Default::default(), is_quantised: [false; 2] });
         Ok(BufferId::new(self.0.len() as u32 - 1))
     }
 
@@ -146,12 +147,12 @@ impl Buffers {
         self.0.get_mut(id.number() as usize).ok_or(missing)
     }
 
-    /// Marks a buffer as changed, so that its 8-bit form is out of date.
+    /// Marks a buffer as changed, so that its quantised forms are out of date.
     ///
     /// # Errors
     /// [`Error::OutOfRange`].
     pub(super) fn changed(&mut self, id: BufferId) -> Result<(), Error> {
-        self.buffer(id)?.is_quantised = false;
+        self.buffer(id)?.is_quantised = [false; 2];
         Ok(())
     }
 
@@ -165,7 +166,7 @@ impl Buffers {
             let (index, len) = (rows.saturating_mul(cols), buffer.capacity);
             return Err(Error::OutOfRange { what: "buffer value", index, len });
         }
-        (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, false);
+        (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, [false; 2]);
         Ok(buffer.view)
     }
 
@@ -190,26 +191,36 @@ impl Buffers {
         Ok(view)
     }
 
-    /// Returns the memory for the 8-bit form, to which the operation that changes the buffer must write.
+    /// Returns the memory for a quantised form, to which the operation that changes the buffer must write.
     /// Marks it as up to date.
     ///
     /// # Errors
     /// [`Error::OutOfRange`]; errors of the device.
-    pub(super) fn quantised(&mut self, device: &mut dyn Device, id: BufferId) -> Result<DevicePtr, Error> {
+    pub(super) fn written(
+        &mut self,
+        device: &mut dyn Device,
+        id: BufferId,
+        form: Quantised,
+    ) -> Result<DevicePtr, Error> {
         let buffer = self.buffer(id)?;
-        let bytes = buffer.view.rows * quantised_row_bytes(buffer.view.cols);
-        let room = buffer.quantised.of(device, bytes)?;
-        buffer.is_quantised = true;
+        let bytes = buffer.view.rows * form.row_bytes(buffer.view.cols);
+        let room = buffer.quantised[form as usize].of(device, bytes)?;
+        buffer.is_quantised[form as usize] = true;
         Ok(room)
     }
 
-    /// Returns the memory of the 8-bit form, and whether it still has to be computed.
+    /// Returns the memory of a quantised form, and whether it still has to be computed.
     ///
     /// # Errors
-    /// As [`Self::quantised`].
-    pub(super) fn int8(&mut self, device: &mut dyn Device, id: BufferId) -> Result<(DevicePtr, bool), Error> {
-        let is_quantised = self.buffer(id)?.is_quantised;
-        Ok((self.quantised(device, id)?, !is_quantised))
+    /// As [`Self::written`].
+    pub(super) fn quantised(
+        &mut self,
+        device: &mut dyn Device,
+        id: BufferId,
+        form: Quantised,
+    ) -> Result<(DevicePtr, bool), Error> {
+        let is_quantised = self.buffer(id)?.is_quantised[form as usize];
+        Ok((self.written(device, id, form)?, !is_quantised))
     }
 
     /// Returns the shapes of all buffers.
@@ -227,7 +238,8 @@ impl Buffers {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.0.iter().map(|buffer| buffer.capacity * size_of::<f32>() + buffer.quantised.bytes()).sum()
+        let quantised = |buffer: &Buffer| buffer.quantised.iter().map(GrowingBuffer::bytes).sum::<usize>();
+        self.0.iter().map(|buffer| buffer.capacity * size_of::<f32>() + quantised(buffer)).sum()
     }
 }
 

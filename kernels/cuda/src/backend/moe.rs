@@ -1,11 +1,7 @@
 //! Mixture of experts. Routes are never copied to the host.
 
-use super::super::matmul::{
-    Activations, Experts, GROUP_TOKENS, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
-};
-use super::super::moe::{
-    ExpertGate, ExpertScale, ExpertSum, GateUp, Inner, MoeKernels, MoeShape, Router, Routes,
-};
+use super::super::matmul::{Activations, Experts, GROUP_TOKENS, MatmulKernels, Matrix, Product, Quantised};
+use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Router, Routes};
 use super::super::{DevicePtr, source};
 use super::CudaBackend;
 use super::memory::{ScratchLayout, Vectors, same};
@@ -61,8 +57,8 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let groups = layout.next(8 * shape.groups());
     // Gate and up: side by side in one product, or one after the other.
     let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| layout.next(bytes));
-    let int8 = *mode == ActivationMode::Int8 && reads_int8(down.0.shape.ty());
-    let inner_at = layout.next(pairs * if int8 { quantised_row_bytes(ff) } else { 4 * ff });
+    let form = Quantised::of(*mode, down.0.shape.ty());
+    let inner_at = layout.next(pairs * form.map_or(4 * ff, |form| form.row_bytes(ff)));
     let down_at = layout.next(4 * pairs * hidden);
     let base = scratch.of(device, layout.bytes())?;
     let at = |offset: usize| base.offset(offset);
@@ -114,13 +110,10 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
             GateUp::Fused { gate_up: at(gate_at), scale: affine(scale, bias, 2 * ff)? }
         }
     };
-    let (inner, rows) = match int8 {
-        false => (Inner::F32(at(inner_at)), Activations::F32(at(inner_at))),
-        true => (Inner::Int8(at(inner_at)), Activations::Int8(at(inner_at))),
-    };
+    let inner = form.map_or(Activations::F32(at(inner_at)), |form| form.at(at(inner_at)));
     let gate = ExpertGate { gate_up, ff, activation: op.activation, inner };
     kernels.gate(device, pairs, &gate, &routes)?;
-    down.1.multiply(device, &[product(down.0, rows, (pairs, 1), experts, at(down_at))])?;
+    down.1.multiply(device, &[product(down.0, inner, (pairs, 1), experts, at(down_at))])?;
     let sum = ExpertSum {
         down: at(down_at),
         down_scale: affine(op.down_scale, op.down_bias, hidden)?,

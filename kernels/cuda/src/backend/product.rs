@@ -1,12 +1,11 @@
 //! Matrices on the device: upload, products, embedding lookups.
 
 use super::super::Device;
-use super::super::DevicePtr;
 use super::super::matmul::{
-    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, TOGETHER, quantised_row_bytes,
-    reads_int8,
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, Quantised, TOGETHER,
 };
 use super::super::pack::TiledShape;
+use super::super::source;
 use super::CudaBackend;
 use super::memory::{Buffers, ScratchLayout, Vectors, same};
 use super::modules::Modules;
@@ -49,11 +48,16 @@ impl Matrices {
         &mut self,
         device: &mut dyn Device,
         modules: &mut Modules,
+        mode: ActivationMode,
         shape: TiledShape,
     ) -> Result<MatrixId, Error> {
         let ty = shape.ty();
         if let Entry::Vacant(vacant) = self.kernels.entry(ty) {
-            vacant.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
+            let mut kernels = MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?;
+            if let Some(source) = source::matmul::scaled(ty).filter(|_| mode == ActivationMode::Mxfp8) {
+                kernels.load_scaled(device, modules.of(source)?)?;
+            }
+            vacant.insert(kernels);
         }
         let start = device.allocate(shape.packed_bytes())?;
         self.all.push(Matrix { shape, start });
@@ -65,13 +69,14 @@ impl Matrices {
         &mut self,
         device: &mut dyn Device,
         modules: &mut Modules,
+        mode: ActivationMode,
         source: MatrixSource<'_>,
         threads: usize,
     ) -> Result<MatrixId, Error> {
         let ty = GgmlType::from_id(source.ggml_type)?;
         let shape = TiledShape::new(ty, source.rows, source.cols, source.experts)?;
         same("tensor bytes", shape.file_bytes(), source.bytes.size())?;
-        let id = self.reserve(device, modules, shape)?;
+        let id = self.reserve(device, modules, mode, shape)?;
         let start = self.get(id)?.0.start;
         let tiles = shape.tiles() * shape.experts();
         let piece = (PIECE_BYTES / shape.tile_bytes()).max(1);
@@ -112,7 +117,7 @@ impl Matrices {
 impl CudaBackend {
     /// Creates a matrix without its bytes, for costs that do not depend on them.
     pub(crate) fn reserve_matrix(&mut self, shape: TiledShape) -> Result<MatrixId, Error> {
-        self.matrices.reserve(self.device.as_mut(), &mut self.modules, shape)
+        self.matrices.reserve(self.device.as_mut(), &mut self.modules, self.activations, shape)
     }
 }
 
@@ -143,47 +148,47 @@ pub(super) fn activations(
 ) -> Result<Activations, Error> {
     let view = buffers.get(x)?;
     same("columns of a matrix", matrix.shape.cols(), view.cols)?;
-    if mode == ActivationMode::F32 || !reads_int8(matrix.shape.ty()) {
+    let Some(form) = Quantised::of(mode, matrix.shape.ty()) else {
         return Ok(Activations::F32(view.ptr));
-    }
-    let (quantised, needs_quantising) = buffers.int8(device, x)?;
+    };
+    let (quantised, needs_quantising) = buffers.quantised(device, x, form)?;
     if needs_quantising {
-        rowwise.quantise(device, view.of(), view.ptr, quantised)?;
+        rowwise.quantise(device, view.of(), view.ptr, (form, quantised))?;
     }
-    Ok(Activations::Int8(quantised))
+    Ok(form.at(quantised))
 }
 
 /// Returns the rows of a buffer in the orders of the jobs' matrices, by the orders' numbers, in scratch memory.
 fn ordered(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<Vec<Ordered>, Error> {
     let CudaBackend { device, rowwise, buffers, vectors, matrices, scratch, activations: mode, .. } = backend;
     let (device, x) = (device.as_mut(), buffers.get(x)?);
-    let mut found: Vec<(usize, bool)> = Vec::new();
+    let mut found: Vec<(usize, Option<Quantised>)> = Vec::new();
     for job in jobs {
         let Some(&number) = matrices.order_of.get(&job.matrix.number()) else { continue };
-        let int8 = *mode == ActivationMode::Int8 && reads_int8(matrices.get(job.matrix)?.0.shape.ty());
-        match found.iter_mut().find(|(known, _)| *known == number) {
-            Some((_, known)) => *known |= int8,
-            None => found.push((number, int8)),
+        let wanted = (number, Quantised::of(*mode, matrices.get(job.matrix)?.0.shape.ty()));
+        if !found.contains(&wanted) {
+            found.push(wanted);
         }
     }
     let mut layout = ScratchLayout::default();
     let places: Vec<[usize; 2]> = found
         .iter()
-        .map(|(_, int8)| {
-            [x.bytes(), if *int8 { x.rows * quantised_row_bytes(x.cols) } else { 0 }]
+        .map(|(_, form)| {
+            [x.bytes(), form.map_or(0, |form| x.rows * form.row_bytes(x.cols))]
                 .map(|bytes| layout.next(bytes))
         })
         .collect();
     let base = scratch.of(device, layout.bytes())?;
     let mut all = Vec::with_capacity(found.len());
-    for ((number, int8), places) in found.into_iter().zip(places) {
+    for ((number, form), places) in found.into_iter().zip(places) {
         let [floats, quantised] = places.map(|place| base.offset(place));
         let order = vectors.sized("order of columns", matrices.orders[number].1, x.cols)?;
         rowwise.gather_cols(device, x.of(), x.ptr, order, floats)?;
-        if int8 {
-            rowwise.quantise(device, x.of(), floats, quantised)?;
+        if let Some(form) = form {
+            rowwise.quantise(device, x.of(), floats, (form, quantised))?;
         }
-        all.push(Ordered { number, floats, quantised });
+        let rows = form.map_or(Activations::F32(floats), |form| form.at(quantised));
+        all.push(Ordered { number, form, rows });
     }
     Ok(all)
 }
@@ -191,8 +196,8 @@ fn ordered(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result
 /// Rows with their values in the order of a matrix's columns.
 struct Ordered {
     number: usize,
-    floats: DevicePtr,
-    quantised: DevicePtr,
+    form: Option<Quantised>,
+    rows: Activations,
 }
 
 /// See [`kernels::backend::Backend::matmul`].
@@ -214,12 +219,11 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
         let (matrix, kernels) = matrices.get(job.matrix)?;
         let outputs = matrix.shape.rows();
         let order = matrices.order_of.get(&job.matrix.number());
-        let x = match order.and_then(|order| ordered.iter().find(|ordered| ordered.number == *order)) {
+        let form = Quantised::of(*mode, matrix.shape.ty());
+        let in_order = |order: &usize| ordered.iter().find(|x| x.number == *order && x.form == form);
+        let x = match order.and_then(in_order) {
             None => activations(device, buffers, rowwise, *mode, (x, matrix))?,
-            Some(x) if *mode == ActivationMode::F32 || !reads_int8(matrix.shape.ty()) => {
-                Activations::F32(x.floats)
-            }
-            Some(x) => Activations::Int8(x.quantised),
+            Some(x) => x.rows,
         };
         let out = buffers.target(job.out, (rows, outputs), job.accumulate)?;
         let product = Product {

@@ -1,12 +1,28 @@
 //! Row operations.
 
+use super::super::matmul::Quantised;
 use super::super::rowwise::{Affine, DeviceNorm, Up};
 use super::super::sampling::SamplingKernels;
-use super::super::{Device, source};
+use super::super::{Device, DevicePtr, source};
 use super::CudaBackend;
-use super::memory::{Vectors, same};
+use super::memory::{Buffers, Vectors, same};
 use kernels::Error;
 use kernels::backend::{ActivationMode, BufferId, GateOp, GatedNormOp, Norm, VectorId};
+
+/// Returns the memory for the int8 form of a buffer that an operation changes. Most products of the class read it.
+fn int8(
+    activations: ActivationMode,
+    device: &mut dyn Device,
+    buffers: &mut Buffers,
+    id: BufferId,
+) -> Result<Option<DevicePtr>, Error> {
+    match activations {
+        ActivationMode::Int8 | ActivationMode::Mxfp8 => {
+            Ok(Some(buffers.written(device, id, Quantised::Int8)?))
+        }
+        ActivationMode::F32 => Ok(None),
+    }
+}
 
 /// See [`kernels::backend::Backend::norm`].
 pub(super) fn norm(backend: &mut CudaBackend, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error> {
@@ -15,10 +31,7 @@ pub(super) fn norm(backend: &mut CudaBackend, x: BufferId, norm: &Norm, out: Buf
     let from = buffers.get(x)?;
     let norm = device_norm(vectors, norm, from.cols)?;
     let to = if x == out { from } else { buffers.shape(out, from.rows, from.cols)? };
-    let quantised = match activations {
-        ActivationMode::Int8 => Some(buffers.quantised(device, out)?),
-        ActivationMode::F32 => None,
-    };
+    let quantised = int8(*activations, device, buffers, out)?;
     Ok(rowwise.norm(device, from.of(), from.ptr, &norm, to.ptr, quantised)?)
 }
 
@@ -48,10 +61,7 @@ pub(super) fn gated_norm(backend: &mut CudaBackend, op: &GatedNormOp) -> Result<
     same("gate", x.cols, gate.cols)?;
     same("rows of a gate", x.rows, gate.rows)?;
     let norm = rms_norm(vectors, &op.norm, x.cols, "a gated norm that is no RMS norm")?;
-    let quantised = match activations {
-        ActivationMode::Int8 => Some(buffers.quantised(device, op.x)?),
-        ActivationMode::F32 => None,
-    };
+    let quantised = int8(*activations, device, buffers, op.x)?;
     Ok(rowwise.gated_norm(device, x.of(), x.ptr, gate.ptr, &norm, op.gate_first, quantised)?)
 }
 
@@ -69,10 +79,7 @@ pub(super) fn gate(backend: &mut CudaBackend, op: &GateOp) -> Result<(), Error> 
             Some(Up { start: up.ptr, cols: up.cols, from: op.up_from })
         }
     };
-    let quantised = match activations {
-        ActivationMode::Int8 => Some(buffers.quantised(device, op.gate)?),
-        ActivationMode::F32 => None,
-    };
+    let quantised = int8(*activations, device, buffers, op.gate)?;
     Ok(rowwise.gate(device, gate.of(), gate.ptr, up, op.activation, quantised)?)
 }
 

@@ -12,6 +12,9 @@ use std::ops::Range;
 
 /// Tolerance of sums of products in another order.
 const SUMS: f64 = 2e-5;
+/// Tolerance of sums of values that are rounded to four binary digits on the device alone, to a sixteenth at most, after
+/// others that are rounded to 8 bits.
+const ROUNDED: f64 = 8e-2;
 /// Tolerance of equal operations with sums over a row in another order.
 const ROWS: f64 = 1e-5;
 
@@ -94,14 +97,39 @@ pub(super) fn exact_products(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<()
     product(inputs, ty, (3, 40, 512))
 }
 
+/// Products of a type with MXFP8 activations: one token, few, many, and a prompt. Columns of several segments, and of a
+/// part of a unit.
+pub(super) fn scaled_products(
+    inputs: &mut Inputs<'_>,
+    ty: GgmlType,
+    multiprocessors: usize,
+) -> Result<(), Error> {
+    for shape in [(1, 40, 544), (6, 33, 256), (20, 64, 2336), (70, 64 * multiprocessors - 7, 288)] {
+        let x = inputs.backend.create_buffer(shape.0, shape.2)?;
+        let values = inputs.random.mxfp8_values(shape.0 * shape.2);
+        inputs.backend.write_rows(x, &values)?;
+        product_of(inputs, ty, x, shape)?;
+    }
+    Ok(())
+}
+
 fn product(
     inputs: &mut Inputs<'_>,
     ty: GgmlType,
     (rows, outputs, cols): (usize, usize, usize),
 ) -> Result<(), Error> {
+    let x = inputs.rows(rows, cols)?;
+    product_of(inputs, ty, x, (rows, outputs, cols))
+}
+
+fn product_of(
+    inputs: &mut Inputs<'_>,
+    ty: GgmlType,
+    x: BufferId,
+    (rows, outputs, cols): (usize, usize, usize),
+) -> Result<(), Error> {
     let matrix = inputs.matrix(ty, outputs, cols, 1)?;
     let bias = inputs.vector(outputs)?;
-    let x = inputs.rows(rows, cols)?;
     let plain = inputs.backend.create_buffer(rows, outputs)?;
     let added = inputs.rows(rows, outputs)?;
     let job = MatmulJob { matrix, out: plain, bias: None, scale: 1.0, accumulate: false };
@@ -212,12 +240,21 @@ pub(super) fn embeddings(inputs: &mut Inputs<'_>) -> Result<(), Error> {
 
 /// Mixture of experts with every option of a model.
 pub(super) fn experts(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    mixture(inputs, GgmlType::Q8_0, SUMS)
+}
+
+/// The same with down matrices of a type that has products with MXFP8 activations.
+pub(super) fn scaled_experts(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<(), Error> {
+    mixture(inputs, ty, ROUNDED)
+}
+
+fn mixture(inputs: &mut Inputs<'_>, of_down: GgmlType, tolerance: f64) -> Result<(), Error> {
     let (hidden, ff, experts, used) = (256, 64, 8, 3);
     let ty = GgmlType::Q8_0;
     let gate = inputs.matrix(ty, ff, hidden, experts)?;
     let up = inputs.matrix(ty, ff, hidden, experts)?;
     let fused = inputs.matrix(GgmlType::Q4_K, 2 * ff, hidden, experts)?;
-    let down = inputs.matrix(ty, hidden, ff, experts)?;
+    let down = inputs.matrix(of_down, hidden, ff, experts)?;
     let scale = inputs.vector(experts)?;
     let [ff_bias, fused_bias, hidden_bias] =
         [experts * ff, experts * 2 * ff, experts * hidden].map(|len| inputs.vector(len));
@@ -254,7 +291,8 @@ pub(super) fn experts(inputs: &mut Inputs<'_>) -> Result<(), Error> {
                 ff,
                 activation,
             })?;
-            inputs.keep("moe", format!("{name}, {rows} rows"), SUMS, (out, rows, hidden))?;
+            let what = format!("{name}, down in {of_down}, {rows} rows");
+            inputs.keep("moe", what, tolerance, (out, rows, hidden))?;
         }
     }
     Ok(())

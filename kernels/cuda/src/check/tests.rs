@@ -22,7 +22,7 @@ pub(crate) fn cpu(activations: ActivationMode) -> Result<Box<dyn Backend>, Error
 
 #[test]
 fn every_op_is_compared_and_the_cpu_agrees_with_itself() {
-    let checked = compare(&mut cpu, &mut cpu, 1);
+    let checked = compare(&mut cpu, &mut cpu, 1, false);
     assert_eq!(checked.refused, Vec::<String>::new());
     assert!(checked.passed() && checked.cases.iter().all(|case| case.error == 0.0));
     for op in OPS {
@@ -93,7 +93,7 @@ fn assert_as_the_cpu(arch: Arch, types: &[GgmlType]) {
         let compile = Box::new(move |source: &Source| Ok(compiled(source, arch).clone()));
         Ok(Box::new(CudaBackend::new(Box::new(device), config, compile)?))
     };
-    let checked = compare_types(types, &mut device, &mut cpu, 1);
+    let checked = compare_types(types, &mut device, &mut cpu, 1, arch.has_block_scales());
     let failed: Vec<_> = checked.cases.iter().filter(|case| !case.passed()).collect();
     assert!(checked.passed(), "{arch}: {:#?}\n{failed:#?}", checked.refused);
     if types.len() < GgmlType::ALL.len() {
@@ -103,7 +103,7 @@ fn assert_as_the_cpu(arch: Arch, types: &[GgmlType]) {
     let each = |source: &'static Source| source.kernels.iter().map(|kernel| (source.name, *kernel));
     let ran =
         |(source, kernel): &(&str, &str)| launched.contains(&((*source).to_owned(), (*kernel).to_owned()));
-    let never: Vec<_> = source::all().flat_map(each).filter(|kernel| !ran(kernel)).collect();
+    let never: Vec<_> = source::all(arch).flat_map(each).filter(|kernel| !ran(kernel)).collect();
     assert!(never.is_empty(), "no case for {arch} runs {never:?}");
 }
 
@@ -121,7 +121,7 @@ fn every_kernel_for_sm_121a_does_what_the_cpu_does() {
 #[test]
 fn a_backend_that_cannot_be_created_is_reported() {
     let mut none = |_| Err(Error::Unsupported { what: "anything" });
-    let checked = compare(&mut none, &mut cpu, 1);
+    let checked = compare(&mut none, &mut cpu, 1, true);
     assert!(!checked.passed() && checked.cases.is_empty() && checked.refused.len() > 10);
     assert!(checked.refused[0].contains("the device: this backend does not serve anything"));
 }

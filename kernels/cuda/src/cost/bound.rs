@@ -26,8 +26,9 @@ pub(super) struct Gpu {
     pub(super) l2_cycles: f64,
     /// Lanes of a multiprocessor that add integers, and those that multiply them.
     pub(super) integer_lanes: f64,
-    /// Products of a multiprocessor in a cycle by `mma`: 8-bit integers, 16-bit floats.
-    pub(super) products: [f64; 2],
+    /// Products of a multiprocessor in a cycle by `mma`: 8-bit integers, 16-bit floats, 8-bit floats in blocks with
+    /// scales.
+    pub(super) products: [f64; 3],
 }
 
 const RESERVED_BYTES: u32 = 1 << 10;
@@ -59,7 +60,7 @@ impl Gpu {
         latency: [0.35e-6, 0.7e-6],
         l2_cycles: 270.0,
         integer_lanes: 64.0,
-        products: [2540.0, 1270.0],
+        products: [2540.0, 1270.0, f64::INFINITY],
     };
     pub(super) const GB10: Self = Self {
         name: "GB10",
@@ -75,7 +76,7 @@ impl Gpu {
         latency: [0.4e-6, 0.9e-6],
         l2_cycles: 360.0,
         integer_lanes: 128.0,
-        products: [1024.0, 512.0],
+        products: [1024.0, 512.0, 1024.0],
     };
 
     /// Returns the cycles of loads while a share of the memory's time is used.
@@ -183,7 +184,7 @@ impl Bound {
             (Limit::Shared, lanes(&[Class::SharedLoad, Class::SharedStore, Class::Shuffle], SHARED_LANES)),
             (
                 Limit::Tensor,
-                (work.products[0] / gpu.products[0] + work.products[1] / gpu.products[1]) * warps,
+                work.products.iter().zip(gpu.products).map(|(work, rate)| work / rate).sum::<f64>() * warps,
             ),
             (Limit::Latency, (blocks / f64::from(resident)).ceil() * work.cycles),
         ];

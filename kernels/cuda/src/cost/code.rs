@@ -165,8 +165,8 @@ pub(super) struct Code {
 pub(super) struct Work {
     /// Issued instructions of each class.
     pub(super) issued: BTreeMap<Class, f64>,
-    /// Multiplications of matrix products: of integers, of floats.
-    pub(super) products: [f64; 2],
+    /// Multiplications of matrix products: of integers, of 16-bit floats, of smaller ones.
+    pub(super) products: [f64; 3],
     /// Cycles from start to end, if nothing else ran on the multiprocessor.
     pub(super) cycles: f64,
     /// Most bytes of global memory in flight.
@@ -264,8 +264,12 @@ impl Code {
         for (block, frequency) in frequencies.iter().enumerate() {
             for instruction in &self.instructions[self.range(block)] {
                 *work.issued.entry(instruction.class).or_default() += frequency;
-                let floats = usize::from(instruction.class == Class::FloatProduct);
-                work.products[floats] += frequency * instruction.products;
+                let kind = match instruction.class {
+                    Class::FloatProduct if instruction.name.starts_with("QMMA") => 2,
+                    Class::FloatProduct => 1,
+                    _ => 0,
+                };
+                work.products[kind] += frequency * instruction.products;
             }
             work.cycles += frequency * cycles[block];
         }
@@ -541,6 +545,8 @@ impl Instruction {
                 let is_destination = first && index <= 1 && !operand.contains("desc");
                 let count = match (product, is_destination) {
                     (true, _) if index == 2 => 2,
+                    // Scales.
+                    (true, _) if index > 3 => 1,
                     (true, _) => 4,
                     (false, true) => wide,
                     (false, false) if pair || operand.contains('[') => {

@@ -41,6 +41,7 @@ pub(super) struct Model {
     window: Option<usize>,
     /// Whether queries and keys are normalised.
     head_norm: bool,
+    pub(super) activations: ActivationMode,
 }
 
 pub(super) const LLAMA_8B: Model = Model {
@@ -56,6 +57,7 @@ pub(super) const LLAMA_8B: Model = Model {
     mixed: true,
     window: None,
     head_norm: false,
+    activations: ActivationMode::Int8,
 };
 
 pub(super) const GPT_OSS_120B: Model = Model {
@@ -71,7 +73,12 @@ pub(super) const GPT_OSS_120B: Model = Model {
     mixed: false,
     window: Some(128),
     head_norm: false,
+    activations: ActivationMode::Int8,
 };
+
+/// The same with MXFP8 activations.
+pub(super) const GPT_OSS_120B_MXFP8: Model =
+    Model { name: "gpt-oss-120b, MXFP4, mxfp8", activations: ActivationMode::Mxfp8, ..GPT_OSS_120B };
 
 pub(super) const QWEN3_30B_A3B: Model = Model {
     name: "Qwen3-30B-A3B, Q4_K_M",
@@ -86,6 +93,7 @@ pub(super) const QWEN3_30B_A3B: Model = Model {
     mixed: true,
     window: None,
     head_norm: true,
+    activations: ActivationMode::Int8,
 };
 
 /// Rows of a step: `batch` sequences of `rows` rows after `context` positions. The head is computed for the last row
@@ -181,7 +189,7 @@ impl Model {
         multiprocessors: usize,
     ) -> (Vec<Launched>, Arc<Mutex<Trace>>) {
         let trace = Trace::new(multiprocessors);
-        let config = CudaConfig { arch, activations: ActivationMode::Int8, threads: 1 };
+        let config = CudaConfig { arch, activations: self.activations, threads: 1 };
         let compile = Box::new(move |source: &crate::source::Source| Ok(compiled(source, arch).clone()));
         let mut backend =
             CudaBackend::new(Box::new(Tracer(trace.clone())), config, compile).unwrap().without_graphs();

@@ -1,6 +1,6 @@
 //! A device that notes the launches of a step and interprets some blocks of each.
 
-use crate::matmul::{GROUP_TOKENS, STAGED_TOKENS, quantised_row_bytes};
+use crate::matmul::{GROUP_TOKENS, Quantised, STAGED_TOKENS};
 use crate::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use ptx::{KernelRef, Limits, Listed, Machine, Sample};
 use std::collections::{BTreeSet, HashMap};
@@ -116,7 +116,7 @@ impl Trace {
             (0, 0) => 1,
             (experts, 0) => self.numbers(experts, tokens as usize).iter().collect::<BTreeSet<_>>().len(),
             (_, groups) => {
-                let together = if name.ends_with("_mul_128") { STAGED_TOKENS / GROUP_TOKENS } else { 1 };
+                let together = if name.ends_with("_128") { STAGED_TOKENS / GROUP_TOKENS } else { 1 };
                 let groups = self.numbers(groups, 2 * grid[0] as usize * together);
                 let used = groups.iter().skip(1).step_by(2).filter(|group| *group & 255 > 0);
                 used.map(|group| group >> 8).collect::<BTreeSet<_>>().len()
@@ -124,7 +124,11 @@ impl Trace {
         };
         let int8 = !name.contains("exact")
             && !["f32_", "f16_", "bf16_", "fp8_"].iter().any(|ty| name.starts_with(ty));
-        let row = if int8 { quantised_row_bytes(cols as usize) } else { 4 * cols as usize };
+        let row = match int8 {
+            true if name.contains("_scaled_") => Quantised::Mxfp8.row_bytes(cols as usize),
+            true => Quantised::Int8.row_bytes(cols as usize),
+            false => 4 * cols as usize,
+        };
         let (mut tiles, mut outputs) = (0, 0);
         for matrix in arguments[..21].chunks(7) {
             tiles += matrix[1].div_ceil(32);
@@ -133,6 +137,10 @@ impl Trace {
         let warm = (tokens / share) as usize * row + (outputs * tokens * 4) as usize;
         ((tiles * tile_bytes) as f64 * matrices as f64, warm as f64)
     }
+}
+
+fn is_product(kernel: &str) -> bool {
+    ["_mul_", "_exact_", "_scaled_"].iter().any(|part| kernel.contains(part))
 }
 
 /// The trace as the device of a backend.
@@ -213,7 +221,7 @@ impl Device for Tracer {
                 u64::MAX
             }
             "expert_lists" => u64::MAX,
-            _ if kernel.contains("_mul_") && arguments[23] > 0 => SAMPLED_EXPERTS,
+            _ if is_product(&kernel) && arguments[23] > 0 => SAMPLED_EXPERTS,
             _ => SAMPLED_INSTRUCTIONS,
         };
         let Launch { grid, block, shared_bytes, .. } = *launch;
@@ -223,9 +231,7 @@ impl Device for Tracer {
         let moved = (sample.counts.global_read + sample.counts.global_written) as f64;
         let all = moved / sample.blocks as f64 * blocks;
         let (cold, warm) = match kernel.as_str() {
-            name if name.contains("_mul_") || name.contains("_exact_") => {
-                trace.product_bytes(name, grid, &arguments)
-            }
+            name if is_product(name) => trace.product_bytes(name, grid, &arguments),
             name if name.starts_with("attend_") => (trace.kv_bytes, 0.0),
             _ => (0.0, all),
         };

@@ -1,7 +1,8 @@
 //! Products on the interpreter, for both architectures, compared with the references.
 
 use super::{
-    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, Quantised, quantised_row_bytes,
+    reads_int8,
 };
 use crate::pack::tests::served;
 use crate::rowwise::{Rows, RowwiseKernels};
@@ -10,6 +11,8 @@ use crate::{Arch, CudaError, DevicePtr, TiledShape, source};
 use kernels::quant::{GgmlType, dequantize};
 use kernels::reference::matmul as reference;
 use kernels::reference::random::Random;
+
+mod scaled;
 
 /// One matrix, or one for each expert, on an interpreter.
 struct Case {
@@ -53,7 +56,7 @@ impl Case {
             return Activations::F32(x);
         }
         let quantised = self.sim.room(of.rows * quantised_row_bytes(cols));
-        self.rowwise.quantise(&mut self.sim.device, of, x, quantised).unwrap();
+        self.rowwise.quantise(&mut self.sim.device, of, x, (Quantised::Int8, quantised)).unwrap();
         Activations::Int8(quantised)
     }
 

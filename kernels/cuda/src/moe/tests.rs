@@ -205,7 +205,8 @@ fn a_mixture_of_experts_equals_the_definition() {
         };
         let inner = sim.room(4 * shape.pairs() * FF);
         let (device, pairs) = (&mut sim.device, shape.pairs());
-        let call = ExpertGate { gate_up, ff: FF, activation: GateActivation::Silu, inner: Inner::F32(inner) };
+        let call =
+            ExpertGate { gate_up, ff: FF, activation: GateActivation::Silu, inner: Activations::F32(inner) };
         kernels.gate(device, pairs, &call, routes).unwrap();
         let inner = sim.read_values(inner, pairs * FF);
         let down = of_pairs(&|pair, expert| product(&expert.down, &inner[pair * FF..][..FF]));
@@ -254,7 +255,7 @@ fn gates_equal_their_definitions() {
     let gate_up = GateUp::Separate { gate, up, gate_scale, up_scale };
     for (activation, function) in functions {
         let inner = sim.room(4 * 64);
-        let call = ExpertGate { gate_up, ff: 64, activation, inner: Inner::F32(inner) };
+        let call = ExpertGate { gate_up, ff: 64, activation, inner: Activations::F32(inner) };
         kernels.gate(&mut sim.device, 1, &call, routes).unwrap();
         let expected: Vec<f64> = gates.iter().zip(&ups).map(|(gate, up)| function(*gate, *up)).collect();
         assert_near(&sim.read_values(inner, 64), &expected, 1e-6, &format!("{activation:?}"));

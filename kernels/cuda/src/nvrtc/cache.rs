@@ -62,7 +62,7 @@ impl CubinCache {
     pub fn prebuild(&self, compiler: &Compiler) -> Result<usize, CudaError> {
         let unbounded = self.clone().with_max_bytes(u64::MAX);
         for arch in Arch::CHECKED {
-            for source in source::all() {
+            for source in source::all(arch) {
                 let Compiled { source_name, arch, cubin, .. } = compiler.compile(source, arch)?;
                 let machine_code =
                     Compiled { source_name, arch, cubin, ptx: String::new(), log: String::new() };
@@ -74,7 +74,7 @@ impl CubinCache {
                 })?;
             }
         }
-        Ok(Arch::CHECKED.len() * source::all().count())
+        Ok(Arch::CHECKED.into_iter().map(|arch| source::all(arch).count()).sum())
     }
 
     /// Writes a file atomically.

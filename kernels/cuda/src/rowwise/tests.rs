@@ -2,6 +2,7 @@
 //! references.
 
 use super::{Affine, DeviceNorm, Rows, RowwiseKernels, Up};
+use crate::matmul::Quantised;
 use crate::tests::hole::{self, Hole};
 use crate::tests::sim::Sim;
 use crate::{Arch, CudaError, DevicePtr, quantised_row_bytes, source};
@@ -88,10 +89,73 @@ fn rows_are_quantised_to_the_same_bits_as_on_the_cpu() {
             x[5 * cols] = 127.0;
             let (of, expected) = (Rows { rows: 6, cols }, quantised(cols, &x));
             let (from, to) = (case.sim.values(&x), case.sim.room(expected.len()));
-            case.kernels.quantise(&mut case.sim.device, of, from, to).unwrap();
+            case.kernels.quantise(&mut case.sim.device, of, from, (Quantised::Int8, to)).unwrap();
             let found = case.sim.read(to, expected.len());
             let differ = found.iter().zip(&expected).position(|(found, expected)| found != expected);
             assert_eq!(differ, None, "{cols} columns");
+        }
+    });
+}
+
+/// Scale and values of a block of MXFP8 as its definition rounds them. Nearest values are found by search.
+fn mxfp8_block(x: &[f32]) -> (u8, Vec<u8>) {
+    if x.iter().any(|x| !x.is_finite()) {
+        return (255, Vec::new());
+    }
+    let largest = x.iter().fold(0.0, |largest: f64, x| largest.max(f64::from(x.abs())));
+    let scale = (0..255).find(|scale| 448.0 * 2f64.powi(scale - 127) >= largest).unwrap();
+    let value = |code: u8| match (code >> 3 & 15, code & 7) {
+        (0, mantissa) => f64::from(mantissa) / 512.0,
+        (exponent, mantissa) => f64::from(8 + mantissa) * 2f64.powi(i32::from(exponent) - 10),
+    };
+    let code = |x: &f32| {
+        let size = f64::from(x.abs()) / 2f64.powi(scale - 127);
+        let distance = |code: &u8| (value(*code) - size).abs();
+        // Of two that are equally near, the even one.
+        let nearer = |a: &u8, b: &u8| distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1)));
+        let nearest = (0..0x7f).min_by(nearer).unwrap();
+        nearest | if x.is_sign_negative() { 0x80 } else { 0 }
+    };
+    (scale as u8, x.iter().map(code).collect())
+}
+
+#[test]
+fn rows_are_quantised_to_mxfp8_as_it_is_defined() {
+    Case::each(|case| {
+        for cols in [300, 32, 512] {
+            let mut x = Random(3).values(8 * cols);
+            x[..32].fill(0.0);
+            x[cols] = f32::INFINITY;
+            x[2 * cols + 5] = f32::NAN;
+            x[3 * cols] = f32::MAX;
+            x[4 * cols..][..16].fill(1e-40);
+            // The largest value without and with a rounding of the scale. Ties and values that become subnormal.
+            x[5 * cols..][..32]
+                .copy_from_slice(&std::array::from_fn::<f32, 32, _>(|i| 1.0 + i as f32 / 16.0));
+            x[5 * cols] = 448.0;
+            x[6 * cols..][..32].copy_from_slice(&std::array::from_fn::<f32, 32, _>(|i| i as f32 / 1024.0));
+            x[6 * cols] = 448.0f32.next_up();
+            x[7 * cols..][..32].copy_from_slice(&std::array::from_fn::<f32, 32, _>(|i| i as f32 / 1024.0));
+            x[7 * cols] = -447.0;
+            let (of, bytes) = (Rows { rows: 8, cols }, Quantised::Mxfp8.row_bytes(cols));
+            let (from, to) = (case.sim.values(&x), case.sim.room(8 * bytes));
+            case.kernels.quantise(&mut case.sim.device, of, from, (Quantised::Mxfp8, to)).unwrap();
+            let found = case.sim.read(to, 8 * bytes);
+            for (row, (found, x)) in found.chunks(bytes).zip(x.chunks(cols)).enumerate() {
+                let blocks = cols.next_multiple_of(256) / 32;
+                for block in 0..blocks {
+                    let at = (32 * block).min(cols)..(32 * (block + 1)).min(cols);
+                    let mut values = x[at].to_vec();
+                    values.resize(32, 0.0);
+                    let (scale, codes) = mxfp8_block(&values);
+                    let label = format!("{cols} columns, row {row}, block {block}");
+                    assert_eq!(found[32 * blocks + block], scale, "{label}");
+                    for (i, code) in codes.iter().enumerate() {
+                        let place = [0, 2, 4, 6, 1, 3, 5, 7][i / 4] * 4 + i % 4;
+                        assert_eq!(found[32 * block + place], *code, "{label} #{i}: {}", values[i]);
+                    }
+                }
+            }
         }
     });
 }
@@ -381,7 +445,7 @@ fn more_rows_than_a_grids_second_axis_are_possible() {
     let kernels = RowwiseKernels::load(&mut device, &hole::empty_source("rowwise.cu")).unwrap();
     let norm = DeviceNorm { rms: true, weight: None, bias: None, eps: 1e-5, width: 2880 };
     let heads = DeviceNorm { width: 96, ..norm };
-    kernels.quantise(&mut device, of, ptr, ptr).unwrap();
+    kernels.quantise(&mut device, of, ptr, (Quantised::Int8, ptr)).unwrap();
     kernels.norm(&mut device, of, ptr, &norm, ptr, Some(ptr)).unwrap();
     kernels.norm(&mut device, of, ptr, &heads, ptr, None).unwrap();
     kernels.add(&mut device, of, ptr, ptr, Some(&norm), 1.0).unwrap();

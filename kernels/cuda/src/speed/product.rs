@@ -1,7 +1,7 @@
 //! Products of few tokens with large matrices, which read every weight once.
 
 use super::{Speed, random_values};
-use crate::matmul::{Activations, Experts, MatmulKernels, Matrix, Product, reads_int8};
+use crate::matmul::{Activations, Experts, MatmulKernels, Matrix, Product, Quantised, reads_int8};
 use crate::pack::TiledShape;
 use crate::rowwise::{Rows, RowwiseKernels};
 use crate::{Device, quantised_row_bytes, source};
@@ -47,7 +47,12 @@ impl Speed {
             true => {
                 let quantised = held.room(tokens * quantised_row_bytes(cols))?;
                 let rowwise = RowwiseKernels::load(&mut device, &self.compiled(&source::ROWWISE)?)?;
-                rowwise.quantise(&mut device, Rows { rows: tokens, cols }, values, quantised)?;
+                rowwise.quantise(
+                    &mut device,
+                    Rows { rows: tokens, cols },
+                    values,
+                    (Quantised::Int8, quantised),
+                )?;
                 Activations::Int8(quantised)
             }
         };
