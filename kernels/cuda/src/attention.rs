@@ -38,7 +38,10 @@ pub struct AttentionKernels {
     block: KvBlock,
     /// Kernels with the query vectors that a block processes, ascending.
     attend: Vec<(usize, KernelId)>,
+    /// Kernel that goes through all splits, with its query vectors.
+    prompt: Option<(usize, KernelId)>,
     combine: KernelId,
+    multiprocessors: usize,
     /// Query heads that a block processes together. They share one key/value head.
     together: usize,
     /// Maximum number of query vectors of a block.
@@ -77,6 +80,8 @@ struct Rows {
     splits: usize,
     /// Maximum number of splits of a block's rows together.
     grid_splits: usize,
+    /// Whether a block of threads goes through all splits of its rows.
+    prompt: bool,
 }
 
 impl AttentionKernels {
@@ -102,16 +107,17 @@ impl AttentionKernels {
     pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
         let source = Self::source(&shape).map_err(not_served)?;
         let block = KvBlock::new(&shape).map_err(not_served)?;
-        let kernels = device.load(compiled, source.kernels)?;
+        let (kernels, multiprocessors) = (device.load(compiled, source.kernels)?, device.multiprocessors());
         let missing =
             || CudaError::NoKernel { name: "attend".into(), source_name: compiled.source_name.clone() };
-        let (sizes, mut kernels) = (vectors(&shape), kernels.into_iter());
+        let ((sizes, of_prompt), mut kernels) = (vectors(&shape), kernels.into_iter());
         let max_vectors = *sizes.last().ok_or_else(missing)?;
         let combine = kernels.next().ok_or_else(missing)?;
-        let attend = sizes.iter().copied().zip(kernels).collect();
+        let attend = sizes.iter().copied().zip(kernels.by_ref()).collect();
+        let prompt = of_prompt.zip(kernels.next());
         let group = shape.heads / shape.kv_heads;
         let together = group.div_ceil(group.div_ceil(max_vectors));
-        Ok(Self { shape, block, attend, combine, together, max_vectors })
+        Ok(Self { shape, block, attend, prompt, combine, multiprocessors, together, max_vectors })
     }
 
     /// Returns the layout of the layer's blocks.
@@ -150,6 +156,10 @@ impl AttentionKernels {
         let mut launches = Vec::new();
         for run in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
             let several = has_several(&run[0]);
+            if several && let Some(prompt) = self.whole_prompt(run) {
+                launches.push(prompt);
+                continue;
+            }
             let join = (self.max_vectors / self.together).max(1);
             let (tile, join) = match self.attend.len() {
                 _ if several => (join, join),
@@ -182,7 +192,8 @@ impl AttentionKernels {
                         open.splits = open.splits.max(splits);
                     }
                     _ => {
-                        let next = Rows { rows: row..row + 1, tile, join, splits, grid_splits: 0 };
+                        let next =
+                            Rows { rows: row..row + 1, tile, join, splits, grid_splits: 0, prompt: false };
                         if splits > 1 && self.row_scratch(splits) > scratch_bytes {
                             let what =
                                 format!("{scratch_bytes} bytes of scratch for {splits} splits of a row");
@@ -202,6 +213,29 @@ impl AttentionKernels {
         Ok(launches)
     }
 
+    /// Returns a launch of [`Self::prompt`] for sequences of several rows, if its blocks occupy at least half of
+    /// the multiprocessors. With fewer, splits that are processed at the same time take less time.
+    fn whole_prompt(&self, run: &[StepSequence]) -> Option<Rows> {
+        let (vectors, _) = self.prompt?;
+        let rows = run.first()?.rows.start..run.last()?.rows.end;
+        let tile = (vectors / self.together).max(1);
+        let blocks = rows.len().div_ceil(tile) * self.head_groups();
+        (2 * blocks >= self.multiprocessors).then_some(Rows {
+            rows,
+            tile,
+            join: tile,
+            splits: 1,
+            grid_splits: 1,
+            prompt: true,
+        })
+    }
+
+    /// Returns the number of groups of query heads that a block processes together.
+    fn head_groups(&self) -> usize {
+        let KvShape { heads, kv_heads, .. } = self.shape;
+        kv_heads * (heads / kv_heads).div_ceil(self.together)
+    }
+
     fn launch_rows(
         &self,
         device: &mut dyn Device,
@@ -210,18 +244,18 @@ impl AttentionKernels {
     ) -> Result<(), CudaError> {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, causal, .. } = self.shape;
         let rows = launch.rows.len();
-        let partial_bytes = rows * heads * launch.splits * v_head_dim * size_of::<f32>();
+        let sums_bytes = rows * heads * launch.splits * 2 * size_of::<f32>();
         let vectors = self.together * launch.tile.min(rows);
         let fits = self.attend.iter().find(|(size, _)| *size >= vectors).or(self.attend.last());
-        let Some((_, kernel)) = fits else {
+        let Some((_, kernel)) = self.prompt.as_ref().filter(|_| launch.prompt).or(fits) else {
             return Err(CudaError::Invalid { what: "attention without a kernel".into() });
         };
         let number = |n: usize| Argument::from(n as u32);
         let arguments = [
             call.q.into(),
             call.out.into(),
+            call.scratch.offset(sums_bytes).into(),
             call.scratch.into(),
-            call.scratch.offset(partial_bytes).into(),
             call.arena.into(),
             call.step.tables.into(),
             call.step.table_starts(call.group).into(),
@@ -249,11 +283,10 @@ impl AttentionKernels {
             number(launch.splits),
             (call.scale * std::f32::consts::LOG2_E).into(),
         ];
-        let blocks_per_group = (heads / kv_heads).div_ceil(self.together);
         let tiles = rows.div_ceil(launch.tile.min(rows));
         device.launch(&Launch {
             kernel: *kernel,
-            grid: [tiles as u32, (kv_heads * blocks_per_group) as u32, launch.grid_splits as u32],
+            grid: [tiles as u32, self.head_groups() as u32, launch.grid_splits as u32],
             block: [128, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,
@@ -324,16 +357,17 @@ fn width_class(shape: &KvShape) -> usize {
     WIDTHS.iter().position(|width| *width >= widest).unwrap_or(WIDTHS.len() - 1)
 }
 
-/// Returns the query vectors per block of each of the shape's kernels: always 16 on tensor cores; by lanes
-/// as many as the registers allow.
-fn vectors(shape: &KvShape) -> &'static [usize] {
+/// Returns the query vectors per block of each of the shape's kernels for one split, by lanes as many as the
+/// registers allow, and of the kernel for prompts.
+fn vectors(shape: &KvShape) -> (&'static [usize], Option<usize>) {
     if shape.latent {
-        return &[1, 2];
+        return (&[1, 2], None);
     }
     match (shape.kv_type == KvType::F16.into(), WIDTHS[width_class(shape)]) {
-        (_, 64) if is_around(shape) => &[1, 2, 4],
-        (true, 64 | 128 | 256) => &[16],
-        (_, 512) => &[1, 2, 4],
-        _ => &[1, 2, 4, 8],
+        (_, 64) if is_around(shape) => (&[1, 2, 4], None),
+        (true, 64 | 128) => (&[16], Some(64)),
+        (true, 256) => (&[16], Some(32)),
+        (_, 512) => (&[1, 2, 4], None),
+        _ => (&[1, 2, 4, 8], None),
     }
 }

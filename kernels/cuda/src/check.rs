@@ -133,8 +133,8 @@ fn compare_types(
     for layer in caches::KV_LAYERS {
         group("attention", int8, &|inputs| caches::attention(inputs, layer));
     }
-    for layer in caches::long_layers() {
-        group("long attention", int8, &|inputs| caches::long_attention(inputs, layer));
+    for (layer, steps) in caches::long_layers() {
+        group("long attention", int8, &|inputs| caches::long_attention(inputs, layer, steps));
     }
     group("attention over blocks in common", int8, &caches::shared_beginning);
     for inner in [64, 128, 256] {

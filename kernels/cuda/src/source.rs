@@ -103,9 +103,11 @@ impl CacheSource {
                 // Tensor cores take binary16.
                 let tensor = types == [1, 1] && width <= 256 && kind == AttentionKind::Plain;
                 let (how, text, kernels): (_, _, &[&str]) = match width {
-                    _ if tensor => {
-                        ("tensor.cu", include_str!("attention/tensor.cu"), &["combine", "attend_16"])
-                    }
+                    _ if tensor => (
+                        "tensor.cu",
+                        include_str!("attention/tensor.cu"),
+                        &["combine", "attend_16", "attend_prompt"],
+                    ),
                     ..=256 if kind == AttentionKind::Plain => {
                         ("lanes.cu", LANES, &["combine", "attend_1", "attend_2", "attend_4", "attend_8"])
                     }

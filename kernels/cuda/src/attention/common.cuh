@@ -1,9 +1,10 @@
 // Paged attention: code that its kernels share, and the kernel that joins splits.
 //
 // Exactness: keys are processed in tiles, and partial results cover one split each. Both begin at absolute
-// positions. So the result of a row depends on its position and its keys alone. The batch, the chunks of the
-// prompt and the rows that are computed together do not matter: a key that a row does not see has a weight of
-// exactly zero.
+// positions. Splits are joined one after the other in ascending order. So the result of a row depends on its
+// position and its keys alone. The batch, the chunks of the prompt and the rows that are computed together do
+// not matter: a key that a row does not see has a weight of exactly zero, and to join a split without a
+// visible key changes nothing.
 //
 // Rows that see the same blocks of a split may be processed together. Keys and values are then read once for
 // all of them. Such rows are rows of one sequence, or rows of several sequences whose caches begin with the
@@ -73,17 +74,36 @@ __device__ __forceinline__ u32 end_of(const Call &call, u32 row) {
 #endif
 }
 
-// One element of a row: the sum of weighted values divided by the sum of weights. The sink adds to the
-// latter.
-__device__ __forceinline__ float finish(const float *sinks, u32 head, float highest, float weights, float x) {
-    if (sinks) {
-        const float sink = __fmul_rn(sinks[head], 1.44269504f);
-        const float top = fmaxf(highest, sink);
-        const float factor = exp2_fast(__fsub_rn(highest, top));
-        weights = fmaf(weights, factor, exp2_fast(__fsub_rn(sink, top)));
-        x = __fmul_rn(x, factor);
-    }
-    return __fdiv_rn(x, weights);
+// Factors of two results that are joined.
+struct Factors { float first, second; };
+
+// Joins the highest score and the sum of weights of some keys with those of the keys behind them.
+__device__ __forceinline__ Factors join_sums(float &highest, float &weights, float next_highest, float next_weights) {
+    const float top = fmaxf(highest, next_highest);
+    const Factors factors = {exp2_fast(__fsub_rn(highest, top)), exp2_fast(__fsub_rn(next_highest, top))};
+    highest = top;
+    weights = fmaf(next_weights, factors.second, __fmul_rn(weights, factors.first));
+    return factors;
+}
+
+// Joins an element of the weighted values.
+__device__ __forceinline__ float join_values(Factors factors, float x, float next) {
+    return fmaf(next, factors.second, __fmul_rn(x, factors.first));
+}
+
+// Adds a head's sink to the sum of weights. Returns the factor of the weighted values.
+__device__ __forceinline__ float add_sink(const float *sinks, u32 head, float highest, float &weights) {
+    if (!sinks) return 1.0f;
+    const float sink = __fmul_rn(sinks[head], 1.44269504f);
+    const float top = fmaxf(highest, sink);
+    const float factor = exp2_fast(__fsub_rn(highest, top));
+    weights = fmaf(weights, factor, exp2_fast(__fsub_rn(sink, top)));
+    return factor;
+}
+
+// One element of a row. The sum of a zero has no sign, whichever keys with a weight of zero were added.
+__device__ __forceinline__ float finish(float factor, float weights, float x) {
+    return __fadd_rn(__fdiv_rn(__fmul_rn(x, factor), weights), 0.0f);
 }
 
 #define PARAMETERS                                                                                                     \
@@ -99,14 +119,16 @@ __device__ __forceinline__ float finish(const float *sinks, u32 head, float high
             block_shift, k_stripe, v_stripe, window, causal, row_splits, scale                                         \
     }
 
-// Work of a block of threads: some rows, some query heads of one key/value head, and the keys `from..to` of
-// one split. Vector v is query head `head + v % together` of the row at index `place + v / together`.
+// Work of a block of threads: some rows, some query heads of one key/value head, and the keys `from..to`.
+// Vector v is query head `head + v % together` of the row at index `place + v / together`.
 struct Part {
     u32 place, count;          // rows, as indices into those of the launch
     u32 kv_head, head, heads;
-    u32 split, from, to;
-    u32 first_block;           // of the split, in blocks of the sequence
-    const u32 *table;          // blocks of the split, in shared memory; only those of from..to are set
+    u32 from, to;
+    const u32 *table;          // of the sequence's blocks
+    // Of work on one split: `table` is then in shared memory and begins with this block of the sequence.
+    // Only the blocks of from..to are set.
+    u32 split, first_block;
 };
 
 // A query vector of a `Part`.
@@ -147,55 +169,74 @@ __device__ __forceinline__ Goal goal_of(const Call &call, const Part &part, u32 
 
 // Stores element `d` of a vector. `weights` is the vector's sum of weights.
 __device__ __forceinline__ void leave(const Call &call, const Goal &goal, u32 d, float highest, float weights, float x) {
-    goal.out[d] = goal.alone ? finish(call.sinks, goal.head, highest, weights, x) : x;
+    if (goal.alone) {
+        const float factor = add_sink(call.sinks, goal.head, highest, weights);
+        x = finish(factor, weights, x);
+    }
+    goal.out[d] = x;
 }
 
-// Calls `go_through` for each `Part` of the block of threads. `go_through` must have a barrier before it
-// reads `part.table`. Grid: tiles of rows; key/value heads times groups of `together` query heads; splits.
-// 128 threads.
-template <class GoThrough> __device__ __forceinline__ void attend(const Call &call, GoThrough go_through) {
-    __shared__ u32 table[SPLIT / 16];
+// Calls `go_through` for each group of the tile's rows that are processed together, with all keys that these
+// see. Rows join the row before them if more than `needed` of their leading splits are common: with one of
+// WORDS at most 31 rows, with two at most 64.
+template <u32 WORDS, class GoThrough>
+__device__ __forceinline__ void each_group(const Call &call, u32 tile, u32 needed, GoThrough go_through) {
     const u32 group = call.heads / call.kv_heads;
     const u32 group_parts = (group + call.together - 1) / call.together;
     const u32 within = blockIdx.y % group_parts * call.together;
-    Part part;
+    Part part = {};
     part.kv_head = blockIdx.y / group_parts;
     part.head = part.kv_head * group + within;
     part.heads = min(call.together, group - within);
-    part.table = table;
-    // Minimum of `common` for rows that join, exclusive. Rows of several sequences join in whole common
-    // splits only, and never with a window.
-    const u32 needed = call.window == ALL ? blockIdx.z : SAME - 1;
-    u32 place = blockIdx.x * call.tile;
+    u32 place = tile * call.tile;
     const u32 last = min(place + call.tile, call.rows);
     while (place < last) {
-        const u32 other = place + threadIdx.x % 32;
-        const bool joins =
-            other < call.rows && other % call.join != 0 && call.common[call.first_row + other] > needed;
-        const u32 begins = __ballot_sync(0xffffffff, !joins);
+        u64 begins = 0;
+#pragma unroll
+        for (u32 i = 0; i < WORDS; i++) {
+            const u32 other = place + 32 * i + threadIdx.x % 32;
+            const bool joins =
+                other < call.rows && other % call.join != 0 && call.common[call.first_row + other] > needed;
+            begins |= (u64)__ballot_sync(0xffffffff, !joins) << 32 * i;
+        }
         part.place = place;
-        part.count = __ffs(begins >> 1);
+        part.count = WORDS == 1 ? __ffs((u32)begins >> 1) : __ffsll(begins >> 1 | 1ull << 63);
         place += part.count;
         // Another block of threads processes this row together with the rows before it.
         if (!(begins & 1)) continue;
 
         const u32 row = row_at(call, part.place);
-        const u32 start = start_of(reach_of(call, row), call.window);
-        const u32 end = end_of(call, row_at(call, part.place + part.count - 1));
-        part.split = start / SPLIT + blockIdx.z;
-        part.from = max(start, part.split * SPLIT);
-        part.to = min(end, (part.split + 1) * SPLIT);
-        if (part.from >= part.to) continue;
-        const u32 shift = call.block_shift, blocks = call.table_starts[call.row_sequences[row]];
-        part.first_block = part.split * SPLIT >> shift;
-        for (u32 i = threadIdx.x; i < SPLIT >> shift; i += 32 * WARPS) {
-            const u32 block = part.first_block + i;
-            if (block >= part.from >> shift && block <= (part.to - 1) >> shift) table[i] = call.tables[blocks + block];
-        }
+        part.from = start_of(reach_of(call, row), call.window);
+        part.to = end_of(call, row_at(call, part.place + part.count - 1));
+        part.table = call.tables + call.table_starts[call.row_sequences[row]];
         go_through(part);
         // The next `Part` uses the same shared memory.
         __syncthreads();
     }
+}
+
+// Calls `go_through` for each `Part` of one split. `go_through` must have a barrier before it reads
+// `part.table`. Grid: tiles of rows; key/value heads times groups of `together` query heads; splits. 128
+// threads.
+template <class GoThrough> __device__ __forceinline__ void attend(const Call &call, GoThrough go_through) {
+    __shared__ u32 table[SPLIT / 16];
+    // Rows of several sequences join in whole common splits only, and never with a window.
+    const u32 needed = call.window == ALL ? blockIdx.z : SAME - 1;
+    each_group<1>(call, blockIdx.x, needed, [&](Part part) {
+        const u32 *blocks = part.table;
+        part.split = part.from / SPLIT + blockIdx.z;
+        part.from = max(part.from, part.split * SPLIT);
+        part.to = min(part.to, (part.split + 1) * SPLIT);
+        if (part.from >= part.to) return;
+        part.first_block = part.split * SPLIT >> call.block_shift;
+        part.table = table;
+        for (u32 i = threadIdx.x; i < SPLIT >> call.block_shift; i += 32 * WARPS) {
+            const u32 block = part.first_block + i;
+            if (block >= part.from >> call.block_shift && block <= (part.to - 1) >> call.block_shift)
+                table[i] = blocks[block];
+        }
+        go_through(part);
+    });
 }
 
 // Joins the splits of rows that have several, in ascending order. Grid: rows of the launch, heads. 128
@@ -207,15 +248,23 @@ extern "C" __global__ void __launch_bounds__(128) combine(PARAMETERS) {
     const u32 splits = (end - 1) / SPLIT - start_of(reach_of(call, row), window) / SPLIT + 1;
     if (splits == 1) return;
     const u64 slot = ((u64)blockIdx.x * heads + head) * row_splits;
-    float top = LOWEST;
-    for (u32 i = 0; i < splits; i++) top = fmaxf(top, sums[2 * (slot + i)]);
     for (u32 d = threadIdx.x; d < v_head_dim; d += 32 * WARPS) {
-        float weights = 0, x = 0;
-        for (u32 i = 0; i < splits; i++) {
-            const float factor = exp2_fast(__fsub_rn(sums[2 * (slot + i)], top));
-            weights = fmaf(sums[2 * (slot + i) + 1], factor, weights);
-            x = fmaf(parts[(slot + i) * v_head_dim + d], factor, x);
+        float highest = LOWEST, weights = 0, x = 0;
+        for (u32 i = 0; i < splits; i += 8) {
+            // Loads of several splits at once.
+            float2 next[8];
+            float values[8];
+#pragma unroll
+            for (u32 k = 0; k < 8; k++) {
+                const u64 at = slot + min(i + k, splits - 1);
+                next[k] = ((const float2 *)sums)[at];
+                values[k] = parts[at * v_head_dim + d];
+            }
+#pragma unroll
+            for (u32 k = 0; k < 8; k++)
+                if (i + k < splits) x = join_values(join_sums(highest, weights, next[k].x, next[k].y), x, values[k]);
         }
-        out[((u64)row * heads + head) * v_head_dim + d] = finish(sinks, head, top, weights, x);
+        const float factor = add_sink(sinks, head, highest, weights);
+        out[((u64)row * heads + head) * v_head_dim + d] = finish(factor, weights, x);
     }
 }

@@ -272,8 +272,8 @@ template <u32 GROUP> __device__ __forceinline__ void go_through(const Call &call
 #define ATTEND(group)                                                                                                  \
     after_earlier_kernels(), attend(call, [&](const Part &part) { go_through<group>(call, part); })
 extern "C" __global__ void __launch_bounds__(128, LATENT ? 3 : 4) attend_1(PARAMETERS) { const Call call = CALL; ATTEND(1); }
-// By itself the compiler aims at fewer registers for E4M3 than fit, and spills.
-#if K_TYPE == 3 || V_TYPE == 3
+// By itself the compiler aims at fewer registers than fit, and spills.
+#if K_TYPE == 3 || V_TYPE == 3 || (AROUND && K_TYPE == 0)
 #define TWO __launch_bounds__(128, 3)
 #else
 #define TWO __launch_bounds__(128)

@@ -103,8 +103,20 @@ impl Case {
 
     /// Returns the kernels' output for some positions of some sequences, in one step.
     fn run(&self, sim: &mut Sim, step_parts: &[(usize, Range<usize>)], scratch_bytes: usize) -> Vec<f32> {
+        self.run_on(sim, step_parts, scratch_bytes, 1)
+    }
+
+    /// As [`Self::run`] on a device with this number of multiprocessors.
+    fn run_on(
+        &self,
+        sim: &mut Sim,
+        step_parts: &[(usize, Range<usize>)],
+        scratch_bytes: usize,
+        multiprocessors: usize,
+    ) -> Vec<f32> {
         let compiled = sim.compiled(AttentionKernels::source(&self.shape).unwrap());
-        let kernels = AttentionKernels::load(&mut sim.device, compiled, self.shape).unwrap();
+        let mut kernels = AttentionKernels::load(&mut sim.device, compiled, self.shape).unwrap();
+        kernels.multiprocessors = multiprocessors;
         let (mut sequences, mut tables, mut q, mut rows) = (Vec::new(), Vec::new(), Vec::new(), 0);
         let garbage = |table: &Vec<u32>| table.iter().copied().chain([0xdead_beef; 3]).collect::<Vec<_>>();
         let with_tails: Vec<_> = self.tables.iter().map(garbage).collect();
@@ -252,6 +264,57 @@ fn a_row_does_not_depend_on_the_rows_computed_with_it() {
     }
 }
 
+/// A prompt's rows, in the kernel for prompts: they are near the definition, and have the bits of the kernel for one
+/// split and of single rows, however the prompt is cut. The kernel for prompts needs no scratch memory.
+#[test]
+fn a_prompt_has_the_bits_of_single_rows() {
+    const END: usize = 2 * SPLIT + 40;
+    const MANY: usize = usize::MAX;
+    let window = |window| KvShape { window: Some(window), ..SHAPE };
+    let shapes = [
+        SHAPE,
+        KvShape { heads: 5, kv_heads: 1, head_dim: 96, v_head_dim: 128, block_tokens: 64, ..SHAPE },
+        KvShape { heads: 2, kv_heads: 2, head_dim: 128, v_head_dim: 75, ..window(SPLIT + 3) },
+        KvShape { heads: 4, kv_heads: 1, head_dim: 256, v_head_dim: 200, block_tokens: 32, ..SHAPE },
+        KvShape { heads: 16, kv_heads: 1, head_dim: 24, v_head_dim: 8, ..window(70) },
+        KvShape { heads: 1, kv_heads: 1, head_dim: 40, v_head_dim: 56, ..SHAPE },
+    ];
+    for mut sim in Sim::each() {
+        for shape in shapes {
+            let mut case = Case::new(shape, &[END, 70]);
+            case.sinks = Some(numbers(5, 0, shape.heads).iter().map(|x| 3.0 * x).collect());
+            let width = shape.heads * shape.v_head_dim;
+            let step = [(0, END - 41..END), (1, 3..70)];
+            let what = format!("{shape:?} for {}", sim.arch);
+            let prompt = case.run(&mut sim, &step, 0);
+            let expected: Vec<f64> = [(0, END - 41), (0, END - 1), (1, 3), (1, 69)]
+                .into_iter()
+                .flat_map(|(sequence, position)| case.expected(sequence, position))
+                .collect();
+            let row = |row: usize| &prompt[row * width..(row + 1) * width];
+            assert_near(&[row(0), row(40), row(41), row(107)].concat(), &expected, 2e-5, &what);
+            let splits = case.run_on(&mut sim, &step, 1 << 20, MANY);
+            assert_eq!(bits(&prompt), bits(&splits), "{what}");
+            // Tiles begin with other rows.
+            let cut = case.run(&mut sim, &[(1, 10..70), (0, END - 30..END)], 0);
+            let same = [&prompt[(41 + 7) * width..], &prompt[11 * width..41 * width]].concat();
+            assert_eq!(bits(&cut), bits(&same), "{what}");
+            for at in [0, 17, 40] {
+                let position = END - 41 + at;
+                let alone = case.run(&mut sim, &[(0, position..position + 1)], 1 << 16);
+                assert_eq!(bits(&alone), bits(row(at)), "row {position}, {what}");
+            }
+        }
+        // Rows that see all of their sequence, and more of them than a step of the search for groups takes.
+        let whole = KvShape { heads: 1, kv_heads: 1, causal: false, ..SHAPE };
+        let case = Case::new(whole, &[SPLIT + 9, 66]);
+        let step = [(0, 0..SPLIT + 9), (1, 0..66)];
+        let prompt = case.run(&mut sim, &step, 0);
+        assert_near(&prompt[..64], &case.expected(0, 0), 2e-5, "the first row of a whole text");
+        assert_eq!(bits(&prompt), bits(&case.run_on(&mut sim, &step, 1 << 20, MANY)));
+    }
+}
+
 /// Sequences whose caches begin with the same blocks read these once, for as many rows at a time as a tile
 /// has room for. Their rows have the same bits as with copies of those blocks.
 #[test]
@@ -297,7 +360,7 @@ fn a_common_beginning_of_sequences_is_read_once() {
 fn decoding_is_within_the_instruction_budget() {
     let mut sim = Sim::each().next().unwrap();
     let mut found = Vec::new();
-    for (kv_type, budget) in [(KvType::F16, 2.0), (KvType::Q8_0, 19.0)] {
+    for (kv_type, budget) in [(KvType::F16, 2.2), (KvType::Q8_0, 19.0)] {
         let shape = KvShape {
             kv_type: kv_type.into(),
             heads: 4,

@@ -191,8 +191,9 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
     Ok(())
 }
 
-/// Returns a layer for each element type and head width that kernels are compiled for, and one of two types.
-pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
+/// Returns a layer for each element type and head width that kernels are compiled for, and one of two types, each with
+/// the rows of its steps. The last layers have prompts that are long enough for the kernels for prompts on any GPU.
+pub(super) fn long_layers() -> impl Iterator<Item = (KvLayer, &'static [usize])> {
     let around = KvLayer { heads: 1, kv_heads: 1, window: Some(9), causal: false, ..PLAIN };
     let arounds = [KvType::F32, KvType::F16, KvType::Q8_0]
         .map(|kv_type| KvLayer { kv_type: KvTypes::both(kv_type), ..around });
@@ -209,21 +210,25 @@ pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
             ..PLAIN
         })
     });
-    same.chain([apart]).chain(arounds)
+    let prompts: [(usize, &[usize]); 3] = [(64, &[70, 200]), (128, &[70, 200]), (256, &[70, 100])];
+    let prompts = prompts.map(|(width, rows)| {
+        (KvLayer { heads: 32, kv_heads: 16, head_dim: width, v_head_dim: width, ..PLAIN }, rows)
+    });
+    let rows = |layer: KvLayer| -> (_, &[usize]) {
+        (layer, if layer.causal { &[515, 1, 2, 4, 8] } else { &[520, 1, 2] })
+    };
+    same.chain([apart]).chain(arounds).map(rows).chain(prompts)
 }
 
-/// Single and multiple rows that see more keys than one split has. Without causality whole sequences, one of which is
-/// longer than a split.
-pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
-    const ROWS: [usize; 5] = [515, 1, 2, 4, 8];
-    const WHOLE: [usize; 3] = [520, 1, 2];
+/// Single and multiple rows, most of which see more keys than one split has. Without causality whole sequences, one of
+/// which is longer than a split.
+pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer, steps: &[usize]) -> Result<(), Error> {
     let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, latent, window, causal } = layer;
     let block_tokens = 64;
     let shape =
         KvShape { heads, kv_heads, head_dim, v_head_dim, latent, block_tokens, kv_type, window, causal };
     let block = inputs.backend.kv_block_bytes(shape)?;
     let id = inputs.backend.create_kv_layer(0, shape, 0)?;
-    let steps = if causal { &ROWS[..] } else { &WHOLE };
     let end: usize = steps.iter().sum();
     let blocks = end.div_ceil(block_tokens);
     inputs.backend.create_kv_arena(blocks * block, &[block])?;
@@ -256,12 +261,12 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
             })?;
             let what = format!("{layer:?}, {rows} rows after {context}");
             inputs.keep("attention", what, ATTENTION, (out, rows, heads * v_head_dim))?;
-            if rows == 8 {
+            if causal && Some(&rows) == steps.last() {
                 alone(
                     inputs,
                     (q, out),
                     id,
-                    (&tables, context, rows),
+                    (&tables, context, rows.min(8)),
                     (heads * head_dim, heads * v_head_dim),
                 )?;
             }

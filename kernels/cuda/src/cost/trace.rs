@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Warp instructions after which no further block of a launch is interpreted.
 const SAMPLED_INSTRUCTIONS: u64 = 60_000;
+/// The same for attention of prompts, whose blocks have unequal numbers of keys.
+const SAMPLED_PROMPTS: u64 = 2_000_000;
 /// The same for groups of tokens of experts, many of which are empty.
 const SAMPLED_EXPERTS: u64 = 2_000_000;
 
@@ -221,6 +223,7 @@ impl Device for Tracer {
                 u64::MAX
             }
             "expert_lists" => u64::MAX,
+            "attend_prompt" => SAMPLED_PROMPTS,
             _ if is_product(&kernel) && arguments[23] > 0 => SAMPLED_EXPERTS,
             _ => SAMPLED_INSTRUCTIONS,
         };
