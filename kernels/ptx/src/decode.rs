@@ -10,6 +10,7 @@ mod operands;
 mod tensor;
 mod ty;
 mod warp;
+mod warpgroup;
 
 use crate::PtxError;
 use crate::ast::{Function, Special};
@@ -105,6 +106,7 @@ fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
         "mma" => tensor::product(d),
         "ldmatrix" => tensor::load_matrix(d),
         "cp" => tensor::copy(d),
+        "wgmma" => warpgroup::decode(d),
         "shfl" | "vote" | "match" | "redux" | "activemask" => warp::decode(d),
         other => Err(format!("the opcode {other} is not known")),
     }

@@ -5,6 +5,7 @@ mod dependent;
 mod lane_data;
 mod lane_exchange;
 mod matrix;
+mod warpgroup;
 
 use crate::FaultKind;
 use crate::ast::Space;
@@ -217,6 +218,10 @@ impl Block<'_> {
             }
             Op::CopyCommit => warp.copies.commit(mask),
             Op::CopyWait { keep } => self.copy_wait(warp, keep, mask)?,
+            Op::GroupProduct(ref product) => self.group_product(warp, product, mask)?,
+            Op::GroupCommit => warp.products.groups += 1,
+            Op::GroupWait { keep } => self.group_wait(warp, keep, mask)?,
+            Op::ProxyFence => self.shared.fence(warp.index),
             Op::Reduce { f, d, a, members } => lane_exchange::reduce(warp, f, (d, a), members, mask)?,
             Op::ActiveMask { d } => warp.set32(d, &[mask; LANES], mask),
             Op::GridWait => warp.waited |= mask,

@@ -200,6 +200,17 @@ pub(crate) struct MatrixProduct {
     pub(crate) scales: Option<ScaledBlocks>,
 }
 
+/// `wgmma.mma_async`: 64 rows of four warps, of which each has 16 in its registers. The second factor is in shared memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct GroupProduct {
+    pub(crate) d: Vec<u32>,
+    pub(crate) a: Vec<u32>,
+    /// Register of the second factor's descriptor.
+    pub(crate) b: u32,
+    pub(crate) columns: usize,
+    pub(crate) factor: Factor,
+}
+
 /// `ldmatrix`: matrices of 8 rows of 16 bytes. The lanes provide the addresses of the rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LoadMatrix {
@@ -431,6 +442,15 @@ pub(crate) enum Op {
     MatrixProduct(Box<MatrixProduct>),
     LoadMatrix(Box<LoadMatrix>),
     CopyAsync(Box<CopyAsync>),
+    GroupProduct(Box<GroupProduct>),
+    /// Makes a group of the products since the last one.
+    GroupCommit,
+    /// Waits for the products of all groups except the last `keep`.
+    GroupWait {
+        keep: u32,
+    },
+    /// Makes earlier writes to shared memory visible to products of a warp group.
+    ProxyFence,
     CopyCommit,
     /// Waits for all groups except the last `keep`, or for all copies without `keep`.
     CopyWait {

@@ -19,6 +19,8 @@ struct Cell {
     read_bytes: [u8; 2],
     /// Bytes that a copy in progress will write; then `write` is the beginning of the copy.
     copied: u8,
+    /// Fences of the writing warp before the write.
+    fences: u32,
 }
 
 /// An access: warp (8 bits), clock (24 bits) and program counter (32 bits), from the top. 0 is no access.
@@ -121,6 +123,8 @@ pub(crate) struct Shared {
     bytes: Vec<u8>,
     cells: Vec<Cell>,
     pub(crate) clocks: Clocks,
+    /// For each warp, its number of `fence.proxy.async`.
+    fences: Vec<u32>,
 }
 
 /// The warp and the instruction of an access.
@@ -133,7 +137,7 @@ pub(crate) struct Accessor {
 impl Shared {
     pub(crate) fn new(bytes: usize) -> Self {
         let cells = vec![Cell::default(); bytes.div_ceil(WORD)];
-        Self { bytes: vec![0xff; bytes], cells, clocks: Clocks::default() }
+        Self { bytes: vec![0xff; bytes], cells, ..Self::default() }
     }
 
     /// Resets the memory to its state at the start of a block.
@@ -141,6 +145,28 @@ impl Shared {
         self.bytes.fill(0xff);
         self.cells.fill(Cell::default());
         self.clocks = Clocks::new(warps);
+        self.fences = vec![0; warps];
+    }
+
+    /// Makes the writes of a warp visible to [`Shared::read_asynchronously`].
+    pub(crate) fn fence(&mut self, warp: usize) {
+        self.fences[warp] += 1;
+    }
+
+    /// Like [`Shared::read`], by a product of a warp group: writes must be followed by a fence of their warp.
+    pub(crate) fn read_asynchronously(
+        &mut self,
+        address: u64,
+        bytes: usize,
+        accessor: Accessor,
+    ) -> Result<&[u8], Wrong> {
+        let range = self.range(address, bytes)?;
+        let cells = &self.cells[range.start / WORD..range.end.div_ceil(WORD)];
+        if cells.iter().any(|cell| cell.written != 0 && self.fences[cell.write.warp()] <= cell.fences) {
+            let what = format!("no fence.proxy.async follows the write to {address:#x} of shared memory");
+            return Err(Wrong::Fault(FaultKind::Invalid { what }));
+        }
+        self.read(address, bytes, accessor)
     }
 
     fn range(&self, address: u64, bytes: usize) -> Result<std::ops::Range<usize>, Wrong> {
@@ -215,6 +241,7 @@ impl Shared {
             let same = cell.write.together(stamp);
             cell.write_bytes = if same { cell.write_bytes | mask } else { mask };
             cell.write = stamp;
+            cell.fences = self.fences[accessor.warp];
             cell.written |= mask;
         }
         Ok(&mut self.bytes[range])

@@ -10,6 +10,7 @@ mod memory;
 mod sample;
 mod tensor;
 mod warp;
+mod warpgroup;
 
 use crate::{Counts, Launch, Limits, Machine, RunError};
 

@@ -2,7 +2,7 @@
 
 use crate::decode::Kernel;
 use crate::lanes::{ALL, LANES, V32, V64, each};
-use crate::op::{Condition, Data};
+use crate::op::{Condition, Data, GroupProduct};
 
 /// Contents of unwritten registers; NaN as a float.
 const POISON: u32 = 0xffc0_dead;
@@ -40,6 +40,7 @@ pub(crate) struct Warp {
     /// Local memory, lane by lane.
     pub(crate) local: Vec<u8>,
     pub(crate) copies: Copies,
+    pub(crate) products: Products,
 }
 
 /// A copy into shared memory that has begun and was not waited for yet.
@@ -57,6 +58,25 @@ pub(crate) struct Copies {
     pub(crate) pending: Vec<Copy>,
     /// Number of groups that each lane has committed.
     pub(crate) groups: V32,
+}
+
+/// A product of a warp group that was not waited for yet.
+#[derive(Debug)]
+pub(crate) struct PendingProduct {
+    pub(crate) group: u32,
+    pub(crate) product: GroupProduct,
+    pub(crate) pc: u32,
+    pub(crate) descriptor: u64,
+    /// The factors when it began.
+    pub(crate) first: Vec<V32>,
+    pub(crate) second: Vec<u8>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Products {
+    pub(crate) pending: Vec<PendingProduct>,
+    /// Number of groups that the warp has committed.
+    pub(crate) groups: u32,
 }
 
 impl Copies {
@@ -84,6 +104,7 @@ impl Warp {
             state: State::Ready,
             local: vec![0xff; kernel.local_bytes as usize * LANES],
             copies: Copies::default(),
+            products: Products::default(),
         };
         for &(register, value) in &kernel.constants32 {
             warp.r32[register as usize] = [value; LANES];
@@ -102,6 +123,7 @@ impl Warp {
         self.waited = 0;
         self.others.clear();
         self.copies = Copies::default();
+        self.products = Products::default();
         self.state = State::Ready;
     }
 

@@ -240,8 +240,12 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
 }
 
 fn fence(d: &mut Decoder<'_>) -> Decoded<Op> {
-    d.one_of(&["sc", "acq_rel", "acquire", "release", "proxy"]);
-    d.one_of(&["cta", "gpu", "sys", "cluster", "async", "alias"]).ok_or("fence needs its scope")?;
+    if d.word("proxy") && d.word("async") {
+        d.one_of(&["shared::cta"]);
+        return Ok(Op::ProxyFence);
+    }
+    d.one_of(&["sc", "acq_rel", "acquire", "release"]);
+    d.one_of(&["cta", "gpu", "sys", "cluster", "alias"]).ok_or("fence needs its scope")?;
     d.one_of(&["global", "shared::cta"]);
     Ok(Op::Nothing)
 }

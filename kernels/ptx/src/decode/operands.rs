@@ -118,6 +118,15 @@ impl<'a> Decoder<'a> {
         words.iter().copied().find(|word| self.word(word))
     }
 
+    /// Takes the first modifier with this beginning. Returns the rest of it.
+    pub(super) fn prefixed(&mut self, beginning: &str) -> Option<&'a str> {
+        self.words.iter_mut().find_map(|word| {
+            let rest = word.and_then(|word| word.strip_prefix(beginning))?;
+            *word = None;
+            Some(rest)
+        })
+    }
+
     /// Takes the first modifier that is a type.
     pub(super) fn ty(&mut self) -> Decoded<Ty> {
         for word in &mut self.words {

@@ -104,7 +104,7 @@ fn scales(d: &mut Decoder<'_>, blocks: usize, threads: u32) -> Decoded<BlockScal
 }
 
 /// Parses `count` 32-bit registers, single or in braces.
-fn list(d: &mut Decoder<'_>, count: usize, written: bool) -> Decoded<Vec<u32>> {
+pub(super) fn list(d: &mut Decoder<'_>, count: usize, written: bool) -> Decoded<Vec<u32>> {
     let operands = match d.operand()? {
         Operand::List(list) => list.as_slice(),
         single => std::slice::from_ref(single),

@@ -9,7 +9,7 @@ use crate::warp::Warp;
 use half::{bf16, f16};
 
 /// Rows of a product.
-const ROWS: usize = 16;
+pub(super) const ROWS: usize = 16;
 /// Columns of a product.
 const COLUMNS: usize = 8;
 /// Maximum number of values of a row of the first factor.
@@ -17,7 +17,7 @@ const DEPTH: usize = 64;
 /// Maximum number of blocks of a row that have a scale each.
 const BLOCKS: usize = 4;
 
-fn all_lanes(what: &'static str, mask: u32) -> Run<()> {
+pub(super) fn all_lanes(what: &'static str, mask: u32) -> Run<()> {
     if mask == ALL {
         return Ok(());
     }
@@ -26,7 +26,7 @@ fn all_lanes(what: &'static str, mask: u32) -> Run<()> {
 }
 
 /// Returns one value of a register.
-fn value(factor: Factor, register: u32, at: usize) -> f64 {
+pub(super) fn value(factor: Factor, register: u32, at: usize) -> f64 {
     match factor {
         Factor::F16 => f16::from_bits((register >> (16 * at)) as u16).to_f64(),
         Factor::Bf16 => bf16::from_bits((register >> (16 * at)) as u16).to_f64(),
