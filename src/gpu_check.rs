@@ -216,7 +216,7 @@ fn measure(info: &GpuInfo, compiler: Compiler, cases_only: bool) -> Result<Measu
             .map_err(|_| kernels::Error::Unsupported { what: "the backend that the environment selects" })?;
         Ok(Box::new(CpuBackend::new(cpu, Pool::new(PoolConfig::new(NonZeroUsize::MIN))?)?))
     };
-    let checked = compare(&mut device, &mut oracle, info.multiprocessors as usize, arch.has_block_scales());
+    let checked = compare(&mut device, &mut oracle, info.multiprocessors as usize, arch);
     let correct = checked.passed();
     let Checked { cases, refused } = checked;
     Ok(Measured { ceilings, correct, refused, cases: cases.into_iter().map(CaseReport::from).collect() })

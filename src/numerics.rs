@@ -38,6 +38,9 @@ pub(crate) enum ActivationsArg {
     /// MXFP4 weights with 8-bit float activations (E4M3) that have a power of two for each 32, others as with int8. For
     /// GPUs of compute capability 12.0 and 12.1; not verified on a device.
     Mxfp8,
+    /// Activations and weights rounded to bf16, for prompts on GPUs of compute capability 9.0 (H100, H200); not verified
+    /// on a device.
+    Bf16,
 }
 
 impl From<KvTypeArg> for KvType {
@@ -65,6 +68,7 @@ impl From<ActivationsArg> for kernels::backend::ActivationMode {
             ActivationsArg::Int8 => Self::Int8,
             ActivationsArg::F32 => Self::F32,
             ActivationsArg::Mxfp8 => Self::Mxfp8,
+            ActivationsArg::Bf16 => Self::Bf16,
         }
     }
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles the products of some weight types in several ways. ab.py compares them on a device.
 
-    bench/gpu/variants.py OUT                 # OUT/TYPE.VARIANT.cubin, for sm_90
+    bench/gpu/variants.py OUT                 # OUT/TYPE.VARIANT.cubin, for sm_90a
     bench/gpu/variants.py OUT --arch sm_121a
     bench/gpu/variants.py --check             # whether every change still finds its place in the sources
 
@@ -95,7 +95,7 @@ class Compiler:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=pathlib.Path)
-    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     sources = {(ty, variant): source(ty, changes) for ty in TYPES for variant, changes in VARIANTS.items()}

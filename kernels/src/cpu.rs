@@ -78,8 +78,16 @@ impl CpuBackend {
         if config.attention != config.matmul || config.rows != config.matmul {
             isas.extend([config.attention.name(), config.rows.name()]);
         }
-        if config.activations == ActivationMode::Mxfp8 {
-            let what = "activations = mxfp8 on a CPU; a GPU of compute capability 12.0 or 12.1 is required";
+        let refused = match config.activations {
+            ActivationMode::Int8 | ActivationMode::F32 => None,
+            ActivationMode::Mxfp8 => {
+                Some("activations = mxfp8 on a CPU; a GPU of compute capability 12.0 or 12.1 is required")
+            }
+            ActivationMode::Bf16 => {
+                Some("activations = bf16 on a CPU; a GPU of compute capability 9.0 is required")
+            }
+        };
+        if let Some(what) = refused {
             return Err(Error::Unsupported { what });
         }
         let info = BackendInfo {

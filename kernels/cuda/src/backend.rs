@@ -84,11 +84,14 @@ impl CudaBackend {
         let mut device = Box::new(Taped::new(device));
         let mut modules = Modules::new(compile);
         let rowwise = RowwiseKernels::load(device.as_mut(), modules.of(&source::ROWWISE)?)?;
-        if config.activations == ActivationMode::Mxfp8 && !config.arch.has_block_scales() {
-            let what = format!(
-                "activations = mxfp8 on {}; compute capability 12.0 or 12.1 is required",
-                config.arch
-            );
+        let required = match config.activations {
+            ActivationMode::Mxfp8 if !config.arch.has_block_scales() => Some("12.0 or 12.1"),
+            ActivationMode::Bf16 if !config.arch.has_group_products() => Some("9.0"),
+            _ => None,
+        };
+        if let Some(required) = required {
+            let (mode, arch) = (config.activations.name(), config.arch);
+            let what = format!("activations = {mode} on {arch}; compute capability {required} is required");
             return Err(CudaError::Invalid { what });
         }
         let info = BackendInfo {

@@ -1,6 +1,7 @@
 //! Comparison of every operation on a device with the same operation on the CPU. `kvasir gpu-check` runs it
 //! on a GPU, the tests run it on the interpreter.
 
+use super::Arch;
 use kernels::Error;
 use kernels::backend::{ActivationMode, Backend, BufferId, VectorId};
 use kernels::quant::GgmlType;
@@ -80,14 +81,9 @@ impl Checked {
 }
 
 /// Compares a device with `multiprocessors` multiprocessors with an oracle in all cases. Together the cases
-/// use every kernel. `block_scales`: whether the device multiplies blocks with scales.
-pub fn compare(
-    device: &mut Make<'_>,
-    oracle: &mut Make<'_>,
-    multiprocessors: usize,
-    block_scales: bool,
-) -> Checked {
-    compare_types(&GgmlType::ALL, device, oracle, multiprocessors, block_scales)
+/// use every kernel. `arch`: that of the device.
+pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>, multiprocessors: usize, arch: Arch) -> Checked {
+    compare_types(&GgmlType::ALL, device, oracle, multiprocessors, arch)
 }
 
 /// Like [`compare`], with products of these types of weights alone.
@@ -96,7 +92,7 @@ fn compare_types(
     device: &mut Make<'_>,
     oracle: &mut Make<'_>,
     multiprocessors: usize,
-    block_scales: bool,
+    arch: Arch,
 ) -> Checked {
     let mut checked = Checked::default();
     let mut group = |name: &str, mode, run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>| {
@@ -111,10 +107,15 @@ fn compare_types(
             let run = |inputs: &mut Inputs<'_>| cases::exact_products(inputs, ty);
             group(&format!("products of {ty} with f32"), ActivationMode::F32, &run);
         }
-        if block_scales && super::source::matmul::scaled(ty).is_some() {
+        if arch.has_block_scales() && super::source::matmul::scaled(ty).is_some() {
             group(&format!("products of {ty} with MXFP8"), ActivationMode::Mxfp8, &|inputs| {
                 cases::scaled_products(inputs, ty, multiprocessors)?;
                 cases::scaled_experts(inputs, ty)
+            });
+        }
+        if arch.has_group_products() && super::source::matmul::bf16(ty).is_some() {
+            group(&format!("products of {ty} with bf16"), ActivationMode::Bf16, &|inputs| {
+                cases::bf16_products(inputs, ty, multiprocessors)
             });
         }
     }
@@ -166,8 +167,8 @@ impl Checked {
         };
         let found = outputs("the device", device);
         let expected = outputs("the CPU", &mut |activations| match activations {
-            // The inputs are values that MXFP8 has.
-            ActivationMode::Mxfp8 => oracle(ActivationMode::F32),
+            // The inputs are values that these forms have.
+            ActivationMode::Mxfp8 | ActivationMode::Bf16 => oracle(ActivationMode::F32),
             other => oracle(other),
         });
         self.cases.extend(found.iter().zip(&expected).map(|(found, expected)| found.case(expected)));

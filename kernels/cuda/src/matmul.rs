@@ -4,7 +4,7 @@
 //! alone decides the order of additions in a row: the number of tokens in a call changes no bit of any
 //! token's result. On int8 activations a segment of columns is summed as [`kernels::matmul`] defines; then
 //! the segments' sums are added in order. On MXFP8 activations a matrix product of a warp adds each 32 columns of a
-//! segment to the sum of those before.
+//! segment to the sum of those before, with bf16 each 16.
 
 use super::pack::{BLOCK, TiledShape, UNIT_COLS};
 use super::source::{self, Source};
@@ -33,6 +33,8 @@ pub(super) const GROUP_TOKENS: usize = 32;
 pub(super) const STAGED_TOKENS: usize = 128;
 /// Tiles of a block of the kernel for prompts.
 const STAGED_TILES: usize = 2;
+/// The same with bf16 activations.
+const BF16_TILES: usize = 4;
 /// Threads of a block of the kernel for prompts.
 const STAGED_THREADS: u32 = 256;
 
@@ -44,13 +46,15 @@ pub fn quantised_row_bytes(cols: usize) -> usize {
     Quantised::Int8.row_bytes(cols)
 }
 
-/// A form of activations with 8 bits for a value.
+/// A form of activations with fewer bits than f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quantised {
     /// Integers with an f32 scale for 32 of them.
     Int8,
     /// E4M3 with a UE8M0 scale for 32 of them.
     Mxfp8,
+    /// bf16.
+    Bf16,
 }
 
 impl Quantised {
@@ -58,6 +62,7 @@ impl Quantised {
     pub fn of(mode: ActivationMode, ty: GgmlType) -> Option<Self> {
         match mode {
             ActivationMode::Mxfp8 if source::matmul::scaled(ty).is_some() => Some(Self::Mxfp8),
+            ActivationMode::Bf16 => source::matmul::bf16(ty).map(|_| Self::Bf16),
             ActivationMode::Int8 | ActivationMode::Mxfp8 => reads_int8(ty).then_some(Self::Int8),
             ActivationMode::F32 => None,
         }
@@ -69,6 +74,16 @@ impl Quantised {
         match self {
             Self::Int8 => blocks * QUANTISED_BLOCK,
             Self::Mxfp8 => (blocks * (BLOCK + 1)).next_multiple_of(16),
+            Self::Bf16 => blocks * BLOCK * 2,
+        }
+    }
+
+    /// Returns the source of a type's products with this form, if it has one of its own.
+    pub(super) fn source(self, ty: GgmlType) -> Option<&'static Source> {
+        match self {
+            Self::Int8 => None,
+            Self::Mxfp8 => source::matmul::scaled(ty),
+            Self::Bf16 => source::matmul::bf16(ty),
         }
     }
 
@@ -81,6 +96,7 @@ impl Quantised {
         match self {
             Self::Int8 => Activations::Int8(rows),
             Self::Mxfp8 => Activations::Mxfp8(rows),
+            Self::Bf16 => Activations::Bf16(rows),
         }
     }
 }
@@ -120,6 +136,7 @@ pub struct MatmulKernels {
     /// None for plain floats.
     int8: Widths,
     mxfp8: Widths,
+    bf16: Widths,
     exact: Widths,
     multiprocessors: usize,
     embed: KernelId,
@@ -142,6 +159,8 @@ pub enum Activations {
     Int8(DevicePtr),
     /// Rows of [`Quantised::row_bytes`].
     Mxfp8(DevicePtr),
+    /// Rows of [`Quantised::row_bytes`].
+    Bf16(DevicePtr),
 }
 
 /// Selects the matrix that each token is multiplied with.
@@ -262,24 +281,39 @@ impl MatmulKernels {
             }
             _ => return Err(missing()),
         };
-        Ok(Self { ty, int8, mxfp8: Widths::default(), exact, multiprocessors, embed })
+        Ok(Self {
+            ty,
+            int8,
+            mxfp8: Widths::default(),
+            bf16: Widths::default(),
+            exact,
+            multiprocessors,
+            embed,
+        })
     }
 
-    /// Loads the compiled source of the type's products with MXFP8 activations.
+    /// Loads the compiled source of the type's products with a form of activations: see [`Quantised::source`].
     ///
     /// # Errors
     /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
-    pub fn load_scaled(&mut self, device: &mut dyn Device, compiled: &Compiled) -> Result<(), CudaError> {
+    pub fn load_form(
+        &mut self,
+        device: &mut dyn Device,
+        compiled: &Compiled,
+        form: Quantised,
+    ) -> Result<(), CudaError> {
         let missing =
             || CudaError::NoKernel { name: self.ty.name().into(), source_name: compiled.source_name.clone() };
-        let source = source::matmul::scaled(self.ty).ok_or_else(missing)?;
-        match *device.load(compiled, source.kernels)? {
-            [one, eight, many, staged] => {
-                self.mxfp8 = Widths::new(&[1, 8, 32], &[one, eight, many], Some(staged));
-                Ok(())
-            }
-            _ => Err(missing()),
+        let source = form.source(self.ty).ok_or_else(missing)?;
+        let [one, eight, many, staged] = *device.load(compiled, source.kernels)? else {
+            return Err(missing());
+        };
+        let widths = Widths::new(&[1, 8, 32], &[one, eight, many], Some(staged));
+        match form {
+            Quantised::Bf16 => self.bf16 = widths,
+            _ => self.mxfp8 = widths,
         }
+        Ok(())
     }
 
     /// Multiplies in one launch. Up to three products of the same rows with matrices of one type are
@@ -304,6 +338,7 @@ impl MatmulKernels {
             Activations::F32(x) => (x, &self.exact),
             Activations::Int8(x) => (x, &self.int8),
             Activations::Mxfp8(x) => (x, &self.mxfp8),
+            Activations::Bf16(x) => (x, &self.bf16),
         };
         let (none, shape) = (DevicePtr::default(), &matrix.shape);
         let (experts, groups, list, together) = match first.experts {
@@ -342,9 +377,12 @@ impl MatmulKernels {
         arguments.extend(shared);
         let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
         // Tokens for each matrix, and columns of blocks, if the kernel for prompts is used.
+        let groups_tokens = matches!(first.x, Activations::Bf16(_));
+        let staged_tiles = if groups_tokens { BF16_TILES } else { STAGED_TILES };
         let staged_columns = match first.experts {
             Experts::One => Some((tokens, tokens.div_ceil(STAGED_TOKENS))),
-            Experts::Listed { count, most: GROUP_TOKENS, .. } => {
+            // All tokens of a product of a warp group have the same weights.
+            Experts::Listed { count, most: GROUP_TOKENS, .. } if !groups_tokens => {
                 // A block takes four whole groups.
                 let columns = count / (STAGED_TOKENS / GROUP_TOKENS);
                 (columns * STAGED_TOKENS == count * GROUP_TOKENS)
@@ -353,12 +391,12 @@ impl MatmulKernels {
             _ => None,
         };
         let staged_columns = staged_columns.filter(|&(tokens, columns)| {
-            let blocks = columns * tiles.div_ceil(STAGED_TILES);
+            let blocks = columns * tiles.div_ceil(staged_tiles);
             tokens > STAGED_TOKENS / 2 && blocks >= self.multiprocessors
         });
         let (kernel, grid, threads) = match (*staged, staged_columns) {
             (Some(staged), Some((_, columns))) => {
-                (staged, [columns, tiles.div_ceil(STAGED_TILES), 1], STAGED_THREADS)
+                (staged, [columns, tiles.div_ceil(staged_tiles), 1], STAGED_THREADS)
             }
             _ => (width.kernel, [columns, tiles, parts], small(segments * 32)?),
         };

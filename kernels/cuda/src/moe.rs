@@ -278,6 +278,7 @@ impl MoeKernels {
             Activations::F32(inner) => (inner, none, Quantised::Int8, ff),
             Activations::Int8(quantised) => (none, quantised, Quantised::Int8, padded),
             Activations::Mxfp8(quantised) => (none, quantised, Quantised::Mxfp8, padded),
+            Activations::Bf16(quantised) => (none, quantised, Quantised::Bf16, padded),
         };
         let mut arguments: Vec<Argument> =
             vec![inner.into(), quantised.into(), form.code().into(), gate.into(), up.into()];

@@ -28,6 +28,12 @@ __device__ __forceinline__ u32 bf16_bits(float x) {
     u32 bits = __float_as_uint(x);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+// The bf16 nearest to `low` and to `high`.
+__device__ __forceinline__ u32 bf16_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 
 // Sum over a group of `lanes` consecutive lanes, a power of two. Every lane returns the sum of its group. The
 // order of the additions is fixed.

@@ -1,14 +1,15 @@
-// Four values of a row per thread, and the 8-bit forms of a row: int8, blocks of 48 bytes for 32 values each; and
-// MXFP8, described in matmul/scaled.cu. Both are padded with zeroes to units of 8 blocks.
+// Four values of a row per thread, and the forms of a row with fewer bits: int8, blocks of 48 bytes for 32 values each;
+// MXFP8, described in matmul/scaled.cu; bf16, described in matmul/bf16_products.cu. All are padded with zeroes to units
+// of 8 blocks.
 #pragma once
 #include "math.cuh"
 
 constexpr u32 QUANTISED_BYTES = 48;
 
 // The numbers are those of `Quantised` in Rust.
-enum Form { INT8, MXFP8 };
+enum Form { INT8, MXFP8, BF16 };
 
-// Blocks of an 8-bit form of a row.
+// Blocks of such a form of a row.
 __device__ __forceinline__ u32 row_blocks(u32 cols) { return (cols + 255) / 256 * 8; }
 
 struct Four {
@@ -101,8 +102,17 @@ __device__ __forceinline__ void quantise_mxfp8(const Four &v, u8 *row, u32 block
     if (part == 0) row[32 * blocks + block] = largest < 0x7f800000 ? scale : 255;
 }
 
+// Like `quantise_blocks`, to bf16 in the order of matmul/bf16_products.cu: lanes 8 b .. 8 b + 8 have the block at `block`.
+__device__ __forceinline__ void quantise_bf16(const Four &v, u8 *block, bool store) {
+    const u32 part = threadIdx.x % 8;
+    if (!store) return;
+    u32 *to = (u32 *)(block + part / 4 * 32 + part % 4 * 4);
+    to[0] = bf16_pair(v.x[0], v.x[1]), to[4] = bf16_pair(v.x[2], v.x[3]);
+}
+
 // Stores four blocks, the first lane's being number `block` of `blocks` of row number `row`, in one of the forms.
 __device__ __forceinline__ void quantise_row(const Four &v, u32 form, u8 *rows, u64 row, u32 block, u32 blocks) {
     if (form == INT8) quantise_blocks(v, rows + (row * blocks + block) * QUANTISED_BYTES, block < blocks);
+    else if (form == BF16) quantise_bf16(v, rows + (row * blocks + block) * 64, block < blocks);
     else quantise_mxfp8(v, rows + row * ((33 * blocks + 15) / 16 * 16), block, blocks);
 }

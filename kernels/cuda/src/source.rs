@@ -1,6 +1,7 @@
 //! Sources of the kernels.
 
 use super::Arch;
+use kernels::quant::GgmlType;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
@@ -213,5 +214,7 @@ const SCALED: &[Source] = &[matmul::MXFP4_SCALED];
 /// different types: of these, two.
 pub fn all(arch: Arch) -> impl Iterator<Item = &'static Source> {
     let scaled = if arch.has_block_scales() { SCALED } else { &[] };
-    PLAIN.iter().chain(scaled).chain(CacheSource::checked().map(CacheSource::get))
+    let bf16 =
+        GgmlType::ALL.iter().filter_map(|ty| matmul::bf16(*ty)).filter(move |_| arch.has_group_products());
+    PLAIN.iter().chain(scaled).chain(bf16).chain(CacheSource::checked().map(CacheSource::get))
 }

@@ -61,6 +61,9 @@ pub enum ActivationMode {
     /// Activations rounded to E4M3 with a power of two for each 32 (MXFP8), where a backend has such products with a
     /// type of weights; as [`Self::Int8`] with the others. GPUs with block-scaled tensor cores alone have it.
     Mxfp8,
+    /// Activations and weights rounded to bf16, and the products of f32 weights exact. GPUs of compute capability 9.0
+    /// alone have it.
+    Bf16,
 }
 
 impl ActivationMode {
@@ -70,6 +73,7 @@ impl ActivationMode {
             Self::Int8 => "int8",
             Self::F32 => "f32",
             Self::Mxfp8 => "mxfp8",
+            Self::Bf16 => "bf16",
         }
     }
 }

@@ -330,12 +330,12 @@ fn the_cuda_image_opens_a_mounted_driver_and_reports_its_devices() {
 fn the_cuda_images_have_every_kernel_for_both_architectures() {
     for image_arch in ["amd64", "arm64"] {
         let driver = stub_driver(image_arch);
-        for (number, arch) in [("90", "sm_90"), ("121", "sm_121a")] {
+        for (number, arch) in [("90", "sm_90a"), ("121", "sm_121a")] {
             let (report, stderr) = gpu_check(image_arch, Some((&driver, number)));
             let device = &report["devices"][0];
             assert_eq!(device["arch"], arch, "{report}");
             let prebuilt = report["nvrtc"]["prebuilt"].as_object().unwrap();
-            assert_eq!(prebuilt.keys().collect::<Vec<_>>(), ["sm_121a", "sm_90"]);
+            assert_eq!(prebuilt.keys().collect::<Vec<_>>(), ["sm_121a", "sm_90a"]);
             let kernels = &prebuilt[arch];
             assert!(kernels["of"].as_u64().unwrap() > 10 && kernels["found"] == kernels["of"], "{kernels}");
             assert!(stderr.contains(&format!("the stub has loaded a module for sm_{number}")), "{stderr}");

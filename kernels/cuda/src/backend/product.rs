@@ -5,7 +5,6 @@ use super::super::matmul::{
     Activations, Embedding, Experts, MatmulKernels, Matrix, Product, Quantised, TOGETHER,
 };
 use super::super::pack::TiledShape;
-use super::super::source;
 use super::CudaBackend;
 use super::memory::{Buffers, ScratchLayout, Vectors, same};
 use super::modules::Modules;
@@ -54,8 +53,10 @@ impl Matrices {
         let ty = shape.ty();
         if let Entry::Vacant(vacant) = self.kernels.entry(ty) {
             let mut kernels = MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?;
-            if let Some(source) = source::matmul::scaled(ty).filter(|_| mode == ActivationMode::Mxfp8) {
-                kernels.load_scaled(device, modules.of(source)?)?;
+            if let Some(form) = Quantised::of(mode, ty)
+                && let Some(source) = form.source(ty)
+            {
+                kernels.load_form(device, modules.of(source)?, form)?;
             }
             vacant.insert(kernels);
         }

@@ -20,7 +20,7 @@ fn int8(
         ActivationMode::Int8 | ActivationMode::Mxfp8 => {
             Ok(Some(buffers.written(device, id, Quantised::Int8)?))
         }
-        ActivationMode::F32 => Ok(None),
+        ActivationMode::F32 | ActivationMode::Bf16 => Ok(None),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Cases of operations without a cache.
 
-use super::Inputs;
+use super::{Inputs, Output};
 use kernels::Error;
 use kernels::backend::{
     AdapterId, Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp,
@@ -17,6 +17,8 @@ const SUMS: f64 = 2e-5;
 const ROUNDED: f64 = 8e-2;
 /// Tolerance of equal operations with sums over a row in another order.
 const ROWS: f64 = 1e-5;
+/// Tolerance of sums with weights that are rounded to bf16.
+const BF16_WEIGHTS: f64 = 4e-3;
 
 impl Inputs<'_> {
     fn matrix(&mut self, ty: GgmlType, rows: usize, cols: usize, experts: usize) -> Result<MatrixId, Error> {
@@ -109,6 +111,41 @@ pub(super) fn scaled_products(
         let values = inputs.random.mxfp8_values(shape.0 * shape.2);
         inputs.backend.write_rows(x, &values)?;
         product_of(inputs, ty, x, shape)?;
+    }
+    Ok(())
+}
+
+/// Products of a type with bf16 activations: one token, few, many, and a prompt; and each of the first tokens alone.
+pub(super) fn bf16_products(
+    inputs: &mut Inputs<'_>,
+    ty: GgmlType,
+    multiprocessors: usize,
+) -> Result<(), Error> {
+    for (rows, outputs, cols) in
+        [(1, 40, 512), (6, 33, 256), (20, 64, 2304), (70, 128 * multiprocessors - 7, 512)]
+    {
+        let matrix = inputs.matrix(ty, outputs, cols, 1)?;
+        let values = inputs.random.mxfp8_values(rows * cols);
+        let product = |inputs: &mut Inputs<'_>, values: &[f32]| {
+            let rows = values.len() / cols;
+            let (x, out) =
+                (inputs.backend.create_buffer(rows, cols)?, inputs.backend.create_buffer(rows, outputs)?);
+            inputs.backend.write_rows(x, values)?;
+            let job = MatmulJob { matrix, out, bias: None, scale: 1.0, accumulate: false };
+            inputs.backend.matmul(x, &[job]).map(|()| out)
+        };
+        let out = product(inputs, &values)?;
+        let (mut together, mut alone, mut differing) = (vec![0.0; outputs], vec![0.0; outputs], 0);
+        for (row, values) in values.chunks(cols).take(3).enumerate() {
+            let one = product(inputs, values)?;
+            inputs.backend.read_row(out, row, &mut together)?;
+            inputs.backend.read_row(one, 0, &mut alone)?;
+            differing += together.iter().zip(&alone).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        }
+        let of = format!("{ty} with bf16, {rows} rows, {outputs} x {cols}");
+        inputs.keep("matmul", of.clone(), BF16_WEIGHTS, (out, rows, outputs))?;
+        let what = format!("{of}: values of rows alone that differ from those of rows together");
+        inputs.outputs.push(Output { op: "matmul", what, tolerance: 0.0, values: vec![differing as f32] });
     }
     Ok(())
 }

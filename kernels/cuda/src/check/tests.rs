@@ -22,7 +22,7 @@ pub(crate) fn cpu(activations: ActivationMode) -> Result<Box<dyn Backend>, Error
 
 #[test]
 fn every_op_is_compared_and_the_cpu_agrees_with_itself() {
-    let checked = compare(&mut cpu, &mut cpu, 1, false);
+    let checked = compare(&mut cpu, &mut cpu, 1, Arch::of(8, 0));
     assert_eq!(checked.refused, Vec::<String>::new());
     assert!(checked.passed() && checked.cases.iter().all(|case| case.error == 0.0));
     for op in OPS {
@@ -80,7 +80,7 @@ impl Device for Watched {
     }
 }
 
-/// Types of weights in the sample for `sm_90`: one of each kind of product. `./test matrices` checks all.
+/// Types of weights in the sample for `sm_90a`: one of each kind of product. `./test matrices` checks all.
 const SAMPLED: [GgmlType; 4] = [GgmlType::F16, GgmlType::Q8_0, GgmlType::Q4_K, GgmlType::IQ2_XXS];
 
 /// Runs the code of a GPU on the interpreter: all results agree with the CPU, and with all `types` every kernel runs.
@@ -93,7 +93,7 @@ fn assert_as_the_cpu(arch: Arch, types: &[GgmlType]) {
         let compile = Box::new(move |source: &Source| Ok(compiled(source, arch).clone()));
         Ok(Box::new(CudaBackend::new(Box::new(device), config, compile)?))
     };
-    let checked = compare_types(types, &mut device, &mut cpu, 1, arch.has_block_scales());
+    let checked = compare_types(types, &mut device, &mut cpu, 1, arch);
     let failed: Vec<_> = checked.cases.iter().filter(|case| !case.passed()).collect();
     assert!(checked.passed(), "{arch}: {:#?}\n{failed:#?}", checked.refused);
     if types.len() < GgmlType::ALL.len() {
@@ -121,7 +121,7 @@ fn every_kernel_for_sm_121a_does_what_the_cpu_does() {
 #[test]
 fn a_backend_that_cannot_be_created_is_reported() {
     let mut none = |_| Err(Error::Unsupported { what: "anything" });
-    let checked = compare(&mut none, &mut cpu, 1, true);
+    let checked = compare(&mut none, &mut cpu, 1, Arch::SM_121A);
     assert!(!checked.passed() && checked.cases.is_empty() && checked.refused.len() > 10);
     assert!(checked.refused[0].contains("the device: this backend does not serve anything"));
 }

@@ -56,7 +56,7 @@ impl Class {
             "LDS" | "LDSM" => Self::SharedLoad,
             "STS" => Self::SharedStore,
             "IMMA" => Self::IntegerProduct,
-            "HMMA" | "QMMA" | "OMMA" => Self::FloatProduct,
+            "HMMA" | "HGMMA" | "QMMA" | "OMMA" => Self::FloatProduct,
             "IDP" => Self::Dot,
             "SHFL" => Self::Shuffle,
             "MUFU" => Self::Special,
@@ -79,6 +79,7 @@ impl Class {
                         | "LDCU"
                         | "DEPBAR"
                         | "LDGDEPBAR"
+                        | "WARPGROUP"
                         | "CCTL"
                         | "ERRBAR"
                         | "MEMBAR"
@@ -109,6 +110,7 @@ impl Class {
             "cp" if space("async") && space("global") => Self::CopyAsync,
             "mma" if space("s32") => Self::IntegerProduct,
             "mma" => Self::FloatProduct,
+            "wgmma" if space("mma_async") => Self::FloatProduct,
             "dp4a" => Self::Dot,
             "shfl" => Self::Shuffle,
             "ex2" | "lg2" | "rcp" | "rsqrt" | "sin" | "cos" | "tanh" | "sqrt" => Self::Special,
@@ -127,6 +129,11 @@ pub(super) struct Latencies {
 
 /// Rounds of the estimate of the blocks' counts.
 const ROUNDS: usize = 20;
+
+/// Products of 16-bit floats of a multiprocessor in a cycle by `wgmma`.
+pub(super) const GROUP_PRODUCTS: f64 = 2048.0;
+/// Machine code of `wgmma`.
+const GROUP_PRODUCT: &str = "HGMMA";
 
 /// Cycles from the issue of an instruction to its result.
 pub(super) const SHARED_CYCLES: f64 = 30.0;
@@ -148,6 +155,8 @@ struct Instruction {
     products: f64,
     /// Number left in flight by a wait for asynchronous copies.
     keeps: Option<usize>,
+    /// Whether a product of a warp group is the last of those that are waited for together.
+    ends_group: bool,
     /// Index of the instruction that a branch goes to.
     target: Option<usize>,
 }
@@ -165,8 +174,8 @@ pub(super) struct Code {
 pub(super) struct Work {
     /// Issued instructions of each class.
     pub(super) issued: BTreeMap<Class, f64>,
-    /// Multiplications of matrix products: of integers, of 16-bit floats, of smaller ones.
-    pub(super) products: [f64; 3],
+    /// Multiplications of matrix products: of integers, of 16-bit floats, of smaller ones, of warp groups.
+    pub(super) products: [f64; 4],
     /// Cycles from start to end, if nothing else ran on the multiprocessor.
     pub(super) cycles: f64,
     /// Most bytes of global memory in flight.
@@ -266,6 +275,7 @@ impl Code {
                 *work.issued.entry(instruction.class).or_default() += frequency;
                 let kind = match instruction.class {
                     Class::FloatProduct if instruction.name.starts_with("QMMA") => 2,
+                    Class::FloatProduct if instruction.name.starts_with(GROUP_PRODUCT) => 3,
                     Class::FloatProduct => 1,
                     _ => 0,
                 };
@@ -457,6 +467,9 @@ struct Warp {
     groups: VecDeque<f64>,
     /// End of the open group.
     open: f64,
+    /// Ends of the closed groups of products of the warp's group, and of its last product.
+    products: VecDeque<f64>,
+    multiplied: f64,
     most: f64,
 }
 
@@ -466,9 +479,22 @@ impl Warp {
         let ready = needed.filter_map(|register| self.ready.get(register)).copied().fold(0.0, f64::max);
         self.now = (self.now + 1.0).max(ready);
         if let Some(keeps) = instruction.keeps {
-            while self.groups.len() > keeps {
-                self.now = self.now.max(self.groups.pop_front().unwrap_or(0.0));
+            let groups = match instruction.name.starts_with("WARPGROUP") {
+                true => &mut self.products,
+                false => &mut self.groups,
+            };
+            while groups.len() > keeps {
+                self.now = self.now.max(groups.pop_front().unwrap_or(0.0));
             }
+        }
+        if instruction.name.starts_with(GROUP_PRODUCT) {
+            // The other three warps of the group multiply at the same time.
+            let cycles = 4.0 * instruction.products / GROUP_PRODUCTS;
+            self.multiplied = self.now.max(self.multiplied) + cycles;
+            if instruction.ends_group {
+                self.products.push_back(self.multiplied);
+            }
+            return;
         }
         let latency = match instruction.class {
             Class::GlobalLoad | Class::CopyAsync => memory,
@@ -533,15 +559,18 @@ impl Instruction {
             _ => 0,
         };
         let product = matches!(class, Class::IntegerProduct | Class::FloatProduct);
+        let of_group = name.starts_with(GROUP_PRODUCT);
         let stores =
             matches!(class, Class::GlobalStore | Class::SharedStore | Class::CopyAsync | Class::Barrier)
                 || ["RED", "BRA", "EXIT", "DEPBAR", "CCTL", "BSSY", "BSYNC"]
                     .iter()
                     .any(|start| name.starts_with(start));
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
-        for (index, operand) in operands.iter().enumerate() {
+        // The sums of a group's product are there when it was waited for.
+        let dependent = operands.iter().enumerate().filter(|(index, _)| !of_group || *index == 1);
+        for (index, operand) in dependent {
             for (register, pair) in registers(operand) {
-                let first = writes.is_empty() && !stores && !operand.contains('[');
+                let first = writes.is_empty() && !stores && !of_group && !operand.contains('[');
                 let is_destination = first && index <= 1 && !operand.contains("desc");
                 let count = match (product, is_destination) {
                     (true, _) if index == 2 => 2,
@@ -564,17 +593,35 @@ impl Instruction {
             }
         }
         let products = if product { multiplications(name) } else { 0.0 };
-        let keeps = name.starts_with("DEPBAR").then(|| {
+        let ends_group = of_group && operands.iter().any(|operand| operand.starts_with("gsb"));
+        let keeps = (name.starts_with("DEPBAR") || name.starts_with("WARPGROUP.DEPBAR")).then(|| {
             let last = operands.iter().rev().find_map(|operand| operand.strip_prefix("0x"));
             last.and_then(|number| usize::from_str_radix(number, 16).ok()).unwrap_or(0)
         });
         let (name, line, bytes) = (name.to_owned(), line.to_owned(), bytes);
-        Self { class, predicated, name, line, writes, reads, bytes, products, keeps, target: None }
+        Self {
+            class,
+            predicated,
+            name,
+            line,
+            writes,
+            reads,
+            bytes,
+            products,
+            keeps,
+            ends_group,
+            target: None,
+        }
     }
 }
 
-/// Returns the multiplications of a product by its shape: `IMMA.16832` has 16 x 8 x 32.
+/// Returns a warp's multiplications of a product by its shape: `IMMA.16832` has 16 x 8 x 32, `HGMMA.64x128x16` a quarter
+/// of its numbers.
 fn multiplications(name: &str) -> f64 {
+    if name.starts_with(GROUP_PRODUCT) {
+        let shape = name.split('.').find(|part| part.contains('x')).unwrap_or("0");
+        return shape.split('x').map(|n| n.parse().unwrap_or(0.0)).product::<f64>() / 4.0;
+    }
     let shape = name.split('.').find(|part| part.starts_with("168")).unwrap_or("1680");
     16.0 * 8.0 * shape[3..].parse::<f64>().unwrap_or(0.0)
 }

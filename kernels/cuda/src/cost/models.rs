@@ -60,6 +60,10 @@ pub(super) const LLAMA_8B: Model = Model {
     activations: ActivationMode::Int8,
 };
 
+/// The same with bf16 activations.
+pub(super) const LLAMA_8B_BF16: Model =
+    Model { name: "Llama 3.1 8B, Q4_K_M, bf16", activations: ActivationMode::Bf16, ..LLAMA_8B };
+
 pub(super) const GPT_OSS_120B: Model = Model {
     name: "gpt-oss-120b, MXFP4",
     layers: 36,

@@ -64,6 +64,8 @@ fn machines(text: &mut String, gpus: &[Gpu]) -> std::fmt::Result {
     let or_none = |rate: f64| if rate.is_finite() { digits(rate) } else { "none".into() };
     let name = "8-bit float products in blocks with scales, of an SM and cycle";
     row(text, name, &|gpu| or_none(gpu.products[2]), scaled)?;
+    let name = "16-bit products of warp groups, of an SM and cycle";
+    row(text, name, &|gpu| or_none(gpu.products[3]), "Hopper white paper")?;
     row(text, "load from idle memory, us", &|gpu| digits(gpu.latency[0] * 1e6), "assumed")?;
     row(text, "load from busy memory, us", &|gpu| digits(gpu.latency[1] * 1e6), "assumed")?;
     row(text, "load from the L2 cache, cycles", &|gpu| digits(gpu.l2_cycles), "assumed")?;

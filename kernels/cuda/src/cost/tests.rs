@@ -13,7 +13,11 @@ use trace::Tracer;
 fn the_page_is_what_the_machine_code_gives_and_no_kernel_gets_worse() {
     let of = |gpu: Gpu| {
         let mut codes = Codes::new(gpu);
-        let has = |model: &Model| model.activations != ActivationMode::Mxfp8 || gpu.arch.has_block_scales();
+        let has = |model: &Model| match model.activations {
+            ActivationMode::Mxfp8 => gpu.arch.has_block_scales(),
+            ActivationMode::Bf16 => gpu.arch.has_group_products(),
+            ActivationMode::Int8 | ActivationMode::F32 => true,
+        };
         let steps = STEPS.iter().filter(|(model, _)| has(model));
         let costs = steps.map(|(model, step)| {
             let cost = cost(&mut codes, model, *step);
@@ -59,8 +63,9 @@ fn check(model: &Model, cost: &StepCost) {
     }
     if cost.step.rows > 1 {
         // Partial tiles of tokens are computed whole.
-        let products =
-            |kernel: &&KernelCost| ["_mul_", "_scaled_"].iter().any(|part| kernel.name.contains(part));
+        let products = |kernel: &&KernelCost| {
+            ["_mul_", "_scaled_", "_bf16_"].iter().any(|part| kernel.name.contains(part))
+        };
         let found: f64 = cost.kernels.iter().filter(products).map(|kernel| kernel.multiplications).sum();
         within("multiplications", found, 0.95 * weights.multiplications, 1.6 * weights.multiplications);
     }

@@ -127,6 +127,7 @@ impl Trace {
         let int8 = !name.contains("exact")
             && !["f32_", "f16_", "bf16_", "fp8_"].iter().any(|ty| name.starts_with(ty));
         let row = match int8 {
+            _ if name.contains("_bf16_") => Quantised::Bf16.row_bytes(cols as usize),
             true if name.contains("_scaled_") => Quantised::Mxfp8.row_bytes(cols as usize),
             true => Quantised::Int8.row_bytes(cols as usize),
             false => 4 * cols as usize,
@@ -142,7 +143,7 @@ impl Trace {
 }
 
 fn is_product(kernel: &str) -> bool {
-    ["_mul_", "_exact_", "_scaled_"].iter().any(|part| kernel.contains(part))
+    ["_mul_", "_exact_", "_scaled_", "_bf16_"].iter().any(|part| kernel.contains(part))
 }
 
 /// The trace as the device of a backend.

@@ -12,6 +12,7 @@ use kernels::quant::{GgmlType, dequantize};
 use kernels::reference::matmul as reference;
 use kernels::reference::random::Random;
 
+mod bf16;
 mod scaled;
 
 /// One matrix, or one for each expert, on an interpreter.

@@ -2,6 +2,8 @@
 
 use super::Source;
 use kernels::quant::GgmlType;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 /// Sources of quantised types, with the bits, levels, offset and scaling that `format.cuh` expects.
 macro_rules! quantised {
@@ -129,6 +131,28 @@ pub const MXFP4_SCALED: Source = Source {
 /// Returns the source of a type's products with MXFP8 activations, or `None` if it has none.
 pub fn scaled(ty: GgmlType) -> Option<&'static Source> {
     (ty == GgmlType::MXFP4).then_some(&MXFP4_SCALED)
+}
+
+/// Returns the source of a type's products with bf16 activations, which is made once, or `None` if it has none.
+pub fn bf16(ty: GgmlType) -> Option<&'static Source> {
+    static MADE: Mutex<BTreeMap<&str, &'static Source>> = Mutex::new(BTreeMap::new());
+    let source = of(ty).filter(|_| ty != GgmlType::F32)?;
+    let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+    Some(made.entry(source.name).or_insert_with(|| {
+        // The definition of the type, without its kernels.
+        let definition = source.text.rsplit_once("#line 1").map_or("", |(definition, _)| definition);
+        let (file, pairs) = match ty {
+            GgmlType::F16 | GgmlType::BF16 => ("plain_pairs.cuh", include_str!("../matmul/plain_pairs.cuh")),
+            _ => ("quantised_pairs.cuh", include_str!("../matmul/quantised_pairs.cuh")),
+        };
+        let products = include_str!("../matmul/bf16_products.cu");
+        let text = format!("{definition}#line 1 \"{file}\"\n{pairs}#line 1 \"bf16_products.cu\"\n{products}");
+        let ty = source.name.trim_end_matches(".cu");
+        let kernels =
+            ["bf16_1", "bf16_8", "bf16_32", "bf16_128"].map(|kernel| &*format!("{ty}_{kernel}").leak());
+        let name = format!("{ty} with bf16.cu").leak();
+        Box::leak(Box::new(Source { name, text: text.leak(), kernels: Box::leak(Box::new(kernels)) }))
+    }))
 }
 
 macro_rules! plain {

@@ -13,7 +13,7 @@ use kernels::reference::random::Random;
 fn case(rows: usize, cols: usize, experts: usize) -> Case {
     let mut case = Case::new(Arch::SM_121A, GgmlType::MXFP4, rows, cols, experts, 5);
     let compiled = case.sim.compiled(scaled(GgmlType::MXFP4).unwrap());
-    case.kernels.load_scaled(&mut case.sim.device, compiled).unwrap();
+    case.kernels.load_form(&mut case.sim.device, compiled, Quantised::Mxfp8).unwrap();
     case
 }
 
@@ -143,10 +143,10 @@ fn other_types_and_devices_are_refused_or_read_int8() {
     let config = CudaConfig { arch: Arch::SM_90, activations: mode, threads: 1 };
     let compile = |source: &crate::source::Source| Ok(hole::empty_source(source.name));
     let Err(error) = CudaBackend::new(Box::new(Hole::default()), config, Box::new(compile)) else {
-        panic!("sm_90 has no such products")
+        panic!("sm_90a has no such products")
     };
     let text = error.to_string();
-    assert!(text.contains("mxfp8") && text.contains("sm_90") && text.contains("12.1"), "{text}");
+    assert!(text.contains("mxfp8") && text.contains("sm_90a") && text.contains("12.1"), "{text}");
     // A type whose kernels of the class were not loaded.
     let mut case = Case::new(Arch::SM_121A, GgmlType::Q8_0, 4, 32, 1, 23);
     let x = case.sim.room(4096);
@@ -155,5 +155,5 @@ fn other_types_and_devices_are_refused_or_read_int8() {
     let found = case.kernels.multiply(&mut case.sim.device, &[product]);
     assert!(matches!(found, Err(CudaError::Invalid { .. })));
     let compiled = case.sim.compiled(MatmulKernels::source(GgmlType::Q8_0).unwrap());
-    assert!(case.kernels.load_scaled(&mut case.sim.device, compiled).is_err());
+    assert!(case.kernels.load_form(&mut case.sim.device, compiled, Quantised::Mxfp8).is_err());
 }
