@@ -16,6 +16,24 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     }
 }
 
+/// Writes the oracle set's small llama in three files into a folder: their headers, and the tensors of the whole.
+pub(crate) fn split_llama(dir: &Path) -> [PathBuf; 3] {
+    const BYTES: [usize; 3] = [297_952, 173_504, 173_184];
+    let whole = std::fs::read(fixture("tiny/llama/llama-f32.gguf")).unwrap();
+    let names = [1, 2, 3].map(|number| format!("llama-split-{number:05}-of-00003"));
+    let headers =
+        names.each_ref().map(|name| std::fs::read(fixture(&format!("split/llama/{name}.header"))).unwrap());
+    let all: usize = BYTES.iter().zip(&headers).map(|(bytes, header)| bytes - header.len()).sum();
+    let mut at = whole.len() - all;
+    std::array::from_fn(|part| {
+        let end = at + BYTES[part] - headers[part].len();
+        let path = dir.join(format!("{}.gguf", names[part]));
+        std::fs::write(&path, [&headers[part], &whole[at..end]].concat()).unwrap();
+        at = end;
+        path
+    })
+}
+
 /// A small model file to write; valid until a test changes it.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {

@@ -50,6 +50,9 @@ pub struct Item {
     /// SHA-256 of `reference`.
     #[serde(default)]
     pub ref_sha256: Option<String>,
+    /// Bytes of `file`.
+    #[serde(default)]
+    pub bytes: usize,
 }
 
 /// A model in several files.
@@ -61,6 +64,31 @@ pub struct Split {
     pub source: String,
     /// The parts in order.
     pub files: Vec<Item>,
+}
+
+impl Split {
+    /// Writes the files into a folder. The set has the header of each, whose tensors follow each other in `source`.
+    pub fn write(&self, dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+        let source = std::fs::read(root().join(&self.source))?;
+        let headers: Vec<Vec<u8>> = self
+            .files
+            .iter()
+            .map(|part| std::fs::read(part.path().with_extension("header")))
+            .collect::<Result<_, _>>()?;
+        let lens: Vec<usize> =
+            self.files.iter().zip(&headers).map(|(part, header)| part.bytes - header.len()).collect();
+        let mut tensors = &source[source.len() - lens.iter().sum::<usize>()..];
+        let mut paths = Vec::new();
+        for ((part, mut bytes), len) in self.files.iter().zip(headers).zip(lens) {
+            let own = tensors.split_off(..len).context("the source is too short")?;
+            bytes.extend_from_slice(own);
+            let path = dir.join(Path::new(&part.file).file_name().context("a part without a name")?);
+            std::fs::write(&path, bytes)?;
+            anyhow::ensure!(sha256(&path)? == part.sha256, "{} has another digest", part.file);
+            paths.push(path);
+        }
+        Ok(paths)
+    }
 }
 
 impl Manifest {

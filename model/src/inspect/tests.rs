@@ -1,5 +1,5 @@
 use super::*;
-use crate::test_files::{self, fixture};
+use crate::test_files::{self, fixture, split_llama};
 
 #[test]
 fn equal_layers_are_listed_once() {
@@ -41,7 +41,8 @@ fn json_has_the_counts() {
 
 #[test]
 fn a_set_names_its_files() {
-    let set = ModelFile::open(fixture("split/llama/llama-split-00002-of-00003.gguf")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let set = ModelFile::open(&split_llama(dir.path())[1]).unwrap();
     let summary = Summary::of(&set).unwrap();
     assert_eq!(summary.files.len(), 3);
     assert!(summary.files[0].ends_with("llama-split-00001-of-00003.gguf"));

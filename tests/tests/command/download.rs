@@ -88,11 +88,7 @@ fn a_hub_address_comes_from_its_variable_and_others_are_refused() {
     let world = world();
     let folder = world.served.path().join("o/r/resolve/v1");
     std::fs::create_dir_all(&folder).unwrap();
-    let split = &Manifest::read().unwrap().split[0];
-    let files: Vec<PathBuf> = split.files.iter().map(|file| file.path()).collect();
-    for file in &files {
-        std::fs::copy(file, folder.join(file.file_name().unwrap())).unwrap();
-    }
+    let files = Manifest::read().unwrap().split[0].write(&folder).unwrap();
     let name = |at: usize| files[at].file_name().unwrap().to_str().unwrap();
     let set = format!("hf://o/r@v1/{}", name(1));
     let set = set.as_str();

@@ -87,8 +87,10 @@ fn a_split_set_is_planned_like_its_whole() {
     let manifest = Manifest::read().unwrap();
     let split = &manifest.split[0];
     let whole = kvasir_cluster_tests::fixtures::root().join(&split.source);
+    let dir = tempfile::tempdir().unwrap();
+    let files = split.write(dir.path()).unwrap();
     let replicas = |model: &Path| json(model, THREE, &["--shards", "2"])["replicas"].clone();
-    assert_eq!(replicas(&split.files[1].path()), replicas(&whole));
+    assert_eq!(replicas(&files[1]), replicas(&whole));
 }
 
 #[test]

@@ -157,16 +157,11 @@ fn a_models_digest_is_remembered_and_a_damaged_memory_of_it_changes_nothing() {
 
 #[test]
 fn a_model_with_a_missing_part_is_refused_by_the_name_of_the_part() {
-    let manifest = Manifest::read().unwrap();
-    let split = &manifest.split[0];
     let dir = tempfile::tempdir().unwrap();
-    let names: Vec<_> = split.files.iter().map(|part| part.path()).collect();
-    for path in &names[..2] {
-        std::fs::copy(path, dir.path().join(path.file_name().unwrap())).unwrap();
-    }
-    let missing = names[2].file_name().unwrap().to_str().unwrap();
-    let first = dir.path().join(names[0].file_name().unwrap());
-    let (code, stderr) = end(&["models", "inspect", first.to_str().unwrap()]);
+    let files = Manifest::read().unwrap().split[0].write(dir.path()).unwrap();
+    std::fs::remove_file(&files[2]).unwrap();
+    let missing = files[2].file_name().unwrap().to_str().unwrap();
+    let (code, stderr) = end(&["models", "inspect", files[0].to_str().unwrap()]);
     assert_eq!(code, FAILED, "{stderr}");
     assert!(stderr.contains(missing), "{stderr}");
 }

@@ -1,10 +1,11 @@
 use super::*;
 use crate::conversion::Region;
 use crate::header::TensorInfo;
-use crate::test_files::fixture;
+use crate::test_files::{fixture, split_llama};
 use crate::{GgmlType, ModelFile, ModelSpec};
 use metadata::{Metadata, Value};
 use proptest::prelude::*;
+use std::path::Path;
 use std::sync::LazyLock;
 use text::Tokenizer;
 
@@ -73,9 +74,10 @@ fn a_node_without_the_file_has_the_model_by_its_manifest() {
 
 #[test]
 fn a_set_has_the_manifest_of_its_whole() {
-    let manifest = |path: &str| Manifest::of_file(&ModelFile::open(fixture(path)).unwrap()).unwrap();
-    let whole = manifest("tiny/llama/llama-f32.gguf");
-    assert_eq!(manifest("split/llama/llama-split-00002-of-00003.gguf").encoded(), whole.encoded());
+    let manifest = |path: &Path| Manifest::of_file(&ModelFile::open(path).unwrap()).unwrap();
+    let whole = manifest(&fixture("tiny/llama/llama-f32.gguf"));
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(manifest(&split_llama(dir.path())[1]).encoded(), whole.encoded());
 }
 
 #[test]
