@@ -189,6 +189,8 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     // First key of one of the warp's tiles, and whether the tile has any of from..to.
     auto base = [&](u32 i) { return part.split * SPLIT + (i * WARPS + warp) * TILE; };
     auto there = [&](u32 i) { return base(i) < to && base(i) + TILE > from; };
+    // Tiles of the split that have any. To join the others would change nothing.
+    const u32 low = (from - part.split * SPLIT) / TILE, high = (to - 1 - part.split * SPLIT) / TILE;
     Tile tiles[OWN] = {};
 #pragma unroll
     for (u32 i = 0; i < OWN; i++) {
@@ -222,12 +224,11 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
     // The factors are read after the next barrier, and then the sums of the split stand in the first tile's.
     if (threadIdx.x < ROWS) {
         float highest = LOWEST, weights = 0;
-#pragma unroll
-        for (u32 i = 0; i < TILES; i++)
+        for (u32 i = low; i <= high; i++)
             factors[i][threadIdx.x] =
                 join_sums(highest, weights, shared_sums[i][threadIdx.x][0], shared_sums[i][threadIdx.x][1]);
-        shared_sums[0][threadIdx.x][0] = highest;
-        shared_sums[0][threadIdx.x][1] = weights;
+        shared_sums[low][threadIdx.x][0] = highest;
+        shared_sums[low][threadIdx.x][1] = weights;
     }
 #pragma unroll 1
     for (u32 first = 0; first < WIDTH; first += PART) {
@@ -270,11 +271,12 @@ __device__ __forceinline__ void go_through(const Call &call, const Part &part) {
         for (u32 v = warp; v < ROWS; v += WARPS) {
             const Goal goal = goals[v];
             if (!goal.wanted) continue;
-            const float highest = shared_sums[0][v][0], weights = shared_sums[0][v][1];
+            const float highest = shared_sums[low][v][0], weights = shared_sums[low][v][1];
             for (u32 d = lane; d < min(PART, call.v_head_dim - min(first, call.v_head_dim)); d += 32) {
                 float x = 0;
 #pragma unroll
-                for (u32 i = 0; i < TILES; i++) x = join_values(factors[i][v], x, values[i][v][d]);
+                for (u32 i = 0; i < TILES; i++)
+                    if (i >= low && i <= high) x = join_values(factors[i][v], x, values[i][v][d]);
                 leave(call, goal, first + d, highest, weights, x);
             }
             if (!goal.alone && first == 0 && lane == 0) {
