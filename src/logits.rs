@@ -396,30 +396,37 @@ mod tests {
         Ok(std::fs::read(&out).unwrap())
     }
 
-    /// MXFP4 experts with MXFP8 activations: the same bits in any chunk, near those of f32.
-    #[test]
-    fn mxfp8_activations() {
-        let folder = fixtures().join("hf/fmt-mxfp4-gptoss");
+    /// Activations in scaled blocks: the same bits in any chunk, near those of f32.
+    fn same_bits_in_any_chunk(model: &str, class: &str, most: f64) {
+        let folder = fixtures().join("hf").join(model);
         let bytes = std::fs::read(folder.join("ref.safetensors")).unwrap();
         let ids = numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.ids");
         let logits = |activations, chunk| -> Vec<f32> {
             let bytes =
                 interpreted(&folder, &ids, &["--activations", activations, "--chunk", chunk]).unwrap();
-            let file = SafeTensors::deserialize(&bytes).unwrap();
-            let bits = numbers(&file, "p0.logits");
+            let bits = numbers(&SafeTensors::deserialize(&bytes).unwrap(), "p0.logits");
             bits.iter().map(|bits| f32::from_bits(*bits as u32)).collect()
         };
-        let [whole, parts, exact] =
-            [("mxfp8", "64"), ("mxfp8", "3"), ("f32", "64")].map(|(a, b)| logits(a, b));
+        let [whole, parts, exact] = [(class, "64"), (class, "3"), ("f32", "64")].map(|(a, b)| logits(a, b));
         assert!(whole == parts, "logits in one chunk and in several");
         let norm =
             |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
         let apart =
             norm(&mut whole.iter().zip(&exact).map(|(x, y)| x - y)) / norm(&mut exact.iter().copied());
-        assert!((1e-5..0.1).contains(&apart), "{apart}");
-        let refused = interpreted(&folder, &ids, &["--activations", "mxfp8", "--device", "cpu"]).unwrap_err();
+        assert!((1e-5..most).contains(&apart), "{apart}");
+        let refused = interpreted(&folder, &ids, &["--activations", class, "--device", "cpu"]).unwrap_err();
         let text = format!("{refused:#}");
         assert!(text.contains("activations = mxfp8") && text.contains("12.1"), "{text}");
+    }
+
+    #[test]
+    fn mxfp8_activations() {
+        same_bits_in_any_chunk("fmt-mxfp4-gptoss", "mxfp8", 0.1);
+    }
+
+    #[test]
+    fn nvfp4_activations() {
+        same_bits_in_any_chunk("fmt-nvfp4-ct", "nvfp4", 0.5);
     }
 
     macro_rules! each {

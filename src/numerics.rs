@@ -41,6 +41,9 @@ pub(crate) enum ActivationsArg {
     /// Activations and weights rounded to bf16, for prompts on GPUs of compute capability 9.0 (H100, H200); not verified
     /// on a device.
     Bf16,
+    /// As mxfp8, and NVFP4 weights with 4-bit float activations (E2M1) that have a scale for each 16. Not verified on a
+    /// device, error not measured.
+    Nvfp4,
 }
 
 impl From<KvTypeArg> for KvType {
@@ -69,6 +72,7 @@ impl From<ActivationsArg> for kernels::backend::ActivationMode {
             ActivationsArg::F32 => Self::F32,
             ActivationsArg::Mxfp8 => Self::Mxfp8,
             ActivationsArg::Bf16 => Self::Bf16,
+            ActivationsArg::Nvfp4 => Self::Nvfp4,
         }
     }
 }

@@ -80,9 +80,9 @@ impl CpuBackend {
         }
         let refused = match config.activations {
             ActivationMode::Int8 | ActivationMode::F32 => None,
-            ActivationMode::Mxfp8 => {
-                Some("activations = mxfp8 on a CPU; a GPU of compute capability 12.0 or 12.1 is required")
-            }
+            ActivationMode::Mxfp8 | ActivationMode::Nvfp4 => Some(
+                "activations = mxfp8 or nvfp4 on a CPU; a GPU of compute capability 12.0 or 12.1 is required",
+            ),
             ActivationMode::Bf16 => {
                 Some("activations = bf16 on a CPU; a GPU of compute capability 9.0 is required")
             }

@@ -85,7 +85,9 @@ impl CudaBackend {
         let mut modules = Modules::new(compile);
         let rowwise = RowwiseKernels::load(device.as_mut(), modules.of(&source::ROWWISE)?)?;
         let required = match config.activations {
-            ActivationMode::Mxfp8 if !config.arch.has_block_scales() => Some("12.0 or 12.1"),
+            ActivationMode::Mxfp8 | ActivationMode::Nvfp4 if !config.arch.has_block_scales() => {
+                Some("12.0 or 12.1")
+            }
             ActivationMode::Bf16 if !config.arch.has_group_products() => Some("9.0"),
             _ => None,
         };

@@ -108,7 +108,7 @@ fn compare_types(
             group(&format!("products of {ty} with f32"), ActivationMode::F32, &run);
         }
         if arch.has_block_scales() && super::source::matmul::scaled(ty).is_some() {
-            group(&format!("products of {ty} with MXFP8"), ActivationMode::Mxfp8, &|inputs| {
+            group(&format!("products of {ty} with scaled blocks"), ActivationMode::Nvfp4, &|inputs| {
                 cases::scaled_products(inputs, ty, multiprocessors)?;
                 cases::scaled_experts(inputs, ty)
             });
@@ -168,7 +168,9 @@ impl Checked {
         let found = outputs("the device", device);
         let expected = outputs("the CPU", &mut |activations| match activations {
             // The inputs are values that these forms have.
-            ActivationMode::Mxfp8 | ActivationMode::Bf16 => oracle(ActivationMode::F32),
+            scaled if scaled.needs_block_scales() || scaled == ActivationMode::Bf16 => {
+                oracle(ActivationMode::F32)
+            }
             other => oracle(other),
         });
         self.cases.extend(found.iter().zip(&expected).map(|(found, expected)| found.case(expected)));
@@ -280,6 +282,22 @@ impl Random {
             if bits >> 63 == 0 { size } else { -size }
         };
         (0..len).map(|_| value()).collect()
+    }
+
+    /// Returns values that NVFP4 has: the largest E2M1 in each block of 16, which is scaled by one of some powers of
+    /// two.
+    fn nvfp4_values(&mut self, len: usize) -> Vec<f32> {
+        let mut scale = 1.0;
+        let mut value = |i: usize| {
+            let bits = self.next();
+            if i.is_multiple_of(16) {
+                scale = 1.0 / f32::from(1u8 << (bits >> 48 & 3));
+                return 6.0 * scale;
+            }
+            let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][(bits >> 40 & 7) as usize] * scale;
+            if bits >> 63 == 0 { size } else { -size }
+        };
+        (0..len).map(&mut value).collect()
     }
 
     /// Returns bytes of a weight format. One bit of each byte is zero, so that no scale or value of any

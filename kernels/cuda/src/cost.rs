@@ -16,14 +16,17 @@ use crate::tests::{compiled, gate};
 use crate::{Compiler, source};
 use bound::{Bound, DEPENDENT_GAP, GAP, Gpu, Limit, Resources};
 use code::{Class, Code, Run};
-use models::{GPT_OSS_120B, GPT_OSS_120B_MXFP8, LLAMA_8B, LLAMA_8B_BF16, Model, QWEN3_30B_A3B, Step};
+use models::{
+    GPT_OSS_120B, GPT_OSS_120B_MXFP8, LLAMA_8B, LLAMA_8B_BF16, LLAMA_8B_NVFP4, LLAMA_8B_W4A4, Model,
+    QWEN3_30B_A3B, Step,
+};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 use trace::{Launched, Trace};
 
 const GPUS: [Gpu; 2] = [Gpu::GB10, Gpu::H100];
 
-const STEPS: [(Model, Step); 21] = [
+const STEPS: [(Model, Step); 25] = [
     (LLAMA_8B, Step { batch: 1, rows: 1, context: 0 }),
     (LLAMA_8B, Step { batch: 8, rows: 1, context: 0 }),
     (LLAMA_8B, Step { batch: 64, rows: 1, context: 0 }),
@@ -34,6 +37,10 @@ const STEPS: [(Model, Step); 21] = [
     (LLAMA_8B_BF16, Step { batch: 8, rows: 1, context: 0 }),
     (LLAMA_8B_BF16, Step { batch: 64, rows: 1, context: 0 }),
     (LLAMA_8B_BF16, Step { batch: 1, rows: 2048, context: 0 }),
+    (LLAMA_8B_NVFP4, Step { batch: 1, rows: 1, context: 0 }),
+    (LLAMA_8B_NVFP4, Step { batch: 1, rows: 2048, context: 0 }),
+    (LLAMA_8B_W4A4, Step { batch: 1, rows: 1, context: 0 }),
+    (LLAMA_8B_W4A4, Step { batch: 1, rows: 2048, context: 0 }),
     (GPT_OSS_120B, Step { batch: 1, rows: 1, context: 0 }),
     (GPT_OSS_120B, Step { batch: 8, rows: 1, context: 0 }),
     (GPT_OSS_120B, Step { batch: 1, rows: 2048, context: 0 }),

@@ -3,8 +3,8 @@
 //! Each weight type has its own source, so that a worker compiles only the types of its model. The matrix
 //! alone decides the order of additions in a row: the number of tokens in a call changes no bit of any
 //! token's result. On int8 activations a segment of columns is summed as [`kernels::matmul`] defines; then
-//! the segments' sums are added in order. On MXFP8 activations a matrix product of a warp adds each 32 columns of a
-//! segment to the sum of those before, with bf16 each 16.
+//! the segments' sums are added in order. On MXFP8, NVFP4 and bf16 activations a matrix product of a warp adds each 32,
+//! 64 or 16 columns of a segment to the sum of those before.
 
 use super::pack::{BLOCK, TiledShape, UNIT_COLS};
 use super::source::{self, Source};
@@ -55,16 +55,29 @@ pub enum Quantised {
     Mxfp8,
     /// bf16.
     Bf16,
+    /// E2M1 with an E4M3 scale for 16 of them, and a power of two for the row.
+    Nvfp4,
 }
 
 impl Quantised {
     /// Returns the form that products with a type read. `None`: f32.
     pub fn of(mode: ActivationMode, ty: GgmlType) -> Option<Self> {
+        let int8 = || reads_int8(ty).then_some(Self::Int8);
         match mode {
-            ActivationMode::Mxfp8 if source::matmul::scaled(ty).is_some() => Some(Self::Mxfp8),
-            ActivationMode::Bf16 => source::matmul::bf16(ty).map(|_| Self::Bf16),
-            ActivationMode::Int8 | ActivationMode::Mxfp8 => reads_int8(ty).then_some(Self::Int8),
             ActivationMode::F32 => None,
+            ActivationMode::Int8 => int8(),
+            ActivationMode::Bf16 => source::matmul::bf16(ty).map(|_| Self::Bf16),
+            ActivationMode::Mxfp8 => Self::scaled(ty).filter(|form| *form == Self::Mxfp8).or_else(int8),
+            ActivationMode::Nvfp4 => Self::scaled(ty).or_else(int8),
+        }
+    }
+
+    /// Returns the form that a type's products on tensor cores with scaled blocks read.
+    fn scaled(ty: GgmlType) -> Option<Self> {
+        match ty {
+            GgmlType::MXFP4 => Some(Self::Mxfp8),
+            GgmlType::NVFP4 => Some(Self::Nvfp4),
+            _ => None,
         }
     }
 
@@ -75,6 +88,8 @@ impl Quantised {
             Self::Int8 => blocks * QUANTISED_BLOCK,
             Self::Mxfp8 => (blocks * (BLOCK + 1)).next_multiple_of(16),
             Self::Bf16 => blocks * BLOCK * 2,
+            // A scale for half a block, and the row's factor.
+            Self::Nvfp4 => blocks * (BLOCK / 2 + 2) + 16,
         }
     }
 
@@ -82,7 +97,9 @@ impl Quantised {
     pub(super) fn source(self, ty: GgmlType) -> Option<&'static Source> {
         match self {
             Self::Int8 => None,
-            Self::Mxfp8 => source::matmul::scaled(ty),
+            Self::Mxfp8 | Self::Nvfp4 => {
+                source::matmul::scaled(ty).filter(|_| Self::scaled(ty) == Some(self))
+            }
             Self::Bf16 => source::matmul::bf16(ty),
         }
     }
@@ -97,6 +114,7 @@ impl Quantised {
             Self::Int8 => Activations::Int8(rows),
             Self::Mxfp8 => Activations::Mxfp8(rows),
             Self::Bf16 => Activations::Bf16(rows),
+            Self::Nvfp4 => Activations::Nvfp4(rows),
         }
     }
 }
@@ -135,7 +153,7 @@ pub struct MatmulKernels {
     ty: GgmlType,
     /// None for plain floats.
     int8: Widths,
-    mxfp8: Widths,
+    scaled: Widths,
     bf16: Widths,
     exact: Widths,
     multiprocessors: usize,
@@ -161,6 +179,8 @@ pub enum Activations {
     Mxfp8(DevicePtr),
     /// Rows of [`Quantised::row_bytes`].
     Bf16(DevicePtr),
+    /// Rows of [`Quantised::row_bytes`].
+    Nvfp4(DevicePtr),
 }
 
 /// Selects the matrix that each token is multiplied with.
@@ -284,7 +304,7 @@ impl MatmulKernels {
         Ok(Self {
             ty,
             int8,
-            mxfp8: Widths::default(),
+            scaled: Widths::default(),
             bf16: Widths::default(),
             exact,
             multiprocessors,
@@ -311,7 +331,7 @@ impl MatmulKernels {
         let widths = Widths::new(&[1, 8, 32], &[one, eight, many], Some(staged));
         match form {
             Quantised::Bf16 => self.bf16 = widths,
-            _ => self.mxfp8 = widths,
+            _ => self.scaled = widths,
         }
         Ok(())
     }
@@ -337,8 +357,13 @@ impl MatmulKernels {
         let (x, Widths { widths, staged }) = match first.x {
             Activations::F32(x) => (x, &self.exact),
             Activations::Int8(x) => (x, &self.int8),
-            Activations::Mxfp8(x) => (x, &self.mxfp8),
+            Activations::Mxfp8(x) if self.ty == GgmlType::MXFP4 => (x, &self.scaled),
+            Activations::Nvfp4(x) if self.ty == GgmlType::NVFP4 => (x, &self.scaled),
             Activations::Bf16(x) => (x, &self.bf16),
+            Activations::Mxfp8(_) | Activations::Nvfp4(_) => {
+                let what = format!("{} has no products of activations with scaled blocks", self.ty);
+                return Err(CudaError::Invalid { what });
+            }
         };
         let (none, shape) = (DevicePtr::default(), &matrix.shape);
         let (experts, groups, list, together) = match first.experts {

@@ -279,6 +279,9 @@ impl MoeKernels {
             Activations::Int8(quantised) => (none, quantised, Quantised::Int8, padded),
             Activations::Mxfp8(quantised) => (none, quantised, Quantised::Mxfp8, padded),
             Activations::Bf16(quantised) => (none, quantised, Quantised::Bf16, padded),
+            Activations::Nvfp4(_) => {
+                return Err(CudaError::Invalid { what: "gated values in NVFP4".into() });
+            }
         };
         let mut arguments: Vec<Argument> =
             vec![inner.into(), quantised.into(), form.code().into(), gate.into(), up.into()];

@@ -13,6 +13,55 @@ extern "C" __global__ void quantise(const float *x, u32 cols, u32 form, u8 *out)
     quantise_row(v, form, out, blockIdx.x, i / 32, row_blocks(cols));
 }
 
+// The code of the E2M1 that is nearest to a value, ties to even. Values beyond the largest, 6, become it.
+__device__ __forceinline__ u32 e2m1_bits(float x) {
+    const float a = fabsf(x);
+    const u32 size = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+    return size | (__float_as_uint(x) >> 31) << 3;
+}
+
+// Rounds rows to NVFP4, described in matmul/scaled.cu. The row's factor is the least power of two with which no value
+// is above 2688, the largest E4M3 times the largest E2M1. The scale of 16 values is a sixth of the largest one, the
+// nearest E4M3. A row with a value that is not finite has the factor NaN. One block of threads per row.
+extern "C" __global__ void __launch_bounds__(1024) quantise_nvfp4(const float *x, u32 cols, u8 *out) {
+    after_earlier_kernels();
+    __shared__ u32 warps[32];
+    const u32 units = (cols + 255) / 256;
+    x += (u64)blockIdx.x * cols, out += (u64)blockIdx.x * (144 * units + 16);
+    u32 largest = 0;
+    for (u32 i = 4 * threadIdx.x; i < cols; i += 4 * blockDim.x) {
+        const Four v = load_four(x, i, cols);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) largest = max(largest, __float_as_uint(v.x[k]) & 0x7fffffff);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+    for (u32 w = 0; w < blockDim.x / 32; w++) largest = max(largest, warps[w]);
+    // 2688 is 1.3125 * 2^11. A mantissa above 0.3125 carries to the exponent.
+    const u32 rounded = (largest + 0x57ffff) >> 23, exponent = rounded > 12 ? rounded - 11 : 1;
+    const float inverse = __uint_as_float((254 - exponent) << 23);
+    // Warps are whole in each turn.
+    for (u32 i = 4 * threadIdx.x; i / 128 * 128 < 256 * units; i += 4 * blockDim.x) {
+        const Four v = load_four(x, i, cols), s = Four::of([&](u32 k) { return __fmul_rn(v.x[k], inverse); });
+        float most = fmaxf(fmaxf(fabsf(s.x[0]), fabsf(s.x[1])), fmaxf(fabsf(s.x[2]), fabsf(s.x[3])));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
+        const u32 scale = e4m3_pair(__fdiv_rn(most, 6.0f), 0.0f);
+        // Exponent and mantissa at their places in an f32, whose bias is larger by 120.
+        const float by = __fmul_rn(__uint_as_float(scale << 20), 0x1p120f);
+        u32 codes = 0;
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) codes |= e2m1_bits(scale ? __fdiv_rn(s.x[k], by) : 0.0f) << 4 * k;
+        const u32 unit = i / 256, word = i % 64 / 8;
+        *(u16 *)(out + 128 * unit + i % 256 / 64 * 32 + 8 * (word % 4) + 4 * (word / 4) + i % 8 / 2) = codes;
+        if (i % 16 == 0) out[128 * units + i / 16] = scale;
+    }
+    if (threadIdx.x == 0)
+        *(float *)(out + 144 * units) = __uint_as_float(largest < 0x7f800000 ? exponent << 23 : 0x7fc00000);
+}
+
 // ---- Norms. One block of threads per run of `width` values. blockIdx.x: the row; blockIdx.y: the run of the
 // row. Dynamic shared memory: the run's values, at most HELD.
 

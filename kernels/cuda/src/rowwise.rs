@@ -39,6 +39,7 @@ pub(super) const fn gate_code(activation: GateActivation) -> u32 {
 #[derive(Debug, Clone)]
 pub struct RowwiseKernels {
     quantise: KernelId,
+    quantise_nvfp4: KernelId,
     norm: KernelId,
     add_norm: KernelId,
     gated_norm: KernelId,
@@ -102,6 +103,7 @@ impl RowwiseKernels {
         let kernels = device.load(compiled, source::ROWWISE.kernels)?;
         let [
             quantise,
+            quantise_nvfp4,
             norm,
             add_norm,
             gated_norm,
@@ -121,6 +123,7 @@ impl RowwiseKernels {
         };
         Ok(Self {
             quantise,
+            quantise_nvfp4,
             norm,
             add_norm,
             gated_norm,
@@ -147,7 +150,14 @@ impl RowwiseKernels {
         x: DevicePtr,
         (form, quantised): (Quantised, DevicePtr),
     ) -> Result<(), CudaError> {
-        let arguments = [x.into(), small(of.cols)?.into(), form.code().into(), quantised.into()];
+        let cols = small(of.cols)?;
+        if form == Quantised::Nvfp4 {
+            // The largest value of a row has to be known before any is rounded.
+            let threads = padded(of.cols).div_ceil(VALUES).next_multiple_of(32).min(MAX_THREADS);
+            let arguments = [x.into(), cols.into(), quantised.into()];
+            return launch(device, self.quantise_nvfp4, [of.rows, 1], threads, &arguments);
+        }
+        let arguments = [x.into(), cols.into(), form.code().into(), quantised.into()];
         launch(device, self.quantise, [of.rows, blocks_of(padded(of.cols))], THREADS, &arguments)
     }
 

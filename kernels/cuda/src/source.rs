@@ -29,6 +29,7 @@ pub const ROWWISE: Source = Source {
     text: include_str!("rowwise.cu"),
     kernels: &[
         "quantise",
+        "quantise_nvfp4",
         "norm_rows",
         "add_norm",
         "gated_norm",
@@ -208,7 +209,7 @@ const PLAIN: &[Source] = &[
 ];
 
 /// Sources for architectures that multiply blocks with scales.
-const SCALED: &[Source] = &[matmul::MXFP4_SCALED];
+const SCALED: &[Source] = &[matmul::MXFP4_SCALED, matmul::NVFP4_SCALED];
 
 /// Returns every source that a worker may compile for an architecture, but those of caches whose keys and values have
 /// different types: of these, two.

@@ -64,9 +64,17 @@ pub enum ActivationMode {
     /// Activations and weights rounded to bf16, and the products of f32 weights exact. GPUs of compute capability 9.0
     /// alone have it.
     Bf16,
+    /// As [`Self::Mxfp8`], and NVFP4 weights with activations rounded to NVFP4: E2M1 with an E4M3 scale for each 16 and
+    /// a power of two for the row.
+    Nvfp4,
 }
 
 impl ActivationMode {
+    /// Whether products multiply blocks with scales on tensor cores, which few devices have.
+    pub fn needs_block_scales(self) -> bool {
+        matches!(self, Self::Mxfp8 | Self::Nvfp4)
+    }
+
     /// The name in numeric classes.
     pub fn name(self) -> &'static str {
         match self {
@@ -74,6 +82,7 @@ impl ActivationMode {
             Self::F32 => "f32",
             Self::Mxfp8 => "mxfp8",
             Self::Bf16 => "bf16",
+            Self::Nvfp4 => "nvfp4",
         }
     }
 }

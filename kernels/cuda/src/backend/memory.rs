@@ -100,14 +100,14 @@ struct Buffer {
     /// Number of f32 values that fit the buffer.
     capacity: usize,
     /// By the number of [`Quantised`].
-    quantised: [GrowingBuffer; 3],
+    quantised: [GrowingBuffer; 4],
     /// Whether each of `quantised` is up to date.
-    is_quantised: [bool; 3],
+    is_quantised: [bool; 4],
 }
 
 /// Rows and columns of each buffer, and whether its quantised forms are up to date.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Shapes(Vec<(usize, usize, [bool; 3])>);
+pub(super) struct Shapes(Vec<(usize, usize, [bool; 4])>);
 
 #[derive(Debug, Default)]
 pub(super) struct Buffers(Vec<Buffer>);
@@ -123,7 +123,7 @@ impl Buffers {
         let capacity = rows.checked_mul(cols).filter(|n| *n <= isize::MAX as usize / size_of::<f32>());
         let capacity = capacity.ok_or(impossible)?;
         let view = View { ptr: device.allocate(capacity * size_of::<f32>())?, rows: 0, cols };
-        self.0.push(Buffer { view, capacity, quantised: Default::default(), is_quantised: [false; 3] });
+        self.0.push(Buffer { view, capacity, quantised: Default::default(), is_quantised: [false; 4] });
         Ok(BufferId::new(self.0.len() as u32 - 1))
     }
 
@@ -152,7 +152,7 @@ impl Buffers {
     /// # Errors
     /// [`Error::OutOfRange`].
     pub(super) fn changed(&mut self, id: BufferId) -> Result<(), Error> {
-        self.buffer(id)?.is_quantised = [false; 3];
+        self.buffer(id)?.is_quantised = [false; 4];
         Ok(())
     }
 
@@ -166,7 +166,7 @@ impl Buffers {
             let (index, len) = (rows.saturating_mul(cols), buffer.capacity);
             return Err(Error::OutOfRange { what: "buffer value", index, len });
         }
-        (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, [false; 3]);
+        (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, [false; 4]);
         Ok(buffer.view)
     }
 

@@ -2,6 +2,7 @@
 
 use super::super::matmul::{Activations, Experts, GROUP_TOKENS, MatmulKernels, Matrix, Product, Quantised};
 use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Router, Routes};
+use super::super::rowwise::Rows;
 use super::super::{DevicePtr, source};
 use super::CudaBackend;
 use super::memory::{ScratchLayout, Vectors, same};
@@ -58,7 +59,10 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     // Gate and up: side by side in one product, or one after the other.
     let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| layout.next(bytes));
     let form = Quantised::of(*mode, down.0.shape.ty());
-    let inner_at = layout.next(pairs * form.map_or(4 * ff, |form| form.row_bytes(ff)));
+    // A row is rounded to NVFP4 when it is complete.
+    let (of_gate, after) = if form == Some(Quantised::Nvfp4) { (None, form) } else { (form, None) };
+    let inner_at = layout.next(pairs * of_gate.map_or(4 * ff, |form| form.row_bytes(ff)));
+    let rounded_at = layout.next(after.map_or(0, |form| pairs * form.row_bytes(ff)));
     let down_at = layout.next(4 * pairs * hidden);
     let base = scratch.of(device, layout.bytes())?;
     let at = |offset: usize| base.offset(offset);
@@ -110,9 +114,17 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
             GateUp::Fused { gate_up: at(gate_at), scale: affine(scale, bias, 2 * ff)? }
         }
     };
-    let inner = form.map_or(Activations::F32(at(inner_at)), |form| form.at(at(inner_at)));
+    let inner = of_gate.map_or(Activations::F32(at(inner_at)), |form| form.at(at(inner_at)));
     let gate = ExpertGate { gate_up, ff, activation: op.activation, inner };
     kernels.gate(device, pairs, &gate, &routes)?;
+    let inner = match after {
+        None => inner,
+        Some(form) => {
+            let to = at(rounded_at);
+            rowwise.quantise(device, Rows { rows: pairs, cols: ff }, at(inner_at), (form, to))?;
+            form.at(to)
+        }
+    };
     down.1.multiply(device, &[product(down.0, inner, (pairs, 1), experts, at(down_at))])?;
     let sum = ExpertSum {
         down: at(down_at),

@@ -17,7 +17,7 @@ fn int8(
     id: BufferId,
 ) -> Result<Option<DevicePtr>, Error> {
     match activations {
-        ActivationMode::Int8 | ActivationMode::Mxfp8 => {
+        ActivationMode::Int8 | ActivationMode::Mxfp8 | ActivationMode::Nvfp4 => {
             Ok(Some(buffers.written(device, id, Quantised::Int8)?))
         }
         ActivationMode::F32 | ActivationMode::Bf16 => Ok(None),

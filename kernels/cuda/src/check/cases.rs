@@ -12,9 +12,11 @@ use std::ops::Range;
 
 /// Tolerance of sums of products in another order.
 const SUMS: f64 = 2e-5;
-/// Tolerance of sums of values that are rounded to four binary digits on the device alone, to a sixteenth at most, after
-/// others that are rounded to 8 bits.
+/// Tolerance of sums of values that are rounded to four binary digits on the device alone, to a sixteenth at most,
+/// after others that are rounded to 8 bits.
 const ROUNDED: f64 = 8e-2;
+/// The same with two binary digits: a quarter at most.
+const ROUNDED_TO_4_BITS: f64 = 0.3;
 /// Tolerance of equal operations with sums over a row in another order.
 const ROWS: f64 = 1e-5;
 /// Tolerance of sums with weights that are rounded to bf16.
@@ -99,16 +101,20 @@ pub(super) fn exact_products(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<()
     product(inputs, ty, (3, 40, 512))
 }
 
-/// Products of a type with MXFP8 activations: one token, few, many, and a prompt. Columns of several segments, and of a
-/// part of a unit.
+/// Products of a type with activations in scaled blocks: one token, few, many, and a prompt. Columns of several
+/// segments, and of a part of a unit.
 pub(super) fn scaled_products(
     inputs: &mut Inputs<'_>,
     ty: GgmlType,
     multiprocessors: usize,
 ) -> Result<(), Error> {
-    for shape in [(1, 40, 544), (6, 33, 256), (20, 64, 2336), (70, 64 * multiprocessors - 7, 288)] {
+    for shape in [(1, 40, 576), (6, 33, 256), (20, 64, 2368), (70, 64 * multiprocessors - 7, 320)] {
         let x = inputs.backend.create_buffer(shape.0, shape.2)?;
-        let values = inputs.random.mxfp8_values(shape.0 * shape.2);
+        let len = shape.0 * shape.2;
+        let values = match ty {
+            GgmlType::NVFP4 => inputs.random.nvfp4_values(len),
+            _ => inputs.random.mxfp8_values(len),
+        };
         inputs.backend.write_rows(x, &values)?;
         product_of(inputs, ty, x, shape)?;
     }
@@ -280,9 +286,9 @@ pub(super) fn experts(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     mixture(inputs, GgmlType::Q8_0, SUMS)
 }
 
-/// The same with down matrices of a type that has products with MXFP8 activations.
+/// The same with down matrices of a type that has products with activations in scaled blocks.
 pub(super) fn scaled_experts(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<(), Error> {
-    mixture(inputs, ty, ROUNDED)
+    mixture(inputs, ty, if ty == GgmlType::NVFP4 { ROUNDED_TO_4_BITS } else { ROUNDED })
 }
 
 fn mixture(inputs: &mut Inputs<'_>, of_down: GgmlType, tolerance: f64) -> Result<(), Error> {

@@ -26,9 +26,9 @@ pub(super) struct Gpu {
     pub(super) l2_cycles: f64,
     /// Lanes of a multiprocessor that add integers, and those that multiply them.
     pub(super) integer_lanes: f64,
-    /// Products of a multiprocessor in a cycle by `mma`: 8-bit integers, 16-bit floats, 8-bit floats in blocks with
-    /// scales; by `wgmma`: 16-bit floats.
-    pub(super) products: [f64; 4],
+    /// Products of a multiprocessor in a cycle by `mma`: 8-bit integers, 16-bit floats, 8-bit and 4-bit floats in
+    /// blocks with scales; by `wgmma`: 16-bit floats.
+    pub(super) products: [f64; 5],
 }
 
 const RESERVED_BYTES: u32 = 1 << 10;
@@ -60,7 +60,7 @@ impl Gpu {
         latency: [0.35e-6, 0.7e-6],
         l2_cycles: 270.0,
         integer_lanes: 64.0,
-        products: [2540.0, 1270.0, f64::INFINITY, GROUP_PRODUCTS],
+        products: [2540.0, 1270.0, f64::INFINITY, f64::INFINITY, GROUP_PRODUCTS],
     };
     pub(super) const GB10: Self = Self {
         name: "GB10",
@@ -76,7 +76,7 @@ impl Gpu {
         latency: [0.4e-6, 0.9e-6],
         l2_cycles: 360.0,
         integer_lanes: 128.0,
-        products: [1024.0, 512.0, 1024.0, f64::INFINITY],
+        products: [1024.0, 512.0, 1024.0, 2048.0, f64::INFINITY],
     };
 
     /// Returns the cycles of loads while a share of the memory's time is used.

@@ -174,8 +174,8 @@ pub(super) struct Code {
 pub(super) struct Work {
     /// Issued instructions of each class.
     pub(super) issued: BTreeMap<Class, f64>,
-    /// Multiplications of matrix products: of integers, of 16-bit floats, of smaller ones, of warp groups.
-    pub(super) products: [f64; 4],
+    /// Multiplications of matrix products: of integers, of floats of 16, 8 and 4 bits, of warp groups.
+    pub(super) products: [f64; 5],
     /// Cycles from start to end, if nothing else ran on the multiprocessor.
     pub(super) cycles: f64,
     /// Most bytes of global memory in flight.
@@ -274,8 +274,9 @@ impl Code {
             for instruction in &self.instructions[self.range(block)] {
                 *work.issued.entry(instruction.class).or_default() += frequency;
                 let kind = match instruction.class {
+                    Class::FloatProduct if instruction.name.starts_with("OMMA") => 3,
                     Class::FloatProduct if instruction.name.starts_with("QMMA") => 2,
-                    Class::FloatProduct if instruction.name.starts_with(GROUP_PRODUCT) => 3,
+                    Class::FloatProduct if instruction.name.starts_with(GROUP_PRODUCT) => 4,
                     Class::FloatProduct => 1,
                     _ => 0,
                 };

@@ -64,6 +64,17 @@ pub(super) const LLAMA_8B: Model = Model {
 pub(super) const LLAMA_8B_BF16: Model =
     Model { name: "Llama 3.1 8B, Q4_K_M, bf16", activations: ActivationMode::Bf16, ..LLAMA_8B };
 
+pub(super) const LLAMA_8B_NVFP4: Model = Model {
+    name: "Llama 3.1 8B, NVFP4",
+    types: [GgmlType::NVFP4, GgmlType::NVFP4, GgmlType::Q8_0],
+    mixed: false,
+    ..LLAMA_8B
+};
+
+/// The same with NVFP4 activations.
+pub(super) const LLAMA_8B_W4A4: Model =
+    Model { name: "Llama 3.1 8B, NVFP4, nvfp4", activations: ActivationMode::Nvfp4, ..LLAMA_8B_NVFP4 };
+
 pub(super) const GPT_OSS_120B: Model = Model {
     name: "gpt-oss-120b, MXFP4",
     layers: 36,

@@ -59,13 +59,14 @@ fn machines(text: &mut String, gpus: &[Gpu]) -> std::fmt::Result {
                     2402.13499); RTX Blackwell white paper";
     row(text, "8-bit products of an SM and cycle", &|gpu| digits(gpu.products[0]), products)?;
     row(text, "16-bit products of an SM and cycle", &|gpu| digits(gpu.products[1]), products)?;
-    let scaled =
-        "assumed: as 8-bit integers; 1 PFLOP of sparse FP4 by the data sheet of DGX Spark is twice that";
+    let scaled = "assumed: as 8-bit integers, with 4 bits twice that; 1 PFLOP of sparse FP4 by the data sheet of DGX \
+                  Spark";
     let or_none = |rate: f64| if rate.is_finite() { digits(rate) } else { "none".into() };
     let name = "8-bit float products in blocks with scales, of an SM and cycle";
     row(text, name, &|gpu| or_none(gpu.products[2]), scaled)?;
+    row(text, "the same with 4 bits", &|gpu| or_none(gpu.products[3]), scaled)?;
     let name = "16-bit products of warp groups, of an SM and cycle";
-    row(text, name, &|gpu| or_none(gpu.products[3]), "Hopper white paper")?;
+    row(text, name, &|gpu| or_none(gpu.products[4]), "Hopper white paper")?;
     row(text, "load from idle memory, us", &|gpu| digits(gpu.latency[0] * 1e6), "assumed")?;
     row(text, "load from busy memory, us", &|gpu| digits(gpu.latency[1] * 1e6), "assumed")?;
     row(text, "load from the L2 cache, cycles", &|gpu| digits(gpu.l2_cycles), "assumed")?;

@@ -14,7 +14,7 @@ fn the_page_is_what_the_machine_code_gives_and_no_kernel_gets_worse() {
     let of = |gpu: Gpu| {
         let mut codes = Codes::new(gpu);
         let has = |model: &Model| match model.activations {
-            ActivationMode::Mxfp8 => gpu.arch.has_block_scales(),
+            ActivationMode::Mxfp8 | ActivationMode::Nvfp4 => gpu.arch.has_block_scales(),
             ActivationMode::Bf16 => gpu.arch.has_group_products(),
             ActivationMode::Int8 | ActivationMode::F32 => true,
         };

@@ -128,7 +128,8 @@ impl Trace {
             && !["f32_", "f16_", "bf16_", "fp8_"].iter().any(|ty| name.starts_with(ty));
         let row = match int8 {
             _ if name.contains("_bf16_") => Quantised::Bf16.row_bytes(cols as usize),
-            true if name.contains("_scaled_") => Quantised::Mxfp8.row_bytes(cols as usize),
+            true if name.starts_with("mxfp4_scaled_") => Quantised::Mxfp8.row_bytes(cols as usize),
+            true if name.starts_with("nvfp4_scaled_") => Quantised::Nvfp4.row_bytes(cols as usize),
             true => Quantised::Int8.row_bytes(cols as usize),
             false => 4 * cols as usize,
         };

@@ -109,28 +109,49 @@ pub const FP8: Source = Source {
     kernels: &["fp8_embed", "fp8_mul_1", "fp8_mul_4"],
 };
 
-/// Products of MXFP4 with MXFP8 activations, for architectures that multiply blocks with scales.
-pub const MXFP4_SCALED: Source = Source {
-    name: "mxfp4_scaled.cu",
-    text: concat!(
-        "#define NAME(kernel) mxfp4_##kernel\n",
-        "#define BITS 4\n",
-        "#define LEVELS E2M1\n",
-        "#define OFFSET 0\n",
-        "#define SCALING E8M0\n",
-        "#line 1 \"format.cuh\"\n",
-        include_str!("../matmul/format.cuh"),
-        "#line 1 \"product.cuh\"\n",
-        include_str!("../matmul/product.cuh"),
-        "#line 1 \"scaled.cu\"\n",
-        include_str!("../matmul/scaled.cu"),
-    ),
-    kernels: &["mxfp4_scaled_1", "mxfp4_scaled_8", "mxfp4_scaled_32", "mxfp4_scaled_128"],
-};
+/// Sources of types whose blocks have scales that tensor cores apply, with the scaling that `format.cuh` expects.
+macro_rules! scaled {
+    ($($source:ident $ty:ident $name:literal $scaling:ident,)*) => {
+        $(
+            #[doc = concat!("Products of ", stringify!($ty), " on tensor cores that multiply blocks with scales.")]
+            pub const $source: Source = Source {
+                name: concat!($name, "_scaled.cu"),
+                text: concat!(
+                    "#define NAME(kernel) ", $name, "_##kernel\n",
+                    "#define BITS 4\n",
+                    "#define LEVELS E2M1\n",
+                    "#define OFFSET 0\n",
+                    "#define SCALING ", stringify!($scaling), "\n",
+                    "#line 1 \"format.cuh\"\n",
+                    include_str!("../matmul/format.cuh"),
+                    "#line 1 \"product.cuh\"\n",
+                    include_str!("../matmul/product.cuh"),
+                    "#line 1 \"scaled.cu\"\n",
+                    include_str!("../matmul/scaled.cu"),
+                ),
+                kernels: &[
+                    concat!($name, "_scaled_1"),
+                    concat!($name, "_scaled_8"),
+                    concat!($name, "_scaled_32"),
+                    concat!($name, "_scaled_128"),
+                ],
+            };
+        )*
 
-/// Returns the source of a type's products with MXFP8 activations, or `None` if it has none.
-pub fn scaled(ty: GgmlType) -> Option<&'static Source> {
-    (ty == GgmlType::MXFP4).then_some(&MXFP4_SCALED)
+        /// Returns the source of a type's products on tensor cores that multiply blocks with scales, or `None` if it
+        /// has none.
+        pub fn scaled(ty: GgmlType) -> Option<&'static Source> {
+            match ty {
+                $(GgmlType::$ty => Some(&$source),)*
+                _ => None,
+            }
+        }
+    };
+}
+
+scaled! {
+    MXFP4_SCALED MXFP4 "mxfp4" E8M0,
+    NVFP4_SCALED NVFP4 "nvfp4" UE4M3,
 }
 
 /// Returns the source of a type's products with bf16 activations, which is made once, or `None` if it has none.
