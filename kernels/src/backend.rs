@@ -337,6 +337,18 @@ pub trait Backend: Send {
     /// `out` may be `x`.
     fn norm(&mut self, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error>;
 
+    /// Like [`Self::norm`] if, until `out` is written again, only products with `readers` read it. A backend may
+    /// then store no more than what these products read.
+    fn norm_for(
+        &mut self,
+        x: BufferId,
+        norm: &Norm,
+        out: BufferId,
+        _readers: &[MatrixId],
+    ) -> Result<(), Error> {
+        self.norm(x, norm, out)
+    }
+
     /// Products of the rows of `x` with several matrices, in one call. If `x` has the rows of the step, what their
     /// adapters add to these matrices is added last.
     fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error>;
@@ -393,6 +405,11 @@ pub trait Backend: Send {
 
     /// See [`GateOp`].
     fn gate(&mut self, op: &GateOp) -> Result<(), Error>;
+
+    /// Like [`Self::gate`] if only products with `readers` read the result, as in [`Self::norm_for`].
+    fn gate_for(&mut self, op: &GateOp, _readers: &[MatrixId]) -> Result<(), Error> {
+        self.gate(op)
+    }
 
     /// `x[row] *= sigmoid(gate[row][0])`.
     fn scale_rows(&mut self, x: BufferId, gate: BufferId) -> Result<(), Error>;

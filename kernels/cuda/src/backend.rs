@@ -239,7 +239,17 @@ impl Backend for CudaBackend {
     }
 
     fn norm(&mut self, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error> {
-        rows::norm(self, x, norm, out)
+        rows::norm(self, x, norm, out, &[])
+    }
+
+    fn norm_for(
+        &mut self,
+        x: BufferId,
+        norm: &Norm,
+        out: BufferId,
+        readers: &[MatrixId],
+    ) -> Result<(), Error> {
+        rows::norm(self, x, norm, out, readers)
     }
 
     fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
@@ -263,7 +273,11 @@ impl Backend for CudaBackend {
     }
 
     fn gate(&mut self, op: &GateOp) -> Result<(), Error> {
-        rows::gate(self, op)
+        rows::gate(self, op, &[])
+    }
+
+    fn gate_for(&mut self, op: &GateOp, readers: &[MatrixId]) -> Result<(), Error> {
+        rows::gate(self, op, readers)
     }
 
     fn scale_rows(&mut self, x: BufferId, gate: BufferId) -> Result<(), Error> {
@@ -314,7 +328,7 @@ impl Backend for CudaBackend {
     }
 
     fn write_rows(&mut self, x: BufferId, values: &[f32]) -> Result<(), Error> {
-        let cols = self.buffers.get(x)?.cols.max(1);
+        let cols = self.buffers.either(x)?.cols.max(1);
         if !values.len().is_multiple_of(cols) {
             return Err(Error::Length { what: "rows to write", expected: cols, found: values.len() });
         }

@@ -157,17 +157,19 @@ template <class Load> __device__ __forceinline__ Four again(Load load, u32 i, u3
     return {v.x, v.y, v.z, v.w};
 }
 
-// Stores the run's values, of which `values(i)` returns four. Stores their 8-bit form too unless `quantised` is null;
-// each run is then whole blocks of 32 values, or the whole row.
+// Stores the run's values, of which `values(i)` returns four, unless `out` is null, and their 8-bit form unless
+// `quantised` is null; each run is then whole blocks of 32 values, or the whole row.
 template <class Values>
 __device__ __forceinline__ void store_run(Values values, u32 width, float *out, u8 *quantised) {
     const u32 cols = gridDim.y * width, from = blockIdx.y * width, blocks = row_blocks(cols);
-    out += (u64)blockIdx.x * cols + from;
     // The last run also writes the row's padding. Warps are whole in each turn.
     const u32 end = quantised && blockIdx.y + 1 == gridDim.y ? 32 * blocks - from : width;
     for (u32 i = 4 * threadIdx.x; i / 128 * 128 < end; i += 4 * blockDim.x) {
         Four v = {};
-        if (i < width) store_four(out, i, width, v = values(i));
+        if (i < width) {
+            v = values(i);
+            if (out) store_four(out + (u64)blockIdx.x * cols + from, i, width, v);
+        }
         if (!quantised) continue;
         quantise_blocks(v, quantised + ((u64)blockIdx.x * blocks + (from + i) / 32) * QUANTISED_BYTES, i < end);
     }
@@ -226,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const fl
 
 // gate[row][i] = gating(gate[row][i], up[row][up_from + i]), up [rows][up_cols]. If `up` is null, the second
 // factor is 1. blockIdx.x: row. One thread per four values of the row or its padding. Stores the 8-bit form too
-// unless `quantised` is null.
-extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_cols, u32 up_from, u32 gating,
+// unless `quantised` is null, and without `keeps` only that.
+extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_cols, u32 up_from, u32 gating, u32 keeps,
                                 u8 *quantised) {
     after_earlier_kernels();
     const u32 i = 4 * (blockIdx.y * blockDim.x + threadIdx.x), blocks = row_blocks(cols);
@@ -237,7 +239,7 @@ extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_c
         v = load_four(gate, i, cols);
         const Four by = up ? load_four(up + (u64)blockIdx.x * up_cols + up_from, i, cols) : Four{1, 1, 1, 1};
         v = Four::of([&](u32 k) { return gated(gating, v.x[k], by.x[k]); });
-        store_four(gate, i, cols, v);
+        if (keeps) store_four(gate, i, cols, v);
     }
     if (quantised)
         quantise_blocks(v, quantised + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES, i / 32 < blocks);

@@ -174,10 +174,41 @@ impl RowwiseKernels {
         out: DevicePtr,
         quantised: Option<DevicePtr>,
     ) -> Result<(), CudaError> {
+        let fused = quantised.filter(|_| norm.is_whole_blocks(of));
+        self.norm_into(device, of, x, norm, [out, fused.unwrap_or_default()])?;
+        self.quantise_unless(fused, device, of, out, quantised)
+    }
+
+    /// Writes the 8-bit form of `norm(x)` alone.
+    ///
+    /// # Errors
+    /// As [`Self::norm`]; [`CudaError::Invalid`] for a block of the 8-bit form with values of two runs.
+    pub fn norm_to_int8(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        norm: &DeviceNorm,
+        quantised: DevicePtr,
+    ) -> Result<(), CudaError> {
+        if !norm.is_whole_blocks(of) {
+            return Err(CudaError::Invalid { what: format!("8 bits of runs of {}", norm.width) });
+        }
+        self.norm_into(device, of, x, norm, [DevicePtr::default(), quantised])
+    }
+
+    /// Writes a norm to `out` and in 8 bits to `quantised`, of which one may be null.
+    fn norm_into(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        norm: &DeviceNorm,
+        [out, quantised]: [DevicePtr; 2],
+    ) -> Result<(), CudaError> {
         let runs = norm.runs(of)?;
         let (weight, weight_len) = affine(norm.weight)?;
         let (bias, bias_len) = affine(norm.bias)?;
-        let fused = quantised.filter(|_| norm.is_whole_blocks(of));
         let arguments = [
             x.into(),
             small(norm.width)?.into(),
@@ -188,10 +219,9 @@ impl RowwiseKernels {
             bias,
             bias_len,
             out.into(),
-            fused.unwrap_or_default().into(),
+            quantised.into(),
         ];
-        norm.launch(device, self.norm, [of.rows, runs], &arguments)?;
-        self.quantise_unless(fused, device, of, out, quantised)
+        norm.launch(device, self.norm, [of.rows, runs], &arguments)
     }
 
     /// `x += scale * norm(y)` with an RMS norm; without a norm, `x += scale * y`.
@@ -255,7 +285,8 @@ impl RowwiseKernels {
         self.quantise_unless(fused, device, of, x, quantised)
     }
 
-    /// `gate = activation(gate) * up[..][up.from..]`; without `up` only the activation.
+    /// `gate = activation(gate) * up[..][up.from..]`; without `up` only the activation. Without `keeps`, only the
+    /// 8-bit form is written.
     ///
     /// # Errors
     /// [`CudaError::Invalid`] for columns that `up` does not have, and for a clamped SwiGLU without `up`;
@@ -267,7 +298,7 @@ impl RowwiseKernels {
         gate: DevicePtr,
         up: Option<Up>,
         activation: GateActivation,
-        quantised: Option<DevicePtr>,
+        (keeps, quantised): (bool, Option<DevicePtr>),
     ) -> Result<(), CudaError> {
         if activation == GateActivation::ClampedSwiglu && up.is_none() {
             return Err(CudaError::Invalid { what: "a clamped SwiGLU of nothing".into() });
@@ -285,6 +316,7 @@ impl RowwiseKernels {
             small(up.cols)?.into(),
             small(up.from)?.into(),
             gating.into(),
+            u32::from(keeps).into(),
             quantised.unwrap_or_default().into(),
         ];
         let cols = if quantised.is_some() { padded(of.cols) } else { of.cols };

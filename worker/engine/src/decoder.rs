@@ -547,15 +547,20 @@ fn embedding_of(spec: &ModelSpec, weights: &Weights, loader: &mut Loader<'_>) ->
     }
 }
 
-/// The input rows of a mixer or FFN: the residual, normalized if there is a norm.
+/// The input rows of a mixer or FFN: the residual, normalized if there is a norm. `readers` are the matrices that are
+/// multiplied with it, if nothing else reads it, else empty.
 fn normed(
     backend: &mut dyn Backend,
     b: &Buffers,
     norm: Option<&Norm>,
     out: BufferId,
+    readers: &[MatrixId],
 ) -> Result<BufferId, Error> {
     let Some(norm) = norm else { return Ok(b.x) };
-    backend.norm(b.x, norm, out)?;
+    match readers {
+        [] => backend.norm(b.x, norm, out)?,
+        readers => backend.norm_for(b.x, norm, out, readers)?,
+    }
     Ok(out)
 }
 

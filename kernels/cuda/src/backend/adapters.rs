@@ -66,6 +66,11 @@ impl Table {
 }
 
 impl Adapters {
+    /// Whether a row of the step has an adapter.
+    pub(super) fn are_used(&self) -> bool {
+        self.step.is_some()
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.loaded.iter().flatten().map(|loaded| loaded.bytes).sum()
     }
@@ -166,11 +171,13 @@ pub(super) fn unload(backend: &mut CudaBackend, id: AdapterId) -> Result<(), Err
 /// Adds what the adapters of the step's rows add to these products.
 pub(super) fn add(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
     let CudaBackend { device, buffers, adapters, scratch, .. } = backend;
-    let x = buffers.get(x)?;
-    let step = adapters.step.filter(|step| step.rows == x.rows);
-    let (Some(Step { rows, adapters: of_rows }), Some(kernels)) = (step, adapters.kernels) else {
+    let (Some(Step { rows, adapters: of_rows }), Some(kernels)) = (adapters.step, adapters.kernels) else {
         return Ok(());
     };
+    let x = buffers.get(x)?;
+    if x.rows != rows {
+        return Ok(());
+    }
     for job in jobs {
         let Some(table) = adapters.tables.get_mut(&job.matrix.number()) else { continue };
         let (rank, count) = (table.rank(), table.parts.len());

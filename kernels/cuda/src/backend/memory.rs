@@ -101,13 +101,23 @@ struct Buffer {
     capacity: usize,
     /// By the number of [`Quantised`].
     quantised: [GrowingBuffer; 4],
-    /// Whether each of `quantised` is up to date.
-    is_quantised: [bool; 4],
+    forms: Forms,
 }
 
-/// Rows and columns of each buffer, and whether its quantised forms are up to date.
+/// Forms of a buffer's rows that are up to date.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Forms {
+    floats: bool,
+    quantised: [bool; 4],
+}
+
+impl Forms {
+    const FLOATS: Self = Self { floats: true, quantised: [false; 4] };
+}
+
+/// Rows and columns of each buffer, and its forms that are up to date.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Shapes(Vec<(usize, usize, [bool; 4])>);
+pub(super) struct Shapes(Vec<(usize, usize, Forms)>);
 
 #[derive(Debug, Default)]
 pub(super) struct Buffers(Vec<Buffer>);
@@ -123,15 +133,36 @@ impl Buffers {
         let capacity = rows.checked_mul(cols).filter(|n| *n <= isize::MAX as usize / size_of::<f32>());
         let capacity = capacity.ok_or(impossible)?;
         let view = View { ptr: device.allocate(capacity * size_of::<f32>())?, rows: 0, cols };
-        self.0.push(Buffer { view, capacity, quantised: Default::default(), is_quantised: [false; 4] });
+        self.0.push(Buffer { view, capacity, quantised: Default::default(), forms: Forms::FLOATS });
         Ok(BufferId::new(self.0.len() as u32 - 1))
     }
 
     /// # Errors
-    /// [`Error::OutOfRange`].
+    /// [`Error::OutOfRange`]; [`Error::Unsupported`] for a buffer without its floats.
     pub(super) fn get(&self, id: BufferId) -> Result<View, Error> {
+        let view = self.either(id)?;
+        match self.0[id.number() as usize].forms.floats {
+            true => Ok(view),
+            false => Err(Error::Unsupported { what: "values of which only products' 8-bit form was kept" }),
+        }
+    }
+
+    /// Like [`Self::get`], for rows that are read as floats or in a quantised form.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn either(&self, id: BufferId) -> Result<View, Error> {
         let missing = Error::OutOfRange { what: "buffer", index: id.number() as usize, len: self.0.len() };
         Ok(self.0.get(id.number() as usize).ok_or(missing)?.view)
+    }
+
+    /// Marks the floats of a buffer as out of date.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn lacks_floats(&mut self, id: BufferId) -> Result<(), Error> {
+        self.buffer(id)?.forms.floats = false;
+        Ok(())
     }
 
     /// Returns two different buffers: one to read and one to change.
@@ -152,7 +183,7 @@ impl Buffers {
     /// # Errors
     /// [`Error::OutOfRange`].
     pub(super) fn changed(&mut self, id: BufferId) -> Result<(), Error> {
-        self.buffer(id)?.is_quantised = [false; 4];
+        self.buffer(id)?.forms = Forms::FLOATS;
         Ok(())
     }
 
@@ -166,7 +197,7 @@ impl Buffers {
             let (index, len) = (rows.saturating_mul(cols), buffer.capacity);
             return Err(Error::OutOfRange { what: "buffer value", index, len });
         }
-        (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, [false; 4]);
+        (buffer.view.rows, buffer.view.cols, buffer.forms) = (rows, cols, Forms::FLOATS);
         Ok(buffer.view)
     }
 
@@ -205,7 +236,7 @@ impl Buffers {
         let buffer = self.buffer(id)?;
         let bytes = buffer.view.rows * form.row_bytes(buffer.view.cols);
         let room = buffer.quantised[form as usize].of(device, bytes)?;
-        buffer.is_quantised[form as usize] = true;
+        buffer.forms.quantised[form as usize] = true;
         Ok(room)
     }
 
@@ -219,21 +250,19 @@ impl Buffers {
         id: BufferId,
         form: Quantised,
     ) -> Result<(DevicePtr, bool), Error> {
-        let is_quantised = self.buffer(id)?.is_quantised[form as usize];
+        let is_quantised = self.buffer(id)?.forms.quantised[form as usize];
         Ok((self.written(device, id, form)?, !is_quantised))
     }
 
     /// Returns the shapes of all buffers.
     pub(super) fn shapes(&self) -> Shapes {
-        Shapes(
-            self.0.iter().map(|buffer| (buffer.view.rows, buffer.view.cols, buffer.is_quantised)).collect(),
-        )
+        Shapes(self.0.iter().map(|buffer| (buffer.view.rows, buffer.view.cols, buffer.forms)).collect())
     }
 
     /// Restores the shapes that [`Self::shapes`] returned.
     pub(super) fn set_shapes(&mut self, shapes: &Shapes) {
-        for (buffer, &(rows, cols, is_quantised)) in self.0.iter_mut().zip(&shapes.0) {
-            (buffer.view.rows, buffer.view.cols, buffer.is_quantised) = (rows, cols, is_quantised);
+        for (buffer, &(rows, cols, forms)) in self.0.iter_mut().zip(&shapes.0) {
+            (buffer.view.rows, buffer.view.cols, buffer.forms) = (rows, cols, forms);
         }
     }
 

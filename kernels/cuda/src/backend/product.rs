@@ -109,6 +109,12 @@ impl Matrices {
         Ok(())
     }
 
+    /// Whether products with a matrix read nothing but the int8 form of a buffer, in the order of its columns.
+    pub(super) fn reads_only_int8(&self, mode: ActivationMode, id: MatrixId) -> bool {
+        let form = self.all.get(id.number() as usize).and_then(|m| Quantised::of(mode, m.shape.ty()));
+        form == Some(Quantised::Int8) && !self.order_of.contains_key(&id.number())
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.all.iter().map(|matrix| matrix.shape.packed_bytes()).sum()
     }
@@ -147,13 +153,14 @@ pub(super) fn activations(
     mode: ActivationMode,
     (x, matrix): (BufferId, &Matrix),
 ) -> Result<Activations, Error> {
-    let view = buffers.get(x)?;
+    let view = buffers.either(x)?;
     same("columns of a matrix", matrix.shape.cols(), view.cols)?;
     let Some(form) = Quantised::of(mode, matrix.shape.ty()) else {
-        return Ok(Activations::F32(view.ptr));
+        return Ok(Activations::F32(buffers.get(x)?.ptr));
     };
     let (quantised, needs_quantising) = buffers.quantised(device, x, form)?;
     if needs_quantising {
+        buffers.get(x)?;
         rowwise.quantise(device, view.of(), view.ptr, (form, quantised))?;
     }
     Ok(form.at(quantised))
@@ -162,7 +169,6 @@ pub(super) fn activations(
 /// Returns the rows of a buffer in the orders of the jobs' matrices, by the orders' numbers, in scratch memory.
 fn ordered(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<Vec<Ordered>, Error> {
     let CudaBackend { device, rowwise, buffers, vectors, matrices, scratch, activations: mode, .. } = backend;
-    let (device, x) = (device.as_mut(), buffers.get(x)?);
     let mut found: Vec<(usize, Option<Quantised>)> = Vec::new();
     for job in jobs {
         let Some(&number) = matrices.order_of.get(&job.matrix.number()) else { continue };
@@ -171,6 +177,10 @@ fn ordered(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result
             found.push(wanted);
         }
     }
+    if found.is_empty() {
+        return Ok(Vec::new());
+    }
+    let (device, x) = (device.as_mut(), buffers.get(x)?);
     let mut layout = ScratchLayout::default();
     let places: Vec<[usize; 2]> = found
         .iter()
@@ -206,7 +216,7 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
     let ordered = if backend.matrices.orders.is_empty() { Vec::new() } else { ordered(backend, x, jobs)? };
     let CudaBackend { device, rowwise, buffers, vectors, matrices, activations: mode, .. } = backend;
     let device = device.as_mut();
-    let rows = buffers.get(x)?.rows;
+    let rows = buffers.either(x)?.rows;
     let shared = |(index, job): (usize, &MatmulJob)| {
         job.out == x || jobs[..index].iter().any(|earlier| earlier.out == job.out)
     };

@@ -7,7 +7,7 @@ use super::super::{Device, DevicePtr, source};
 use super::CudaBackend;
 use super::memory::{Buffers, Vectors, same};
 use kernels::Error;
-use kernels::backend::{ActivationMode, BufferId, GateOp, GatedNormOp, Norm, VectorId};
+use kernels::backend::{ActivationMode, BufferId, GateOp, GatedNormOp, MatrixId, Norm, VectorId};
 
 /// Returns the memory for the int8 form of a buffer that an operation changes. Most products of the class read it.
 fn int8(
@@ -24,15 +24,35 @@ fn int8(
     }
 }
 
-/// See [`kernels::backend::Backend::norm`].
-pub(super) fn norm(backend: &mut CudaBackend, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error> {
+/// Whether products with `readers`, of which there are some, read only the int8 form of their rows in this step.
+fn only_int8(backend: &CudaBackend, readers: &[MatrixId]) -> bool {
+    let CudaBackend { matrices, adapters, activations: mode, .. } = backend;
+    let all = readers.iter().all(|matrix| matrices.reads_only_int8(*mode, *matrix));
+    all && !readers.is_empty() && !adapters.are_used()
+}
+
+/// See [`kernels::backend::Backend::norm_for`]; without `readers`, [`kernels::backend::Backend::norm`].
+pub(super) fn norm(
+    backend: &mut CudaBackend,
+    x: BufferId,
+    norm: &Norm,
+    out: BufferId,
+    readers: &[MatrixId],
+) -> Result<(), Error> {
+    let only_int8 = only_int8(backend, readers);
     let CudaBackend { device, rowwise, buffers, vectors, activations, .. } = backend;
     let device = device.as_mut();
     let from = buffers.get(x)?;
     let norm = device_norm(vectors, norm, from.cols)?;
     let to = if x == out { from } else { buffers.shape(out, from.rows, from.cols)? };
     let quantised = int8(*activations, device, buffers, out)?;
-    Ok(rowwise.norm(device, from.of(), from.ptr, &norm, to.ptr, quantised)?)
+    match quantised.filter(|_| only_int8 && norm.width == from.cols) {
+        None => Ok(rowwise.norm(device, from.of(), from.ptr, &norm, to.ptr, quantised)?),
+        Some(quantised) => {
+            rowwise.norm_to_int8(device, from.of(), from.ptr, &norm, quantised)?;
+            buffers.lacks_floats(out)
+        }
+    }
 }
 
 /// See [`kernels::backend::Backend::add`].
@@ -65,8 +85,9 @@ pub(super) fn gated_norm(backend: &mut CudaBackend, op: &GatedNormOp) -> Result<
     Ok(rowwise.gated_norm(device, x.of(), x.ptr, gate.ptr, &norm, op.gate_first, quantised)?)
 }
 
-/// See [`GateOp`].
-pub(super) fn gate(backend: &mut CudaBackend, op: &GateOp) -> Result<(), Error> {
+/// See [`kernels::backend::Backend::gate_for`]; without `readers`, [`GateOp`].
+pub(super) fn gate(backend: &mut CudaBackend, op: &GateOp, readers: &[MatrixId]) -> Result<(), Error> {
+    let only_int8 = only_int8(backend, readers);
     let CudaBackend { device, rowwise, buffers, activations, .. } = backend;
     let device = device.as_mut();
     let gate = buffers.get(op.gate)?;
@@ -80,7 +101,9 @@ pub(super) fn gate(backend: &mut CudaBackend, op: &GateOp) -> Result<(), Error> 
         }
     };
     let quantised = int8(*activations, device, buffers, op.gate)?;
-    Ok(rowwise.gate(device, gate.of(), gate.ptr, up, op.activation, quantised)?)
+    let keeps = !only_int8 || quantised.is_none();
+    rowwise.gate(device, gate.of(), gate.ptr, up, op.activation, (keeps, quantised))?;
+    if keeps { Ok(()) } else { buffers.lacks_floats(op.gate) }
 }
 
 /// See [`kernels::backend::Backend::scale_rows`].
@@ -206,4 +229,65 @@ fn rms_norm(
     unsupported: &'static str,
 ) -> Result<DeviceNorm, Error> {
     if norm.rms { device_norm(vectors, norm, cols) } else { Err(Error::Unsupported { what: unsupported }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::Source;
+    use crate::tests::compiled;
+    use crate::tests::sim::{bits, numbers};
+    use crate::{Arch, CudaConfig, SimDevice};
+    use kernels::backend::{Backend, GateActivation, MatmulJob, MatrixSource};
+    use kernels::quant::GgmlType;
+
+    const ROWS: usize = 2;
+    const COLS: usize = 288;
+    const OUTPUTS: usize = 40;
+
+    fn values(backend: &mut CudaBackend, x: BufferId, cols: usize) -> Result<Vec<u32>, Error> {
+        let mut row = vec![0.0; cols];
+        backend.read_row(x, ROWS - 1, &mut row)?;
+        Ok(bits(&row))
+    }
+
+    #[test]
+    fn rows_for_products_alone_have_their_bits_and_no_floats() {
+        let compile = |source: &Source| Ok(compiled(source, Arch::SM_90).clone());
+        let config = CudaConfig { arch: Arch::SM_90, activations: ActivationMode::Int8, threads: 1 };
+        let device = Box::new(SimDevice::new(ptx::Limits::HOPPER, 1));
+        let mut backend = CudaBackend::new(device, config, Box::new(compile)).unwrap();
+        let mut matrix = |ty: GgmlType| {
+            let bytes = vec![0x35; ty.row_bytes(COLS).unwrap() * OUTPUTS];
+            let source =
+                MatrixSource { ggml_type: ty.id(), rows: OUTPUTS, cols: COLS, experts: 1, bytes: &bytes };
+            backend.create_matrix(source).unwrap()
+        };
+        let (int8, floats) = (matrix(GgmlType::Q8_0), matrix(GgmlType::F32));
+        let [x, up, out] = [COLS, COLS, OUTPUTS].map(|cols| backend.create_buffer(ROWS, cols).unwrap());
+        let norm = Norm { rms: true, weight: None, bias: None, eps: 1e-6, width: COLS };
+        let op = GateOp { gate: x, up: Some(up), up_from: 0, activation: GateActivation::Silu };
+        let job = |matrix| MatmulJob { matrix, out, bias: None, scale: 1.0, accumulate: false };
+        backend.write_rows(up, &numbers(2, 0, ROWS * COLS)).unwrap();
+        for gates in [false, true] {
+            let mut run = |readers: &[MatrixId]| {
+                backend.write_rows(x, &numbers(1, 0, ROWS * COLS)).unwrap();
+                let ran = match gates {
+                    false => backend.norm_for(x, &norm, x, readers),
+                    true => backend.gate_for(&op, readers),
+                };
+                ran.unwrap();
+                backend.matmul(x, &[job(int8)]).unwrap();
+                let product = values(&mut backend, out, OUTPUTS).unwrap();
+                (product, values(&mut backend, x, COLS), backend.matmul(x, &[job(floats)]))
+            };
+            let (expected, kept, product) = run(&[int8, floats]);
+            assert!(kept.is_ok() && product.is_ok());
+            let (found, read, product) = run(&[int8]);
+            assert_eq!(found, expected);
+            for refused in [read.map(drop), product] {
+                assert!(matches!(refused, Err(Error::Unsupported { .. })), "{refused:?}");
+            }
+        }
+    }
 }

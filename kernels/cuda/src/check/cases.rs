@@ -184,7 +184,29 @@ fn product_of(
     inputs.keep("matmul", format!("{of}, scaled, biased, added"), SUMS, (added, rows, outputs))
 }
 
+/// A norm and a gate that only a product reads.
+fn for_products(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    /// A value at the border between two of 8 bits may become either.
+    const QUANTS: f64 = 2e-3;
+    let (rows, cols, outputs) = (3, 512, 40);
+    let matrix = inputs.matrix(GgmlType::Q8_0, outputs, cols, 1)?;
+    let weight = Some(inputs.vector(cols)?);
+    let norm = Norm { rms: true, weight, bias: None, eps: 1e-5, width: cols };
+    let (x, gate, up) = (inputs.rows(rows, cols)?, inputs.rows(rows, cols)?, inputs.rows(rows, cols)?);
+    let (normed, out) =
+        (inputs.backend.create_buffer(rows, cols)?, inputs.backend.create_buffer(rows, outputs)?);
+    let job = MatmulJob { matrix, out, bias: None, scale: 1.0, accumulate: false };
+    inputs.backend.norm_for(x, &norm, normed, &[matrix])?;
+    inputs.backend.matmul(normed, &[job])?;
+    inputs.keep("norm", "for a product", QUANTS, (out, rows, outputs))?;
+    let op = GateOp { gate, up: Some(up), up_from: 0, activation: GateActivation::Silu };
+    inputs.backend.gate_for(&op, &[matrix])?;
+    inputs.backend.matmul(gate, &[job])?;
+    inputs.keep("gate", "for a product", SUMS, (out, rows, outputs))
+}
+
 pub(super) fn rows(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    for_products(inputs)?;
     const SHAPES: [(usize, usize, usize); 4] = [(1, 576, 576), (5, 96, 32), (3, 40, 40), (2, 2304, 2304)];
     for (rows, cols, width) in SHAPES {
         let (weight, bias) = (inputs.vector(width)?, inputs.vector(width)?);

@@ -202,6 +202,13 @@ fn norms_equal_the_reference_and_write_the_8_bit_form() {
                 assert_close(&found, &norms(&norm, cols, &x, &weight, bias), &format!("{cols} {rms}"));
                 let expected = quantised(cols, &found);
                 assert!(case.sim.read(to, expected.len()) == expected, "8 bits of {cols} by {width}");
+                if width == cols {
+                    // The 8-bit form alone.
+                    let (from, to) = (case.sim.values(&x), case.sim.room(expected.len()));
+                    case.kernels.norm_to_int8(&mut case.sim.device, of, from, &norm, to).unwrap();
+                    assert!(case.sim.read(to, expected.len()) == expected, "only 8 bits of {cols}");
+                    assert_same(&case.sim.read_values(from, x.len()), &x, "the input");
+                }
                 // Into another buffer, and for one row alone: the same bits.
                 let (from, out) = (case.sim.values(&x[cols..]), case.sim.room(4 * cols));
                 let of = Rows { rows: 1, cols };
@@ -341,15 +348,19 @@ fn gates_have_the_same_bits_as_on_the_cpu() {
             let (x, start) = (case.sim.values(&gate), case.sim.values(&up));
             let to = case.sim.room(2 * quantised_row_bytes(cols));
             let up = Some(Up { start, cols: up_cols, from });
-            case.kernels.gate(&mut case.sim.device, of, x, up, activation, Some(to)).unwrap();
+            case.kernels.gate(&mut case.sim.device, of, x, up, activation, (true, Some(to))).unwrap();
             assert_same(&case.sim.read_values(x, gate.len()), &expected, &format!("{activation:?}"));
             let bytes = quantised(cols, &expected);
             assert!(case.sim.read(to, bytes.len()) == bytes, "8 bits of {activation:?}");
+            let (x, to) = (case.sim.values(&gate), case.sim.room(bytes.len()));
+            case.kernels.gate(&mut case.sim.device, of, x, up, activation, (false, Some(to))).unwrap();
+            assert!(case.sim.read(to, bytes.len()) == bytes, "only 8 bits of {activation:?}");
+            assert_same(&case.sim.read_values(x, gate.len()), &gate, "the input");
             let Gating::By(alone) = gating else { continue };
             let mut expected = gate.clone();
             ops::activate(&pool, Isa::Scalar, alone, &mut expected);
             let x = case.sim.values(&gate);
-            case.kernels.gate(&mut case.sim.device, of, x, None, activation, None).unwrap();
+            case.kernels.gate(&mut case.sim.device, of, x, None, activation, (true, None)).unwrap();
             assert_same(&case.sim.read_values(x, gate.len()), &expected, &format!("{activation:?} alone"));
         }
     });
@@ -431,9 +442,9 @@ fn invalid_shapes_are_refused() {
         assert!(matches!((added, gated), (Err(CudaError::Invalid { .. }), Err(CudaError::Invalid { .. }))));
     }
     let clamped = GateActivation::ClampedSwiglu;
-    assert!(case.kernels.gate(device, of, x, None, clamped, None).is_err());
+    assert!(case.kernels.gate(device, of, x, None, clamped, (true, None)).is_err());
     let narrow = Some(Up { start: x, cols: 100, from: 37 });
-    assert!(case.kernels.gate(device, of, x, narrow, GateActivation::Silu, None).is_err());
+    assert!(case.kernels.gate(device, of, x, narrow, GateActivation::Silu, (true, None)).is_err());
 }
 
 /// The second and third axis of a grid are limited to 65,535 blocks. The (row, expert) pairs of a step are
@@ -451,7 +462,7 @@ fn more_rows_than_a_grids_second_axis_are_possible() {
     kernels.add(&mut device, of, ptr, ptr, Some(&norm), 1.0).unwrap();
     kernels.add(&mut device, of, ptr, ptr, None, 1.0).unwrap();
     kernels.gated_norm(&mut device, of, ptr, ptr, &heads, true, Some(ptr)).unwrap();
-    kernels.gate(&mut device, of, ptr, None, GateActivation::Silu, Some(ptr)).unwrap();
+    kernels.gate(&mut device, of, ptr, None, GateActivation::Silu, (true, Some(ptr))).unwrap();
     kernels.scale_rows(&mut device, of, ptr, ptr, 1).unwrap();
     kernels.scale(&mut device, of, ptr, 2.0, None).unwrap();
     kernels.gather_rows(&mut device, of, ptr, ptr, ptr).unwrap();

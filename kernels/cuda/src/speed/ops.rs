@@ -77,7 +77,7 @@ impl ModelOps {
 
     pub(crate) fn layer(&self, backend: &mut CudaBackend, layer: &Layer) -> Result<(), Error> {
         let b = &self.buffers;
-        backend.norm(b.x, &self.norm, b.normed)?;
+        backend.norm_for(b.x, &self.norm, b.normed, &[layer.q, layer.k, layer.v])?;
         let products = [(layer.q, b.q), (layer.k, b.k), (layer.v, b.v)];
         backend.matmul(b.normed, &products.map(|(matrix, out)| self.job(matrix, out)))?;
         let kv = Some(KvWrite { k: b.k, v: b.v, k_norm: self.head_norm, v_norm: None });
@@ -86,15 +86,16 @@ impl ModelOps {
         let (out, scale) = (b.mixed, 1.0 / (self.head_dim as f32).sqrt());
         backend.attention(&AttentionOp { q, out, scale, softcap: None, sinks: None, layer: layer.cache })?;
         backend.matmul(b.mixed, &[self.added(layer.out)])?;
-        backend.norm(b.x, &self.norm, b.normed)?;
         match &self.experts {
             None => {
+                backend.norm_for(b.x, &self.norm, b.normed, &[layer.gate, layer.up])?;
                 backend.matmul(b.normed, &[self.job(layer.gate, b.gate), self.job(layer.up, b.up)])?;
                 let (up, activation) = (Some(b.up), GateActivation::Silu);
-                backend.gate(&GateOp { gate: b.gate, up, up_from: 0, activation })?;
+                backend.gate_for(&GateOp { gate: b.gate, up, up_from: 0, activation }, &[layer.down])?;
                 backend.matmul(b.gate, &[self.added(layer.down)])
             }
             Some(experts) => {
+                backend.norm(b.x, &self.norm, b.normed)?;
                 backend.matmul(b.normed, &[self.job(experts.router, experts.routed)])?;
                 let gate_up = ExpertGateUp::Separate {
                     gate: layer.gate,

@@ -234,7 +234,7 @@ impl Assistant {
             let MixerWeights::Attention(weights) = &layer.mixer else {
                 return Err(Error::Invariant("a drafter's layer without attention".to_owned()));
             };
-            let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
+            let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed, &[weights.q.matrix])?;
             backend.matmul(input, &[job(&weights.q, b.q, false)])?;
             let (q, q_norm, rope) = (b.q, weights.q_norm, weights.rope);
             backend.qkv(&QkvOp { q, q_norm, kv: None, rope, q_growth: None, layer: cache })?;

@@ -3,7 +3,7 @@
 use super::{Buffers, job, normed};
 use crate::Error;
 use crate::weights::{FfnPart, FfnWeights, LayerWeights, MoeWeights};
-use kernels::backend::{Backend, BufferId, ExpertGroups, GateOp, MoeOp, Selection};
+use kernels::backend::{Backend, BufferId, ExpertGroups, GateOp, MatrixId, MoeOp, Selection};
 
 /// `x = out(x + scale * post(sum of the parts))`
 pub(super) fn run(
@@ -25,11 +25,11 @@ pub(super) fn run(
     let shared = match layer.parallel {
         // What the mixer has read.
         true if layer.mixer_norm.is_some() => b.normed,
-        _ => normed(backend, b, layer.ffn_norm.as_ref(), b.normed)?,
+        _ => normed(backend, b, layer.ffn_norm.as_ref(), b.normed, &readers(layer))?,
     };
     for (index, part) in layer.ffn.iter().enumerate() {
         let input = match &part.own_norm {
-            Some(norm) => normed(backend, b, Some(norm), b.own_normed)?,
+            Some(norm) => normed(backend, b, Some(norm), b.own_normed, &[])?,
             None => shared,
         };
         let accumulate = direct || index > 0;
@@ -53,6 +53,18 @@ pub(super) fn run(
     }
 }
 
+/// Returns the matrices that are multiplied with the layer's normalised residual, if nothing else reads it.
+fn readers(layer: &LayerWeights) -> Vec<MatrixId> {
+    let [FfnPart { ffn, own_norm: None, .. }] = layer.ffn.as_slice() else { return Vec::new() };
+    match ffn {
+        FfnWeights::Gated { gate, up, row_gate, .. } => {
+            [gate, up].into_iter().chain(row_gate).map(|linear| linear.matrix).collect()
+        }
+        FfnWeights::Plain { up, .. } => vec![up.matrix],
+        FfnWeights::Moe(_) => Vec::new(),
+    }
+}
+
 fn part_into(
     backend: &mut dyn Backend,
     b: &Buffers,
@@ -66,17 +78,21 @@ fn part_into(
             let mut jobs = vec![job(gate, b.gate, false), job(up, b.up, false)];
             jobs.extend(row_gate.as_ref().map(|row_gate| job(row_gate, b.row_gate, false)));
             backend.matmul(input, &jobs)?;
-            backend.gate(&GateOp { gate: b.gate, up: Some(b.up), up_from: 0, activation: *activation })?;
+            let op = GateOp { gate: b.gate, up: Some(b.up), up_from: 0, activation: *activation };
             if row_gate.is_some() {
+                backend.gate(&op)?;
                 // Scaling before the down projection equals scaling after it, since it is linear and has no
                 // bias.
                 backend.scale_rows(b.gate, b.row_gate)?;
+            } else {
+                backend.gate_for(&op, &[down.matrix])?;
             }
             backend.matmul(b.gate, &[job(down, out, accumulate)])?;
         }
         FfnWeights::Plain { up, down, activation } => {
             backend.matmul(input, &[job(up, b.gate, false)])?;
-            backend.gate(&GateOp { gate: b.gate, up: None, up_from: 0, activation: *activation })?;
+            let op = GateOp { gate: b.gate, up: None, up_from: 0, activation: *activation };
+            backend.gate_for(&op, &[down.matrix])?;
             backend.matmul(b.gate, &[job(down, out, accumulate)])?;
         }
         FfnWeights::Moe(moe) => mixture(backend, b, moe, input, out, accumulate)?,
@@ -93,7 +109,7 @@ fn mixture(
     accumulate: bool,
 ) -> Result<(), Error> {
     let routed_on = match &moe.router_norm {
-        Some(norm) => normed(backend, b, Some(norm), b.router_normed)?,
+        Some(norm) => normed(backend, b, Some(norm), b.router_normed, &[])?,
         None => input,
     };
     backend.matmul(routed_on, &[job(&moe.router, b.router, false)])?;

@@ -8,7 +8,7 @@ use crate::weights::{
 };
 use kernels::backend::{
     AttentionOp, Backend, BufferId, ConvOp, DeltaNetOp, GateActivation, GateOp, GatedNormOp, HeadMatmulOp,
-    HeadPart, KvLayerId, KvWrite, Mamba2Op, QkvOp, StateLayerId,
+    HeadPart, KvLayerId, KvWrite, Mamba2Op, MatrixId, QkvOp, StateLayerId,
 };
 
 /// `x = out(x + scale * post(mixer(pre(x))))`; of two parallel mixers the sum.
@@ -19,7 +19,7 @@ pub(super) fn run(
     scale: f32,
     cache: LayerCache,
 ) -> Result<(), Error> {
-    let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
+    let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed, &readers(layer))?;
     let norm = layer.mixer_post_norm.as_ref();
     let adds = norm.is_none() && scale == 1.0 && layer.parallel_mixer.is_none();
     for (place, mixer) in layer.mixers().enumerate() {
@@ -52,6 +52,21 @@ pub(super) fn run(
     }
 }
 
+/// Returns the matrices that are multiplied with the normalised input of a layer, if nothing else reads it.
+fn readers(layer: &LayerWeights) -> Vec<MatrixId> {
+    let MixerWeights::Attention(weights) = &layer.mixer else { return Vec::new() };
+    let AttentionWeights { q, kv, gate, .. } = &**weights;
+    let own: Vec<&Linear> = match kv {
+        KvWeights::Own(kv) => [&kv.k].into_iter().chain(&kv.v).collect(),
+        KvWeights::Shared => Vec::new(),
+        KvWeights::Latent(_) => return Vec::new(),
+    };
+    if layer.parallel || layer.parallel_mixer.is_some() {
+        return Vec::new();
+    }
+    [q].into_iter().chain(gate).chain(own).map(|linear| linear.matrix).collect()
+}
+
 /// The mixer's output, and the projection that follows it.
 type Mixed<'a> = (BufferId, &'a Linear);
 
@@ -65,7 +80,7 @@ pub(super) fn write_kv(
     let (MixerWeights::Attention(weights), Some(kv)) = (&layer.mixer, cache.kv) else {
         return Err(Error::Invariant("keys and values of a layer without attention".to_owned()));
     };
-    let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed)?;
+    let input = normed(backend, b, layer.mixer_norm.as_ref(), b.normed, &[])?;
     qkv(backend, b, weights, input, kv, None)
 }
 
