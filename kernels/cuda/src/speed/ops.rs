@@ -45,7 +45,7 @@ pub(crate) struct Experts {
     pub(crate) activation: GateActivation,
 }
 
-/// What the layers of a model have in common.
+/// Buffers, tables and settings that the layers of a model share.
 pub(crate) struct ModelOps {
     pub(crate) buffers: StepBuffers,
     pub(crate) embedding: MatrixId,

@@ -4,7 +4,7 @@ use super::{HEAD, Rig};
 use crate::{FaultKind, Limits, Machine, RunError};
 use half::bf16;
 
-/// How a kernel orders a product among its other instructions, besides the right way.
+/// Faults in the order of a product and other instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Wrong {
     no_fence: bool,
