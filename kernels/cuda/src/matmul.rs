@@ -312,7 +312,7 @@ impl MatmulKernels {
         })
     }
 
-    /// Loads the compiled source of the type's products with a form of activations: see [`Quantised::source`].
+    /// Loads the compiled source of the type's products with a form of activations.
     ///
     /// # Errors
     /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
