@@ -63,7 +63,7 @@ pub struct Split {
     /// The same model in one file.
     pub source: String,
     /// The parts in order.
-    pub files: Vec<Item>,
+    files: Vec<Item>,
 }
 
 impl Split {
