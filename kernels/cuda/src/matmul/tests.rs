@@ -287,6 +287,18 @@ fn the_epilogue_scales_adds_bias_and_accumulates() {
     }
 }
 
+/// Compares products `[tokens][rows]` with their sums in 64 bits.
+fn assert_sums(found: &[f32], x: &[f64], weights: &[f64], cols: usize, what: &str) {
+    let expected = x.chunks(cols).flat_map(|x| weights.chunks(cols).map(move |row| (x, row)));
+    for (i, (found, (x, row))) in found.iter().zip(expected).enumerate() {
+        let products = x.iter().zip(row).map(|(x, weight)| x * weight);
+        let (sum, size) = products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()));
+        let error = (f64::from(*found) - sum).abs();
+        assert!(error <= 1e-6 * size, "{what}, #{i}: {found}, not {sum}");
+    }
+    assert_eq!(found.len() * cols * cols, x.len() * weights.len(), "{what}");
+}
+
 /// Groups of up to `most` tokens of one expert, each followed by an empty one, and their tokens.
 fn grouped(chosen: &[u32], most: usize) -> (Vec<[u32; 2]>, Vec<u32>) {
     let (mut groups, mut list) = (Vec::new(), Vec::new());

@@ -1,6 +1,6 @@
 //! Products with bf16 activations, compared with sums in 64 bits.
 
-use super::{Case, assert_same, grouped};
+use super::{Case, assert_same, assert_sums, grouped};
 use crate::matmul::{Activations, Experts, Matrix, Product, Quantised};
 use crate::rowwise::Rows;
 use crate::source::matmul::bf16 as source;
@@ -47,6 +47,7 @@ fn products_equal_sums_in_64_bits_and_do_not_depend_on_the_batch() {
         let a = Random(6).values(134 * cols);
         let mut weights = vec![0.0; outputs * cols];
         dequantize(ty, &case.file, &mut weights).unwrap();
+        let weights: Vec<f64> = weights.into_iter().map(rounded).collect();
         let mut alone = Vec::new();
         for token in a.chunks(cols).take(10) {
             let x = activations(&mut case, token);
@@ -61,18 +62,9 @@ fn products_equal_sums_in_64_bits_and_do_not_depend_on_the_batch() {
                 &alone[..known],
                 &format!("{ty}: {tokens} tokens of {cols} columns"),
             );
-            for (i, found) in found.iter().enumerate() {
-                let (token, row) = (i / outputs, i % outputs);
-                let products =
-                    (0..cols).map(|col| rounded(a[token * cols + col]) * rounded(weights[row * cols + col]));
-                let (sum, size) =
-                    products.fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product.abs()));
-                let error = (f64::from(*found) - sum).abs();
-                assert!(
-                    error <= 1e-6 * size,
-                    "{ty}, {tokens} tokens of {cols} columns, #{i}: {found}, not {sum}"
-                );
-            }
+            let what = format!("{ty}, {tokens} tokens of {cols} columns");
+            let x: Vec<f64> = a[..tokens * cols].iter().map(|x| rounded(*x)).collect();
+            assert_sums(&found, &x, &weights, cols, &what);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Products of MXFP4 with MXFP8 activations and of NVFP4 with NVFP4 ones, compared with sums in 64 bits.
 
-use super::{Case, assert_same, grouped};
+use super::{Case, assert_same, assert_sums, grouped};
 use crate::matmul::{Activations, Experts, MatmulKernels, Matrix, Product, Quantised};
 use crate::rowwise::Rows;
 use crate::source::matmul::scaled;
@@ -98,6 +98,7 @@ fn products_equal_sums_in_64_bits_and_do_not_depend_on_the_batch() {
         let a = rows(6, 134, cols);
         let mut weights = vec![0.0; outputs * cols];
         dequantize(ty, &case.file, &mut weights).unwrap();
+        let weights: Vec<f64> = weights.into_iter().map(f64::from).collect();
         let mut alone = Vec::new();
         for token in a.chunks(cols).take(20) {
             let (x, _) = activations(&mut case, token);
@@ -112,18 +113,8 @@ fn products_equal_sums_in_64_bits_and_do_not_depend_on_the_batch() {
                 &alone[..known],
                 &format!("{ty}, {tokens} tokens of {cols} columns"),
             );
-            for (i, found) in found.iter().enumerate() {
-                let (token, row) = (i / outputs, i % outputs);
-                let products =
-                    (0..cols).map(|col| rounded[token * cols + col] * f64::from(weights[row * cols + col]));
-                let (sum, size) =
-                    products.fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product.abs()));
-                let error = (f64::from(*found) - sum).abs();
-                assert!(
-                    error <= 1e-6 * size,
-                    "{ty}, {tokens} tokens of {cols} columns, #{i}: {found}, not {sum}"
-                );
-            }
+            let what = format!("{ty}, {tokens} tokens of {cols} columns");
+            assert_sums(&found, &rounded, &weights, cols, &what);
         }
     }
 }
