@@ -169,7 +169,10 @@ fn a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own() {
         let mut engine = open_on(TINY[0], &options, device);
         let _submitted = submit(&mut engine, &Request::greedy(prompt(1, 5), 1000).tokens_only());
         let _engine = EngineHandle::start(engine, Duration::from_secs(600)).unwrap();
-        std::thread::park();
+        // The thread's channels leave tokens that end a park.
+        loop {
+            std::thread::park();
+        }
     }
     let name = "simulated::a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own";
     let mut child = Command::new(std::env::current_exe().unwrap())
