@@ -36,6 +36,7 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{LANES, dispatch};
 use plan::Item;
+pub(crate) use plan::PlannedRow;
 use work::{MergeRow, RunItem, Step, ThreadScratch, record_len};
 use write::WriteToken;
 

@@ -103,6 +103,18 @@ pub struct StepInput<'a> {
     pub states: &'a [StepState],
 }
 
+/// What the rows of a step have instead of the position that [`StepSequence`] gives them. A list is empty, or has an
+/// entry for each row.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RowPlaces<'a> {
+    /// Positions on the axes of rotary embeddings with [`RopeSource::axes`]. A table holds all positions up to the
+    /// largest. Empty list: the row's position on each axis.
+    pub axes: &'a [[u32; 3]],
+    /// Range of positions that the row sees besides those that its layers show it, in both directions. It is empty,
+    /// or contains the row's position and ends at or before the sequence's last row of the step.
+    pub spans: &'a [(u32, u32)],
+}
+
 /// How the caller must run the ops of a step; see [`Backend::begin_ops`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepOps {
@@ -297,6 +309,17 @@ pub trait Backend: Send {
         match rows.is_empty() {
             true => Ok(()),
             false => Err(Error::Unsupported { what: "LoRA adapters" }),
+        }
+    }
+
+    /// Sets the places of the rows of the next step. Rows of the steps after it have their ordinary ones.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the device serves no such rows.
+    fn place_rows(&mut self, places: &RowPlaces<'_>) -> Result<(), Error> {
+        match places.axes.is_empty() && places.spans.is_empty() {
+            true => Ok(()),
+            false => Err(Error::Unsupported { what: "rows of images" }),
         }
     }
 

@@ -10,7 +10,7 @@ use crate::backend::{
     ActivationMode, AdapterId, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp,
     GateOp, GatedNormOp, HeadMatmulOp, HeadPart, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape,
     LowRankSource, Mamba2Op, MatmulJob, MatrixId, MatrixSource, MemoryUse, MoeOp, NO_INDEX, Norm, Packer,
-    QkvOp, RopeId, RopeSource, StateLayerId, StateShape, StepInput, TakePiece, VectorId,
+    QkvOp, RopeId, RopeSource, RowPlaces, StateLayerId, StateShape, StepInput, TakePiece, VectorId,
 };
 use crate::matmul::{
     MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, SharedBytes,
@@ -307,8 +307,8 @@ impl Backend for CpuBackend {
 
     fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error> {
         let style = if source.interleaved { ops::RopeStyle::Interleaved } else { ops::RopeStyle::Half };
-        let RopeSource { n_rot, base, freq_scale, factors, magnitude, .. } = source;
-        let params = ops::RopeParams { style, n_rot, base, freq_scale, factors, magnitude };
+        let RopeSource { n_rot, base, freq_scale, factors, magnitude, axes, .. } = source;
+        let params = ops::RopeParams { style, n_rot, base, freq_scale, factors, magnitude, axes };
         self.ropes.push(ops::RopeTable::new(&params)?);
         Ok(RopeId(self.ropes.len() as u32 - 1))
     }
@@ -363,10 +363,18 @@ impl Backend for CpuBackend {
         self.adapters.use_for(rows)
     }
 
+    fn place_rows(&mut self, places: &RowPlaces<'_>) -> Result<(), Error> {
+        self.step.place(places);
+        Ok(())
+    }
+
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
         self.adapters.begin(step.tokens.len())?;
         let positions = self.step.begin(step)?;
-        self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
+        let on_axes = self.step.axes_end();
+        for rope in &mut self.ropes {
+            rope.ensure(if rope.has_axes() { positions.max(on_axes) } else { positions });
+        }
         self.step.make_plans(&self.kv_layers, step.tables, self.pool.threads())?;
         // Last, because a step that is refused must not be recorded as deferred.
         self.states.begin(step)

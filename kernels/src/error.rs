@@ -92,6 +92,9 @@ pub enum Error {
         /// Absolute block number.
         block: usize,
     },
+    /// A row sees a range of positions that does not contain it, ends after the step, or overlaps another one.
+    #[error("the row at position {position} cannot see positions {start}..{end} in this step")]
+    Span { position: usize, start: usize, end: usize },
     /// A non-causal layer, in which every row sees the whole sequence, needs all of it in one step.
     #[error("sequence {sequence} is incomplete: its position {position} is not in the step")]
     PartialSequence {

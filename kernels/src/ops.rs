@@ -28,5 +28,5 @@ pub use norm::{
     LayerNorm, RmsNorm, layer_norm, layer_norm_in_place, rms_norm, rms_norm_add, rms_norm_in_place,
 };
 pub use qkv::{KeysValues, Qkv, QkvStep, norm_rope_write};
-pub use rope::{RopeParams, RopeStyle, RopeTable, rope};
+pub use rope::{RopeParams, RopeStyle, RopeTable, rope, rope_on_axes};
 pub use select::{are_numbers, argmax, is_drawable, log_softmax, sigmoid, softmax, top_k};

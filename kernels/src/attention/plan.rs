@@ -8,6 +8,7 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 
+use super::check_len;
 use super::layout::KvLayout;
 use crate::error::Error;
 
@@ -172,6 +173,25 @@ impl StepPlan {
         placements: &[BlockTable<'_>],
         threads: usize,
     ) -> Result<Self, Error> {
+        Self::with_spans(shape, rows, &[], placements, threads)
+    }
+
+    /// Like [`Self::new`]. `spans` is empty or has a range of positions for each row, which the row sees besides those
+    /// of the shape. A range is empty, or contains the row's position and ends at or before the last row of the
+    /// sequence; ranges of a sequence are equal or apart.
+    ///
+    /// # Errors
+    /// Also [`Error::Length`], [`Error::Span`].
+    pub fn with_spans(
+        shape: AttentionShape,
+        rows: &[QueryRow],
+        spans: &[(u32, u32)],
+        placements: &[BlockTable<'_>],
+        threads: usize,
+    ) -> Result<Self, Error> {
+        if !spans.is_empty() {
+            check_len("spans of rows", rows.len(), spans.len())?;
+        }
         let group_size = shape.layout.group_size(shape.heads)?.get();
         let mut planned = Vec::with_capacity(rows.len());
         for (query, row) in rows.iter().enumerate() {
@@ -193,6 +213,9 @@ impl StepPlan {
             Visible::Causal | Visible::Window(_) => {}
             Visible::Whole => see_ahead(&mut planned, usize::MAX)?,
             Visible::Around(window) => see_ahead(&mut planned, window.get() as usize - 1)?,
+        }
+        if !spans.is_empty() {
+            see_spans(&mut planned, spans)?;
         }
         let mut plan = Self {
             shape,
@@ -438,6 +461,28 @@ impl StepPlan {
             || (tile * TILE / tokens..(tile + 1) * TILE / tokens)
                 .all(|block| self.block(a, block) == self.block(b, block))
     }
+}
+
+/// Adds each row's span to what the row sees. Starts and ends then still ascend with the positions of a sequence.
+fn see_spans(rows: &mut [PlannedRow], spans: &[(u32, u32)]) -> Result<(), Error> {
+    for rows in rows.chunk_by_mut(|a, b| a.sequence == b.sequence) {
+        let last = rows.last().map_or(0, |row| row.position);
+        let mut before = (0, 0);
+        for row in rows {
+            let (start, end) = spans[row.query];
+            let (start, end) = (start as usize, end as usize);
+            if start == end {
+                continue;
+            }
+            let inside = (start..end).contains(&row.position) && end <= last + 1;
+            if !inside || (start, end) != before && start < before.1 {
+                return Err(Error::Span { position: row.position, start, end });
+            }
+            before = (start, end);
+            (row.start, row.end) = (row.start.min(start), row.end.max(end));
+        }
+    }
+    Ok(())
 }
 
 /// Makes the whole sequence visible to every row.

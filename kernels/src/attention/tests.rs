@@ -8,6 +8,7 @@ use crate::pool::{Pool, PoolConfig};
 use crate::reference::attention::AttentionHead;
 
 mod exactness;
+mod spans;
 
 /// Deterministic numbers in -1..1.
 struct Noise(u64);
@@ -54,6 +55,8 @@ struct World {
     scale: f32,
     softcap: Option<f32>,
     sinks: Option<Vec<f32>>,
+    /// Positions of a sequence whose rows see each other.
+    spans: Vec<(u32, std::ops::Range<u32>)>,
 }
 
 const LAYER_OFFSET: usize = 192;
@@ -71,7 +74,16 @@ impl World {
             }
         });
         let sequences = sequences.collect();
-        Self { shape, sequences, scale: 3.0 / (layout.head_dim() as f32).sqrt(), softcap: None, sinks: None }
+        let scale = 3.0 / (layout.head_dim() as f32).sqrt();
+        Self { shape, sequences, scale, softcap: None, sinks: None, spans: Vec::new() }
+    }
+
+    /// The span of a row, or an empty one.
+    fn span(&self, row: QueryRow) -> (u32, u32) {
+        let of = |(sequence, span): &&(u32, std::ops::Range<u32>)| {
+            *sequence == row.sequence && span.contains(&row.position)
+        };
+        self.spans.iter().find(of).map_or((0, 0), |(_, span)| (span.start, span.end))
     }
 
     fn blocks(&self, sequence: usize) -> usize {
@@ -127,6 +139,11 @@ impl World {
                 let w = w.get() as usize;
                 (position + 1).saturating_sub(w)..(position + w).min(s.k.len())
             }
+        };
+        let row = QueryRow { sequence: sequence as u32, position: position as u32 };
+        let seen = match self.span(row) {
+            (0, 0) => seen,
+            (from, to) => seen.start.min(from as usize)..seen.end.max(to as usize),
         };
         let types = layout.types();
         let k: Vec<_> =
@@ -233,7 +250,8 @@ impl Memory {
 fn step(world: &World, memory: &mut Memory, rows: &[QueryRow], pool: &Pool, isa: Isa) -> Vec<Vec<f32>> {
     let mut bytes = std::mem::take(&mut memory.bytes);
     let placements = memory.placements();
-    let plan = StepPlan::new(world.shape, rows, &placements, pool.threads()).unwrap();
+    let spans: Vec<_> = rows.iter().map(|row| world.span(*row)).collect();
+    let plan = StepPlan::with_spans(world.shape, rows, &spans, &placements, pool.threads()).unwrap();
     let q: Vec<f32> = rows
         .iter()
         .flat_map(|row| world.sequences[row.sequence as usize].q[row.position as usize].iter().copied())

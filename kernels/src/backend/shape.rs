@@ -143,6 +143,9 @@ pub struct RopeSource {
     pub factors: Option<Vec<f32>>,
     /// Factor of cosine and sine; 1 except for YaRN.
     pub magnitude: f32,
+    /// Axis, 0 to 2, whose position each pair has in rows with [`RowPlaces::axes`](super::RowPlaces::axes);
+    /// `n_rot / 2` values. `None`: every pair has the row's position.
+    pub axes: Option<Vec<u8>>,
 }
 
 /// The addition of an adapter to the products of a matrix: `scale * B (A x)`.

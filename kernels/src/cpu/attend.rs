@@ -59,6 +59,7 @@ pub(super) fn qkv(backend: &mut CpuBackend, op: &QkvOp) -> Result<(), Error> {
         k_norm: head(op.kv.and_then(|kv| kv.k_norm), k_width)?,
         v_norm: head(op.kv.and_then(|kv| kv.v_norm), v_width)?,
         rope: op.rope.map(|id| &backend.ropes[id.0 as usize]),
+        axes: &backend.step.axes,
         q_growth: op.q_growth,
     };
     let plan = backend.step.plan(op.layer)?;

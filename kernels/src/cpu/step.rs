@@ -1,8 +1,8 @@
 //! The running step: its tokens, the positions of its rows, and the attention plans of its layers.
 
 use crate::Error;
-use crate::attention::{AttentionShape, BlockTable, QueryRow, StepPlan};
-use crate::backend::{KvLayerId, StepInput};
+use crate::attention::{AttentionShape, BlockTable, QueryRow, StepPlan, check_len};
+use crate::backend::{KvLayerId, RowPlaces, StepInput};
 
 use super::attend::KvLayer;
 
@@ -11,6 +11,10 @@ use super::attend::KvLayer;
 pub(super) struct Step {
     pub(super) tokens: Vec<u32>,
     pub(super) rows: Vec<QueryRow>,
+    /// Of the next step; see [`RowPlaces`].
+    next: (Vec<[u32; 3]>, Vec<(u32, u32)>),
+    pub(super) axes: Vec<[u32; 3]>,
+    spans: Vec<(u32, u32)>,
     /// Start of the second segment of each sequence. With one segment, a value above all positions.
     segment_starts: Vec<usize>,
     /// Index into `plans` per KV layer. Layers of one group and shape share a plan.
@@ -19,8 +23,19 @@ pub(super) struct Step {
 }
 
 impl Step {
+    /// Sets the places of the next step's rows.
+    pub(super) fn place(&mut self, places: &RowPlaces<'_>) {
+        self.next = (places.axes.to_vec(), places.spans.to_vec());
+    }
+
+    /// End of the positions on axes.
+    pub(super) fn axes_end(&self) -> usize {
+        self.axes.iter().flatten().max().map_or(0, |last| *last as usize + 1)
+    }
+
     /// Stores a step's input and returns the end of its positions.
     pub(super) fn begin(&mut self, input: &StepInput<'_>) -> Result<usize, Error> {
+        (self.axes, self.spans) = std::mem::take(&mut self.next);
         self.tokens.clear();
         self.tokens.extend_from_slice(input.tokens);
         self.rows.clear();
@@ -41,6 +56,11 @@ impl Step {
         if self.rows.len() != self.tokens.len() {
             let (expected, found) = (self.tokens.len(), self.rows.len());
             return Err(Error::Length { what: "rows of the step's sequences", expected, found });
+        }
+        for (what, found) in [("positions on axes", self.axes.len()), ("spans of rows", self.spans.len())] {
+            if found > 0 {
+                check_len(what, self.rows.len(), found)?;
+            }
         }
         Ok(end)
     }
@@ -63,7 +83,10 @@ impl Step {
                     let missing =
                         Error::OutOfRange { what: "KV group", index: layer.group, len: tables.len() };
                     let placements = tables.get(layer.group).ok_or(missing)?;
-                    self.plans.push(StepPlan::new(layer.shape, &self.rows, placements, threads)?);
+                    self.plans.push({
+                        let (rows, spans) = (&self.rows, &self.spans);
+                        StepPlan::with_spans(layer.shape, rows, spans, placements, threads)?
+                    });
                     made.push((layer.group, layer.shape));
                     made.len() - 1
                 }

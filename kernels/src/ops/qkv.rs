@@ -1,8 +1,8 @@
 //! The op between the q, k, v projections and attention, fused per row.
 
 use super::norm::{Rms, RmsNorm};
-use super::rope::{RopeTable, rope};
-use crate::attention::{ArenaView, PlanWriter, StepPlan, check_len};
+use super::rope::{RopeTable, rope_on_axes};
+use crate::attention::{ArenaView, PlanWriter, PlannedRow, StepPlan, check_len};
 use crate::backend::QueryGrowth;
 use crate::disjoint::Disjoint;
 use crate::error::Error;
@@ -23,6 +23,8 @@ pub struct QkvStep<'a> {
     pub v_norm: Option<RmsNorm<'a>>,
     /// Rotation of q and k. The table must hold the positions of the step.
     pub rope: Option<&'a RopeTable>,
+    /// Positions of each row on the axes of the rotation. Empty: the row's position.
+    pub axes: &'a [[u32; 3]],
     /// Factor of q by position.
     pub q_growth: Option<QueryGrowth>,
 }
@@ -74,11 +76,19 @@ pub fn norm_rope_write(
         if let Some(last) = plan.rows.iter().map(|row| row.position).max() {
             table.row(last)?;
         }
+        if let Some(last) = step.axes.iter().flatten().max() {
+            check_len("positions on axes", plan.rows(), step.axes.len())?;
+            table.row(*last as usize)?;
+        }
     }
-    let norm_rope = |position: usize, norm: Option<RmsNorm<'_>>, x: &mut [f32]| {
+    let norm_rope = |row: &PlannedRow, norm: Option<RmsNorm<'_>>, x: &mut [f32]| {
         norm_row(isa, norm, x);
         if let Some(table) = step.rope {
-            let rotated = rope(isa, table, position, head_dim, x);
+            let positions = match step.axes.get(row.query).filter(|_| table.has_axes()) {
+                Some(axes) => axes.map(|position| position as usize),
+                None => [row.position; 3],
+            };
+            let rotated = rope_on_axes(isa, table, positions, head_dim, x);
             debug_assert_eq!(rotated, Ok(()), "shapes and positions are checked above");
         }
     };
@@ -93,7 +103,7 @@ pub fn norm_rope_write(
             let row = &plan.rows[index];
             // SAFETY: every planned row has its own row of q and is visited once.
             let q = unsafe { q.slice(row.query * q_width, q_width) };
-            norm_rope(row.position, step.q_norm, q);
+            norm_rope(row, step.q_norm, q);
             if let Some(growth) = step.q_growth {
                 let factor = growth.at(row.position);
                 q.iter_mut().for_each(|q| *q *= factor);
@@ -101,7 +111,7 @@ pub fn norm_rope_write(
             if let Some(writer) = &writer {
                 // SAFETY: every planned row is visited once.
                 let (k, v) = unsafe { writer.row(row.query, &mut raw) };
-                norm_rope(row.position, step.k_norm, k);
+                norm_rope(row, step.k_norm, k);
                 norm_row(isa, step.v_norm, v);
                 // SAFETY: every planned row is visited once; `KvRows::row` gives the layout's widths.
                 unsafe { writer.writer.write(isa, index, k, v) };

@@ -26,6 +26,8 @@ pub struct RopeParams {
     pub factors: Option<Vec<f32>>,
     /// Factor of every cosine and sine; 1 except for YaRN.
     pub magnitude: f32,
+    /// `[n_rot / 2]` axes, 0 to 2: whose position each pair has. `None`: all have the row's position.
+    pub axes: Option<Vec<u8>>,
 }
 
 /// Cosines and sines of a [`RopeParams`], computed in f64, for the positions requested so far.
@@ -38,6 +40,7 @@ pub struct RopeTable {
     frequencies: Vec<f64>,
     /// `[position][row]`, see `fill`.
     rows: Vec<f32>,
+    axes: Option<Vec<u8>>,
 }
 
 impl RopeTable {
@@ -51,6 +54,12 @@ impl RopeTable {
         if let Some(factors) = &params.factors {
             check_len("rope factors", pairs, factors.len())?;
         }
+        if let Some(axes) = &params.axes {
+            check_len("rope axes", pairs, axes.len())?;
+            if let Some(axis) = axes.iter().find(|axis| **axis > 2) {
+                return Err(Error::OutOfRange { what: "rope axis", index: usize::from(*axis), len: 3 });
+            }
+        }
         let frequency = |i: usize| {
             let exponent = -2.0 * i as f64 / params.n_rot as f64;
             let factor = params.factors.as_ref().map_or(1.0, |factors| f64::from(factors[i]));
@@ -62,6 +71,7 @@ impl RopeTable {
             magnitude: f64::from(params.magnitude),
             frequencies: (0..pairs).map(frequency).collect(),
             rows: Vec::new(),
+            axes: params.axes.clone(),
         })
     }
 
@@ -112,6 +122,31 @@ impl RopeTable {
         }
     }
 
+    /// Whether pairs have axes.
+    pub(crate) fn has_axes(&self) -> bool {
+        self.axes.is_some()
+    }
+
+    /// Cosines and sines of a position on each axis. `mixed` is the buffer for those of several rows.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a position that [`RopeTable::ensure`] has not added.
+    fn at<'a>(&'a self, positions: [usize; 3], mixed: &'a mut Vec<f32>) -> Result<&'a [f32], Error> {
+        let rows = [self.row(positions[0])?, self.row(positions[1])?, self.row(positions[2])?];
+        let Some(axes) = self.axes.as_ref().filter(|_| positions != [positions[0]; 3]) else {
+            return Ok(rows[0]);
+        };
+        // Values of a pair in each half of a row.
+        let run = if self.style == RopeStyle::Half { 1 } else { 2 };
+        mixed.clear();
+        for half in [0, self.n_rot / 2 * run] {
+            for (pair, axis) in axes.iter().enumerate() {
+                mixed.extend_from_slice(&rows[usize::from(*axis)][half + pair * run..][..run]);
+            }
+        }
+        Ok(mixed)
+    }
+
     /// # Errors
     /// [`Error::OutOfRange`] for a position that [`RopeTable::ensure`] has not added.
     pub(super) fn row(&self, position: usize) -> Result<&[f32], Error> {
@@ -126,12 +161,27 @@ impl RopeTable {
 /// Rotates every head of one row (`[heads][head_dim]`) to `position`.
 ///
 /// # Errors
-/// [`Error::Length`] if the row is not a whole number of heads or a head is narrower than `n_rot`,
-/// [`Error::OutOfRange`] for a position that is not in the table.
+/// As [`rope_on_axes`].
 pub fn rope(
     isa: Isa,
     table: &RopeTable,
     position: usize,
+    head_dim: usize,
+    row: &mut [f32],
+) -> Result<(), Error> {
+    rope_on_axes(isa, table, [position; 3], head_dim, row)
+}
+
+/// Rotates every head of one row (`[heads][head_dim]`), each pair to the position of its axis. Without axes all have
+/// the first position.
+///
+/// # Errors
+/// [`Error::Length`] if the row is not a whole number of heads or a head is narrower than `n_rot`,
+/// [`Error::OutOfRange`] for a position that is not in the table.
+pub fn rope_on_axes(
+    isa: Isa,
+    table: &RopeTable,
+    positions: [usize; 3],
     head_dim: usize,
     row: &mut [f32],
 ) -> Result<(), Error> {
@@ -140,7 +190,8 @@ pub fn rope(
     if table.n_rot > head_dim {
         return Err(Error::Length { what: "head width", expected: table.n_rot, found: head_dim });
     }
-    let angles = table.row(position)?;
+    let mut mixed = Vec::new();
+    let angles = table.at(positions, &mut mixed)?;
     dispatch(isa, Rotate { style: table.style, n_rot: table.n_rot, angles, head_dim, row });
     Ok(())
 }

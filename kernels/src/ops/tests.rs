@@ -161,7 +161,8 @@ proptest! {
         pairs in 0..40usize,
         pass in 0..20usize,
         heads in 1..4usize,
-        position in 0..5000usize,
+        positions in prop::array::uniform3(0..5000usize),
+        axes in prop::option::of(prop::collection::vec(0..3u8, 40)),
         factors in any::<bool>(),
         seed in floats(400..401),
     ) {
@@ -172,19 +173,32 @@ proptest! {
             freq_scale: 0.5,
             factors: factors.then(|| (0..pairs).map(|i| 1.0 + i as f32).collect()),
             magnitude: 1.25,
+            axes: axes.map(|axes| axes[..pairs].to_vec()),
         };
         let head_dim = (2 * pairs + pass).max(1);
         let row = &seed[..heads * head_dim];
         let mut table = RopeTable::new(&params).unwrap();
-        table.ensure(position + 1);
+        table.ensure(positions.iter().max().unwrap() + 1);
         let out = on_every_isa(|isa| {
             let mut row = row.to_vec();
-            rope(isa, &table, position, head_dim, &mut row).unwrap();
+            rope_on_axes(isa, &table, positions, head_dim, &mut row).unwrap();
             row
         });
+        let heads = row.chunks(head_dim);
         let expected: Vec<f64> =
-            row.chunks(head_dim).flat_map(|head| reference::rope(&params, position, head)).collect();
+            heads.flat_map(|head| reference::rope_on_axes(&params, positions, head)).collect();
         close(&out, &expected, 2e-6)?;
+        // Equal positions on all axes are the rotation without axes, bit for bit.
+        let mut plain = RopeTable::new(&RopeParams { axes: None, ..params }).unwrap();
+        plain.ensure(positions[0] + 1);
+        let rotated = |table: &RopeTable| {
+            on_every_isa(|isa| {
+                let mut row = row.to_vec();
+                rope(isa, table, positions[0], head_dim, &mut row).unwrap();
+                row
+            })
+        };
+        prop_assert_eq!(rotated(&table), rotated(&plain));
     }
 
     #[test]
@@ -345,9 +359,12 @@ fn wrong_shapes_are_refused() {
         freq_scale: 1.0,
         factors: None,
         magnitude: 1.0,
+        axes: None,
     };
     assert!(RopeTable::new(&RopeParams { n_rot: 7, ..params.clone() }).is_err());
     assert!(RopeTable::new(&RopeParams { factors: Some(vec![1.0; 3]), ..params.clone() }).is_err());
+    assert!(RopeTable::new(&RopeParams { axes: Some(vec![0; 3]), ..params.clone() }).is_err());
+    assert!(RopeTable::new(&RopeParams { axes: Some(vec![0, 1, 3, 0]), ..params.clone() }).is_err());
     let mut table = RopeTable::new(&params).unwrap();
     assert!(matches!(rope(Isa::Scalar, &table, 0, 8, &mut out), Err(Error::OutOfRange { .. })));
     table.ensure(1);

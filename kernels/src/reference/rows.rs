@@ -28,10 +28,16 @@ pub fn low_rank(rank: usize, scale: f32, a: &[f32], b: &[f32], x: &[f32]) -> Vec
 
 /// Rotates the pairs of one head to `position`; see [`crate::ops::RopeParams`].
 pub fn rope(params: &crate::ops::RopeParams, position: usize, head: &[f32]) -> Vec<f64> {
+    rope_on_axes(params, [position; 3], head)
+}
+
+/// Like [`rope`], with the position of each axis.
+pub fn rope_on_axes(params: &crate::ops::RopeParams, positions: [usize; 3], head: &[f32]) -> Vec<f64> {
     let mut out: Vec<f64> = head.iter().map(|x| f64::from(*x)).collect();
     for i in 0..params.n_rot / 2 {
         let factor = params.factors.as_ref().map_or(1.0, |factors| f64::from(factors[i]));
         let frequency = f64::from(params.base).powf(-2.0 * i as f64 / params.n_rot as f64) / factor;
+        let position = positions[params.axes.as_ref().map_or(0, |axes| usize::from(axes[i]))];
         let angle = position as f64 * frequency * f64::from(params.freq_scale);
         let (sin, cos) =
             (angle.sin() * f64::from(params.magnitude), angle.cos() * f64::from(params.magnitude));

@@ -138,6 +138,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         freq_scale: 1.0,
         factors: None,
         magnitude: 1.0,
+        axes: None,
     })?;
     let norm_weight = inputs.vector(head_dim)?;
     let norm = Norm { rms: true, weight: Some(norm_weight), bias: None, eps: 1e-6, width: head_dim };

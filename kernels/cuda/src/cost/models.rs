@@ -272,6 +272,7 @@ impl Model {
             freq_scale: 1.0,
             factors: None,
             magnitude: 1.0,
+            axes: None,
         };
         let rope = backend.create_rope(rope).unwrap();
         let weight = backend.create_vector(&vec![1.0; hidden]).unwrap();

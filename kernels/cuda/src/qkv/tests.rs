@@ -82,8 +82,8 @@ impl Case {
         let rotated = match &self.rope {
             Some(rope) if tensor < 2 => {
                 let style = if rope.interleaved { RopeStyle::Interleaved } else { RopeStyle::Half };
-                let RopeSource { n_rot, base, freq_scale, factors, magnitude, .. } = rope.clone();
-                let params = RopeParams { style, n_rot, base, freq_scale, factors, magnitude };
+                let RopeSource { n_rot, base, freq_scale, factors, magnitude, axes, .. } = rope.clone();
+                let params = RopeParams { style, n_rot, base, freq_scale, factors, magnitude, axes };
                 let rounded: Vec<f32> = x.iter().map(|x| *x as f32).collect();
                 let heads = rounded.chunks(self.shape.head_dim);
                 heads.flat_map(|head| reference::rope(&params, position, head)).collect()
@@ -186,6 +186,7 @@ fn heads_are_normed_rotated_and_written() {
         freq_scale: 0.5,
         factors: None,
         magnitude: 1.3,
+        axes: None,
     };
     let factors = Some(numbers(9, 0, 8).iter().map(|x| 2.0 + x).collect());
     let interleaved = RopeSource { interleaved: true, factors, base: 5e5, ..half.clone() };
@@ -239,6 +240,7 @@ fn rotations_wrap_around_at_whole_turns() {
         freq_scale: 1.0,
         factors: Some(vec![1.0 / std::f32::consts::TAU, 1.0]),
         magnitude: 1.0,
+        axes: None,
     };
     let rope = DeviceRope::new(&source).unwrap();
     // Nearly a whole turn per position, and a tenth of a radian.

@@ -151,6 +151,7 @@ impl Speed {
             freq_scale: 1.0,
             factors: None,
             magnitude: 1.0,
+            axes: None,
         })?;
         let mut buffer = |cols: usize| backend.create_buffer(rows, cols);
         let buffers = StepBuffers {

@@ -1,7 +1,7 @@
 //! Tests from projections to the result of attention, through the cache.
 
 use super::*;
-use crate::backend::{BlockTable, KvType, KvWrite, StepSequence};
+use crate::backend::{BlockTable, KvType, KvWrite, RowPlaces, StepSequence};
 use crate::ops::{RopeParams, RopeStyle};
 use crate::reference::attention::AttentionHead;
 use crate::reference::rows as reference;
@@ -45,11 +45,14 @@ struct Input {
     q_norm: Vec<f32>,
     k_norm: Vec<f32>,
     sinks: Vec<f32>,
+    axes: Option<Vec<u8>>,
+    /// Of each row, on each axis.
+    positions: Vec<[usize; 3]>,
 }
 
 fn rope() -> RopeParams {
     let style = RopeStyle::Half;
-    RopeParams { style, n_rot: 16, base: 1e4, freq_scale: 1.0, factors: None, magnitude: 1.3 }
+    RopeParams { style, n_rot: 16, base: 1e4, freq_scale: 1.0, factors: None, magnitude: 1.3, axes: None }
 }
 
 impl Input {
@@ -64,6 +67,8 @@ impl Input {
             q_norm: random.values(layer.dim),
             k_norm: random.values(layer.dim),
             sinks: random.values(layer.heads).iter().map(|x| 3.0 * x).collect(),
+            axes: None,
+            positions: (0..POSITIONS).map(|position| [position; 3]).collect(),
         }
     }
 
@@ -91,7 +96,9 @@ impl Input {
             x[(position * heads + head) * dim..][..dim].to_vec()
         };
         let rotated = |x: Vec<f32>, weight: &[f32], position: usize| {
-            f32s(reference::rope(&rope(), position, &f32s(reference::rms_norm(&x, Some(weight), EPS))))
+            let params = RopeParams { axes: cache.axes.clone(), ..rope() };
+            let normed = f32s(reference::rms_norm(&x, Some(weight), EPS));
+            f32s(reference::rope_on_axes(&params, cache.positions[position], &normed))
         };
         (0..heads)
             .flat_map(|h| {
@@ -141,7 +148,8 @@ impl Placed {
         let (q_norm, k_norm) = (norm(&input.q_norm), norm(&input.k_norm));
         let sinks = input.layer.sinks.then(|| backend.create_vector(&input.sinks).unwrap());
         let RopeParams { n_rot, base, freq_scale, factors, magnitude, .. } = rope();
-        let source = RopeSource { interleaved: false, n_rot, base, freq_scale, factors, magnitude };
+        let axes = input.axes.clone();
+        let source = RopeSource { interleaved: false, n_rot, base, freq_scale, factors, magnitude, axes };
         Self { id, q_norm, k_norm, sinks, rope: backend.create_rope(source).unwrap() }
     }
 
@@ -282,6 +290,49 @@ fn without_causality_every_row_sees_the_whole_sequence_or_what_is_around_it() {
         let window = KvShape { window: Some(0), causal, ..input.shape() };
         assert_eq!(backend.create_kv_layer(0, window, 0), Err(Error::EmptyWindow));
     }
+}
+
+#[test]
+fn rows_have_positions_on_axes_and_spans_for_one_step() {
+    let pairs = 8;
+    let mut input = Input::new(WINDOWED, 8);
+    input.axes = Some((0..pairs).map(|pair| pair % 3).collect());
+    let axes: Vec<[u32; 3]> = (0..POSITIONS as u32).map(|p| [p / 2, 300 - p, p % 7]).collect();
+    input.positions = axes.iter().map(|axes| axes.map(|p| p as usize)).collect();
+    let span = 9..30;
+    let spans: Vec<(u32, u32)> = (0..POSITIONS)
+        .map(|p| if span.contains(&p) { (span.start as u32, span.end as u32) } else { (0, 0) })
+        .collect();
+    let out = on_every_isa(ActivationMode::F32, |backend| {
+        let tables = arena(backend, &[&input]);
+        let placed = Placed::new(backend, &input, 0);
+        let mut out = Vec::new();
+        for chunk in [0..30, 30..31, 31..POSITIONS] {
+            let (axes, spans) = (&axes[chunk.clone()], &spans[chunk.clone()]);
+            backend.place_rows(&RowPlaces { axes, spans }).unwrap();
+            begin(backend, &tables, chunk.clone()).unwrap();
+            out.extend(placed.run(backend, &input, chunk, true));
+        }
+        out
+    });
+    let seen = |p: usize| match span.contains(&p) {
+        true => span.start.min(seen(WINDOWED, p).start)..span.end,
+        false => seen(WINDOWED, p),
+    };
+    let expected: Vec<f64> = (0..POSITIONS).flat_map(|p| input.reference(&input, p, seen(p))).collect();
+    assert_close(&out, &expected, 3e-6);
+    let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
+    let tables = arena(&mut backend, &[&input]);
+    Placed::new(&mut backend, &input, 0);
+    let mut refused = |places| {
+        backend.place_rows(&places).unwrap();
+        let refused = begin(&mut backend, &tables, 0..20).is_err();
+        // The step after it has ordinary places.
+        refused && begin(&mut backend, &tables, 0..20).is_ok()
+    };
+    assert!(refused(RowPlaces { axes: &axes[..19], spans: &[] }));
+    assert!(refused(RowPlaces { axes: &[], spans: &spans[..19] }));
+    assert!(refused(RowPlaces { axes: &[], spans: &spans[..20] }));
 }
 
 #[test]

@@ -78,6 +78,7 @@ fn table(n_rot: usize) -> RopeTable {
         freq_scale: 1.0,
         factors: None,
         magnitude: 1.5,
+        axes: None,
     };
     let mut table = RopeTable::new(&params).unwrap();
     table.ensure(64);
@@ -122,7 +123,8 @@ fn the_fused_op_equals_its_parts() {
         (None, None, None, false),
     ] {
         let rope = rotate.then_some(&table);
-        let step = QkvStep { layer_offset: LAYER_OFFSET, q_norm, k_norm, v_norm, rope, q_growth: None };
+        let step =
+            QkvStep { layer_offset: LAYER_OFFSET, q_norm, k_norm, v_norm, rope, axes: &[], q_growth: None };
         for isa in Isa::available() {
             let expected_q = norm_and_rope(isa, &case.q, 24, q_norm, rope);
             let expected_k = norm_and_rope(isa, &case.k, 24, k_norm, rope);
@@ -148,7 +150,15 @@ fn queries_grow_with_their_position() {
     let case = Case::new(4, 2, 24, 24);
     let growth = QueryGrowth { beta: 0.3, every: 2 };
     let (q_growth, plan) = (Some(growth), case.plan(&ROWS, 1));
-    let step = QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None, q_growth };
+    let step = QkvStep {
+        layer_offset: 0,
+        q_norm: None,
+        k_norm: None,
+        v_norm: None,
+        rope: None,
+        axes: &[],
+        q_growth,
+    };
     let factor = |row: &QueryRow| 1.0 + 0.3 * (1.0 + f64::from(row.position / 2)).ln();
     let width = case.q.len() / ROWS.len();
     for isa in Isa::available() {
@@ -177,6 +187,7 @@ fn values_may_be_the_keys_before_norm_and_rope() {
             k_norm,
             v_norm,
             rope: Some(&table),
+            axes: &[],
             q_growth: None,
         };
         for isa in Isa::available() {
@@ -193,8 +204,15 @@ fn values_may_be_the_keys_before_norm_and_rope() {
     }
     // If key and value heads differ in width, the keys cannot be the values.
     let case = Case::new(4, 2, 24, 40);
-    let step =
-        QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None, q_growth: None };
+    let step = QkvStep {
+        layer_offset: 0,
+        q_norm: None,
+        k_norm: None,
+        v_norm: None,
+        rope: None,
+        axes: &[],
+        q_growth: None,
+    };
     let mut arena = case.arena();
     let (mut q, mut k) = (case.q.clone(), case.k.clone());
     let mut view = ArenaView::new(&mut arena).unwrap();
@@ -214,6 +232,7 @@ fn a_layer_that_reads_another_s_cache_writes_nothing() {
         k_norm: None,
         v_norm: None,
         rope: Some(&table),
+        axes: &[],
         q_growth: None,
     };
     for isa in Isa::available() {
@@ -234,8 +253,15 @@ fn two_rows_cannot_write_one_slot() {
     let plan = case.plan(&[ROWS[0], ROWS[0]], 1);
     let mut arena = case.arena();
     let mut view = ArenaView::new(&mut arena).unwrap();
-    let step =
-        QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None, q_growth: None };
+    let step = QkvStep {
+        layer_offset: 0,
+        q_norm: None,
+        k_norm: None,
+        v_norm: None,
+        rope: None,
+        axes: &[],
+        q_growth: None,
+    };
     let (mut q, mut k) = (numbers(2 * 48, 0), numbers(2 * 24, 0));
     let mut v = k.clone();
     let qkv = Qkv { q: &mut q, kv: Some(KeysValues { k: &mut k, v: Some(&mut v) }) };

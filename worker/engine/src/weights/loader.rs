@@ -537,6 +537,7 @@ impl<'a> Loader<'a> {
             freq_scale: rope.freq_scale,
             factors,
             magnitude: rope.magnitude,
+            axes: None,
         })?;
         self.ropes.push((rope.clone(), id));
         Ok(id)

@@ -114,6 +114,7 @@ impl Model {
             freq_scale: 1.0,
             factors: None,
             magnitude: 1.0,
+            axes: None,
         };
         Self {
             rope: backend.create_rope(rope).unwrap(),
