@@ -26,6 +26,7 @@ pub mod lora;
 mod names;
 mod rerank;
 mod text_files;
+mod vision;
 mod weights;
 
 pub use text_files::tokenizer_metadata;
@@ -34,7 +35,7 @@ pub use weights::{INDEX, MAX_FILES, SINGLE};
 /// Settings of the model.
 pub const CONFIG: &str = "config.json";
 /// Files beside the weights and [`CONFIG`] that are read if they are there.
-pub const TEXT_FILES: [&str; 11] = [
+pub const TEXT_FILES: [&str; 13] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -42,6 +43,8 @@ pub const TEXT_FILES: [&str; 11] = [
     "chat_template.json",
     "chat_template.jinja",
     "vocab.txt",
+    vision::PREPROCESSOR,
+    vision::PROCESSOR,
     POOLING,
     rerank::MODULES,
     rerank::LOGIT_SCORE,
@@ -125,6 +128,7 @@ pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
         false => Metadata::default(),
     };
     metadata.insert("general.architecture", family.arch);
+    vision::insert(&folder, &config, &mut metadata)?;
     let encodes = ["modern-bert", "qwen3"].contains(&family.arch);
     let ranker = if encodes { Ranker::of(&folder, &config, &mut metadata)? } else { None };
     let mut keys = Keys { config: &config, arch: family.arch, metadata };

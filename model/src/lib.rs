@@ -19,6 +19,7 @@ mod parallel;
 pub mod safetensors;
 pub mod shard;
 pub mod spec;
+pub mod vision;
 
 #[cfg(test)]
 mod test_files;

@@ -54,6 +54,11 @@ impl<'a> Config<'a> {
         [&self.text, &self.outer].into_iter().filter_map(|map| map.get("model_type")?.as_str())
     }
 
+    /// The settings beside those of a `text_config`.
+    pub(super) fn outer(&self) -> &Map<String, Json> {
+        &self.outer
+    }
+
     pub(super) fn refuse(&self, key: &str, found: impl ToString, needs: impl ToString) -> Error {
         let path = self.folder.path.join(CONFIG);
         CheckpointError::Setting {

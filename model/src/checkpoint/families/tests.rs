@@ -7,6 +7,7 @@ use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
 use crate::spec::{OutputSpec, Pooling};
+use crate::vision::{CONFIG_KEY, PREPROCESSOR_KEY};
 use crate::{Error, GgmlType, ModelFile, ModelSpec};
 
 /// A checkpoint to write: settings, and tensors by name with their shapes, in BF16.
@@ -539,4 +540,34 @@ fn rerankers_of_all_forms() {
     }
     let error = reranker(&qwen3(), &[readme[0], ("tokenizer.json", r#"{"model": {"vocab": {"no": 1}}}"#)]);
     assert!(error.unwrap_err().to_string().contains("yes is absent"));
+}
+
+#[test]
+fn settings_of_images_are_metadata() {
+    let with = |kind: &str| {
+        let plan = Plan::llama();
+        let text = plan.config.clone();
+        let config = json!({"model_type": kind, "text_config": text, "image_token_index": 7, "torch_dtype": "bfloat16",
+            "quantization_config": null, "vision_config": {"patch_size": 14}});
+        Plan { config, ..plan }
+    };
+    let settings = |folder: &TempDir, key: &str| {
+        let file = ModelFile::open(folder.path()).unwrap();
+        let text = file.metadata().get::<&str>(key).unwrap();
+        text.map(|text| serde_json::from_str::<Json>(text).unwrap())
+    };
+    let folder = with("llava").write(1);
+    let config = json!({"model_type": "llava", "image_token_index": 7, "vision_config": {"patch_size": 14}});
+    assert_eq!(settings(&folder, CONFIG_KEY), Some(config));
+    assert_eq!(settings(&folder, PREPROCESSOR_KEY), None);
+    let put = |file: &str, value: Json| fs::write(folder.path().join(file), value.to_string()).unwrap();
+    put("preprocessor_config.json", json!({"do_resize": true, "resample": null}));
+    put(
+        "processor_config.json",
+        json!({"image_processor": {"do_resize": false, "resample": 3}, "image_seq_length": 4}),
+    );
+    let merged = json!({"do_resize": true, "resample": 3, "image_seq_length": 4});
+    assert_eq!(settings(&folder, PREPROCESSOR_KEY), Some(merged));
+    let folder = with("llama").write(1);
+    assert_eq!((settings(&folder, CONFIG_KEY), settings(&folder, PREPROCESSOR_KEY)), (None, None));
 }
