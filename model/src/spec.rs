@@ -34,6 +34,8 @@ pub struct ModelSpec {
     pub per_layer_input: Option<PerLayerInputSpec>,
     pub layers: Vec<LayerSpec>,
     pub output: OutputSpec,
+    /// Whether the rows of an image see each other in both directions, in all layers.
+    pub images_see_ahead: bool,
 }
 
 /// Embedding: `norm(scale * tokens[token] + positions[position] + token_types[0])`.

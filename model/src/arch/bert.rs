@@ -53,6 +53,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
         per_layer_input: None,
         layers: widths.into_iter().enumerate().map(layer).collect::<Result<_, _>>()?,
         output: OutputSpec::Pooled(encoder.pooled()?),
+        images_see_ahead: false,
     })
 }
 

@@ -160,6 +160,7 @@ impl<'a> Decoder<'a> {
             per_layer_input: None,
             layers,
             output,
+            images_see_ahead: false,
         }
     }
 

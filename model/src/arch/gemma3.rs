@@ -36,6 +36,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let layers = ffns.into_iter().zip(windows).enumerate().map(layer).collect::<Result<_, Error>>()?;
     let softcap = source.positive_unless_zero("final_logit_softcapping")?;
     let mut model = decoder.model(layers, LogitsSpec { softcap, ..decoder.logits()? });
+    model.images_see_ahead = true;
     model.embedding.scale = (decoder.shape.hidden as f32).sqrt();
     Ok(model)
 }

@@ -59,6 +59,29 @@ impl Decoder<'_> {
         Ok(RopeSpec { factors, magnitude, ..plain })
     }
 
+    /// Axes of the pairs by `rope.dimension_sections`: numbers of pairs of time, height and width. In these
+    /// architectures they alternate while both have pairs left; otherwise they follow each other.
+    fn axes(&self, pairs: usize) -> Result<Option<Vec<u8>>, Error> {
+        const ALTERNATE: [&str; 2] = ["qwen3vl", "qwen3vlmoe"];
+        let (source, key) = (self.source, "rope.dimension_sections");
+        if !ALTERNATE.contains(&source.arch()) && source.arch() != "qwen2vl" {
+            return Ok(None);
+        }
+        let sections = source.counts(key, 0..=limits::HEAD_DIM)?;
+        let refuse = || source.refuse(key, format_args!("{sections:?}"), "counts of all pairs on three axes");
+        let [time, height, width, ref rest @ ..] = sections[..] else { return Err(refuse()) };
+        if rest.iter().any(|count| *count > 0) || time + height + width != pairs {
+            return Err(refuse());
+        }
+        let axis = |pair: usize| match ALTERNATE.contains(&source.arch()) {
+            true if pair % 3 == 1 && pair < 3 * height => 1,
+            true if pair % 3 == 2 && pair < 3 * width => 2,
+            true => 0,
+            false => u8::from(pair >= time) + u8::from(pair >= time + height),
+        };
+        Ok(Some((0..pairs).map(axis).collect()))
+    }
+
     pub(super) fn plain_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
         let base = self.source.positive("rope.freq_base")?.unwrap_or(10_000.0);
         // A key of Kvasir's, for checkpoints whose rows are not reordered.
@@ -68,7 +91,8 @@ impl Decoder<'_> {
             None => style,
         };
         let n_rot = self.shape.dims.n_rot;
-        Ok(RopeSpec { style, n_rot, base, freq_scale: 1.0, factors: None, magnitude: 1.0 })
+        let axes = self.axes(n_rot / 2)?;
+        Ok(RopeSpec { style, n_rot, base, freq_scale: 1.0, factors: None, magnitude: 1.0, axes })
     }
 }
 

@@ -456,7 +456,7 @@ impl<'a> Keys<'a> {
         self.set("rope.dimension_count", rotating);
         match rope.kind.as_str() {
             // Up to the longest context the second is as the first.
-            "default" | "dynamic" => {
+            "default" | "dynamic" | "mrope" => {
                 self.set("rope.scaling.type", "none");
                 Ok(Vec::new())
             }

@@ -6,6 +6,8 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use serde_json::Value as Json;
+
 use super::CheckpointError;
 use super::bert;
 use super::config::{Config, Keys, RopeFactors};
@@ -51,8 +53,10 @@ const FAMILIES: &[&Family] = &[
     &decoders::PHI3,
     &decoders::QWEN2,
     &decoders::QWEN2_MOE,
+    &decoders::QWEN2_VL,
     &decoders::QWEN3,
     &decoders::QWEN3_MOE,
+    &decoders::QWEN3_VL,
     &decoders::SEED_OSS,
     &decoders::SMOLLM3,
     &deepseek::DEEPSEEK,
@@ -141,11 +145,26 @@ const EXPERTS: &[Rule] = &[
 ];
 
 /// Prefixes of names, the longest first. A model with images has its text model inside; the last is Nemotron-H's.
-const PREFIXES: [&str; 5] =
-    ["model.language_model.", "language_model.model.", "language_model.", "model.", "backbone."];
+const PREFIXES: [&str; 6] = [
+    "model.language_model.",
+    "language_model.model.",
+    "model.text_model.",
+    "language_model.",
+    "model.",
+    "backbone.",
+];
 /// Beginnings of names of the parts for images and sound.
-const OTHER_INPUTS: [&str; 6] =
-    ["visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio."];
+const OTHER_INPUTS: [&str; 9] = [
+    "visual.",
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "connector.",
+    "image_newline",
+    "embed_vision.",
+    "audio_tower.",
+    "embed_audio.",
+];
 
 /// Architectures of which no head that predicts further tokens is used.
 const UNUSED_HEADS: [&str; 2] = ["ernie4_5-moe", "nemotron_h"];
@@ -502,6 +521,31 @@ fn rope(keys: &mut Keys<'_>) -> Result<NamedTensors, Error> {
 /// Factors of frequencies as tensors.
 fn factors(found: RopeFactors) -> NamedTensors {
     found.into_iter().map(|(name, factors)| (name, StoredTensor::literal(&factors))).collect()
+}
+
+/// Pairs of a head rotate by one of three axes, which are equal in text. `alternate`: they do so in turns, also without
+/// the setting.
+fn sections(keys: &mut Keys<'_>, alternate: bool) -> Result<(), Error> {
+    let refuse = || keys.config.refuse("rope_parameters.mrope_section", "something else", "three counts");
+    let rope = keys.rope_config("full_attention")?;
+    let counts = match rope.setting("mrope_section") {
+        None if alternate => {
+            let pairs = keys.rotating(&rope)? / 2;
+            vec![pairs.div_ceil(3), (pairs + 1) / 3, pairs / 3, 0]
+        }
+        None => return Err(refuse()),
+        Some(list) => {
+            let counts = list.as_array().and_then(|list| list.iter().map(Json::as_u64).collect());
+            let mut counts: Vec<u64> = counts.ok_or_else(refuse)?;
+            if counts.len() != 3 {
+                return Err(refuse());
+            }
+            counts.push(0);
+            counts
+        }
+    };
+    keys.set("rope.dimension_sections", counts);
+    Ok(())
 }
 
 /// Keys of a mixture of experts. `renormalise`: what the architecture does without the setting; `more`: blocks behind

@@ -87,14 +87,15 @@ fn mamba2(mamba2: &Mamba2Spec) -> String {
 }
 
 fn rope(rope: &RopeSpec) -> String {
-    let RopeSpec { style, n_rot, base, freq_scale, factors, magnitude: _ } = rope;
+    let RopeSpec { style, n_rot, base, freq_scale, factors, magnitude: _, axes } = rope;
     let style = match style {
         RopeStyle::Interleaved => "interleaved",
         RopeStyle::Half => "half-split",
     };
     let scaled = if *freq_scale == 1.0 { String::new() } else { format!(" scaled by {freq_scale}") };
     let factors = if factors.is_some() { " with frequency factors" } else { "" };
-    format!("{style} rope on {n_rot}, base {base}{scaled}{factors}")
+    let axes = if axes.is_some() { ", three axes" } else { "" };
+    format!("{style} rope on {n_rot}, base {base}{scaled}{factors}{axes}")
 }
 
 fn ffn(ffn: &FfnSpec) -> String {

@@ -216,6 +216,9 @@ pub struct RopeSpec {
     pub factors: Option<RopeFactors>,
     /// 1 except for YaRN.
     pub magnitude: f32,
+    /// Axis of each pair, 0 to 2, whose position it has in rows of images and behind them: time, height, width.
+    /// `None`: all rows have one position.
+    pub axes: Option<Vec<u8>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]

@@ -69,6 +69,7 @@ fn model(weights: &[u64], table: u64, shared: Option<usize>) -> ModelCosts {
             softcap: None,
             scale: 1.0,
         }),
+        images_see_ahead: false,
     };
     ModelCosts::new(&spec, |name| {
         let bytes = match name.split_once('.') {

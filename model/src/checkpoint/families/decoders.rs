@@ -2,7 +2,7 @@
 
 use serde_json::Value as Json;
 
-use super::{ATTENTION, EXPERTS, Family, MLP, MODEL, PRE_NORMS, Rule, experts, rope, rule};
+use super::{ATTENTION, EXPERTS, Family, MLP, MODEL, PRE_NORMS, Rule, experts, rope, rule, sections};
 use crate::Error;
 use crate::checkpoint::config::Keys;
 
@@ -32,6 +32,28 @@ pub(super) const QWEN2: Family = Family {
         rope(keys)
     },
     rules: &[MODEL, ATTENTION, MLP, PRE_NORMS],
+};
+
+/// Qwen 2 whose pairs rotate on three axes.
+pub(super) const QWEN2_VL: Family = Family {
+    types: &["qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl"],
+    arch: "qwen2vl",
+    keys: |keys, stored| {
+        sections(keys, false)?;
+        (QWEN2.keys)(keys, stored)
+    },
+    ..QWEN2
+};
+
+/// Qwen 3 whose pairs rotate on three axes.
+pub(super) const QWEN3_VL: Family = Family {
+    types: &["qwen3_vl_text", "qwen3_vl"],
+    arch: "qwen3vl",
+    keys: |keys, stored| {
+        sections(keys, true)?;
+        (QWEN2.keys)(keys, stored)
+    },
+    ..QWEN3
 };
 
 pub(super) const QWEN2_MOE: Family = Family {

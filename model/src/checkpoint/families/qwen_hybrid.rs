@@ -2,7 +2,7 @@
 
 use serde_json::Value as Json;
 
-use super::{EXPERTS, Family, Form, MLP, NamedTensors, Rule, experts, formed, rope, rule};
+use super::{EXPERTS, Family, Form, MLP, NamedTensors, Rule, experts, formed, rope, rule, sections};
 use crate::Error;
 use crate::checkpoint::config::{Config, Keys};
 use crate::checkpoint::weights::{StoredTensor, StoredTensors};
@@ -21,7 +21,7 @@ pub(super) const QWEN3_5: Family = Family {
     types: &["qwen3_5_text", "qwen3_5"],
     arch: "qwen35",
     keys: |keys, stored| {
-        sections(keys)?;
+        axes(keys)?;
         hybrid(keys, stored)
     },
     rules: &[NORMS, LAYER, SEPARATE, MLP, MTP_HEAD],
@@ -32,7 +32,7 @@ pub(super) const QWEN3_5_MOE: Family = Family {
     arch: "qwen35moe",
     keys: |keys, stored| {
         experts(keys, true, mtp_heads(keys.config, stored)?)?;
-        sections(keys)?;
+        axes(keys)?;
         hybrid(keys, stored)
     },
     rules: &[NORMS, LAYER, SEPARATE, FUSED_EXPERTS, EXPERTS, MTP_HEAD],
@@ -109,22 +109,14 @@ fn queries_and_gates(config: &Config<'_>, tensor: StoredTensor) -> Result<NamedT
     Ok(vec![("blk.{l}.attn_qkv.weight", tensor.rows(&qkv)), ("blk.{l}.attn_gate.weight", tensor.rows(&z))])
 }
 
-/// Pairs of a head rotate by one of three axes, which are equal in text. Without the setting they do so by turns.
-fn sections(keys: &mut Keys<'_>) -> Result<(), Error> {
-    let refuse =
-        || keys.config.refuse("rope_parameters.mrope_section", "something else", "three counts, interleaved");
+/// In these models the setting must say that the axes alternate.
+fn axes(keys: &mut Keys<'_>) -> Result<(), Error> {
     let rope = keys.rope_config("full_attention")?;
-    let Some(list) = rope.setting("mrope_section") else {
-        let pairs = keys.rotating(&rope)? / 2;
-        keys.set("rope.dimension_sections", vec![pairs.div_ceil(3), (pairs + 1) / 3, pairs / 3, 0]);
-        return Ok(());
-    };
-    let interleaved = rope.setting("mrope_interleaved").and_then(Json::as_bool).unwrap_or(false);
-    let counts = list.as_array().and_then(|list| list.iter().map(Json::as_u64).collect::<Option<Vec<u64>>>());
-    let mut counts = counts.filter(|counts| counts.len() == 3 && interleaved).ok_or_else(refuse)?;
-    counts.push(0);
-    keys.set("rope.dimension_sections", counts);
-    Ok(())
+    let alternate = rope.setting("mrope_interleaved").and_then(Json::as_bool).unwrap_or(false);
+    if rope.setting("mrope_section").is_some() && !alternate {
+        return Err(keys.config.refuse("rope_parameters.mrope_interleaved", "absent or false", true));
+    }
+    sections(keys, true)
 }
 
 /// Blocks behind the last layer.

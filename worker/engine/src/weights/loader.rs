@@ -537,7 +537,7 @@ impl<'a> Loader<'a> {
             freq_scale: rope.freq_scale,
             factors,
             magnitude: rope.magnitude,
-            axes: None,
+            axes: rope.axes.clone(),
         })?;
         self.ropes.push((rope.clone(), id));
         Ok(id)
