@@ -29,4 +29,4 @@ pub use norm::{
 };
 pub use qkv::{KeysValues, Qkv, QkvStep, norm_rope_write};
 pub use rope::{RopeParams, RopeStyle, RopeTable, rope, rope_on_axes};
-pub use select::{are_numbers, argmax, is_drawable, log_softmax, sigmoid, softmax, top_k};
+pub use select::{are_numbers, argmax, is_drawable, log_softmax, sigmoid, softmax, tanh, top_k};

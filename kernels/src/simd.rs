@@ -18,7 +18,7 @@ mod x86;
 mod tests;
 
 use crate::isa::Isa;
-pub(crate) use math::{clamped_swiglu, exp, gelu_erf, gelu_tanh, sigmoid, silu, softcap, softplus};
+pub(crate) use math::{clamped_swiglu, exp, gelu_erf, gelu_tanh, sigmoid, silu, softcap, softplus, tanh};
 pub(crate) use scalar::Scalar;
 
 pub(crate) const LANES: usize = 16;

@@ -2,7 +2,7 @@
 
 use super::norm::row_sum;
 use crate::isa::Isa;
-use crate::simd::{Kernel, LANES, Simd, dispatch, exp, sigmoid as sigmoid_of};
+use crate::simd::{Kernel, LANES, Simd, dispatch, exp, sigmoid as sigmoid_of, tanh as tanh_of};
 
 /// Index of the largest value; ties go to the lowest index. NaN is never the largest. 0 for an empty row.
 pub fn argmax(isa: Isa, x: &[f32]) -> usize {
@@ -42,6 +42,11 @@ pub fn softmax(isa: Isa, x: &mut [f32]) {
 /// `x = 1 / (1 + e^-x)`
 pub fn sigmoid(isa: Isa, x: &mut [f32]) {
     dispatch(isa, Sigmoid { x });
+}
+
+/// `x = tanh(x)`
+pub fn tanh(isa: Isa, x: &mut [f32]) {
+    dispatch(isa, Tanh { x });
 }
 
 /// `x = x - max - ln(sum of e^(x - max))`
@@ -162,6 +167,23 @@ impl Kernel for Sigmoid<'_> {
             s.put(sigmoid_of(s, s.chunk(x)), x);
         }
         s.put_tail(sigmoid_of(s, s.tail(rest)), rest);
+    }
+}
+
+struct Tanh<'a> {
+    x: &'a mut [f32],
+}
+
+impl Kernel for Tanh<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (xs, rest) = self.x.as_chunks_mut::<LANES>();
+        for x in xs {
+            s.put(tanh_of(s, s.chunk(x)), x);
+        }
+        s.put_tail(tanh_of(s, s.tail(rest)), rest);
     }
 }
 

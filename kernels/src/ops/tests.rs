@@ -242,6 +242,13 @@ proptest! {
             .map(|(x, y)| 5.0 * ((f64::from(*x) + 0.25 * f64::from(*y)) * 3.0 / 5.0).tanh())
             .collect();
         close(&added, &expected, 2e-6)?;
+        let curved = on_every_isa(|isa| {
+            let mut out = x.clone();
+            tanh(isa, &mut out);
+            out
+        });
+        let expected: Vec<f64> = x.iter().map(|x| f64::from(*x).tanh()).collect();
+        close(&curved, &expected, 1e-6)?;
     }
 
     #[test]

@@ -94,7 +94,7 @@ pub(crate) fn clamped_swiglu<S: Simd>(s: S, gate: S::V, up: S::V) -> S::V {
 
 /// tanh to 2 ulp. Uses an odd series near zero, where 1 - 2 / (e^2x + 1) would cancel.
 #[inline(always)]
-fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
+pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let one = s.splat(1.0);
     let e = exp(s, s.add(x, x));
     let far = s.sub(one, s.div(s.splat(2.0), s.add(e, one)));

@@ -12,9 +12,12 @@
 
 pub mod backends;
 mod bundle;
+mod compute;
 mod error;
 mod flushed;
 mod log_mel;
+#[allow(dead_code, reason = "for speakers and diarization")]
+mod lstm;
 mod metrics;
 pub mod onnx;
 mod resample;
@@ -23,6 +26,8 @@ mod silero;
 mod smart_turn;
 mod speech_rule;
 mod thread;
+#[allow(dead_code, reason = "for speakers and diarization")]
+mod torch_file;
 mod whisper;
 
 #[cfg(test)]

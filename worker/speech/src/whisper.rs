@@ -1,7 +1,6 @@
 //! Speech to text with Whisper's network, in CTranslate2's file format ([`file`]), on this engine's own
 //! kernels.
 
-mod compute;
 mod file;
 mod network;
 mod rules;
@@ -10,12 +9,12 @@ mod words;
 
 use crate::Error;
 use crate::bundle::Bundle;
+use crate::compute::Compute;
 use crate::log_mel::LogMel;
 pub(crate) use crate::log_mel::RATE;
 use crate::resample::Resampler;
 use crate::session::{AudioModel, Session};
 use crate::speech_rule::invalid;
-use compute::Compute;
 use file::Weights;
 use kernels::denormals::FlushDenormals;
 use kernels::registry::Refusal;

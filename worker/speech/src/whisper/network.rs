@@ -5,9 +5,9 @@
 //! layers with a norm before each part; GELU with the error function; the embedding matrix is also the output
 //! head.
 
-use super::compute::{Compute, Linear, Matrix, Norm};
 use super::file::Weights;
 use crate::Error;
+use crate::compute::{Compute, Linear, Matrix, Norm};
 use crate::{dot, finite};
 use kernels::ops::softmax;
 use parking_lot::Mutex;

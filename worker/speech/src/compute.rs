@@ -19,29 +19,29 @@ const ROWS: usize = 64;
 /// A part of a matrix has at least this many rows.
 const MIN_PART_ROWS: usize = 512;
 
-pub(super) struct Compute {
-    pub(super) pool: Pool,
-    pub(super) kernels: MatmulKernels,
-    pub(super) isa: Isa,
+pub(crate) struct Compute {
+    pub(crate) pool: Pool,
+    pub(crate) kernels: MatmulKernels,
+    pub(crate) isa: Isa,
 }
 
 /// A matrix with one output for each row, in parts that can be multiplied in parallel.
-pub(super) struct Matrix {
+pub(crate) struct Matrix {
     parts: Vec<PackedMatrix>,
     rows: usize,
     cols: usize,
 }
 
 /// `x W^T + b`
-pub(super) struct Linear {
-    pub(super) weight: Matrix,
-    pub(super) bias: Option<Vec<f32>>,
+pub(crate) struct Linear {
+    pub(crate) weight: Matrix,
+    pub(crate) bias: Option<Vec<f32>>,
 }
 
 /// Layer norm of rows.
-pub(super) struct Norm {
-    pub(super) weight: Vec<f32>,
-    pub(super) bias: Vec<f32>,
+pub(crate) struct Norm {
+    pub(crate) weight: Vec<f32>,
+    pub(crate) bias: Vec<f32>,
 }
 
 /// Added to the variance, as in the published network.
@@ -50,7 +50,7 @@ const EPS: f32 = 1e-5;
 impl Matrix {
     /// Packs a matrix in a file's format. `parts`: the number of parts, one for each thread, for products
     /// with few rows.
-    pub(super) fn pack(
+    pub(crate) fn pack(
         ty: GgmlType,
         rows: usize,
         cols: usize,
@@ -69,16 +69,20 @@ impl Matrix {
     }
 
     /// A matrix from f32 values, `[rows][cols]`.
-    pub(super) fn of(values: &[f32], cols: usize) -> Result<Self, Error> {
+    pub(crate) fn of(values: &[f32], cols: usize) -> Result<Self, Error> {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         Self::pack(GgmlType::F32, values.len() / cols.max(1), cols, &bytes, 1)
     }
 
-    pub(super) fn rows(&self) -> usize {
+    pub(crate) fn rows(&self) -> usize {
         self.rows
     }
 
-    pub(super) fn row(&self, kernels: MatmulKernels, row: usize, out: &mut [f32]) -> Result<(), Error> {
+    pub(crate) fn cols(&self) -> usize {
+        self.cols
+    }
+
+    pub(crate) fn row(&self, kernels: MatmulKernels, row: usize, out: &mut [f32]) -> Result<(), Error> {
         let mut row = row;
         for part in &self.parts {
             if row < part.rows() {
@@ -90,7 +94,7 @@ impl Matrix {
     }
 
     /// `out = scale * x W^T` on the calling thread. Only for a matrix of one part.
-    pub(super) fn multiply(
+    pub(crate) fn multiply(
         &self,
         kernels: MatmulKernels,
         x: &[f32],
@@ -107,14 +111,34 @@ impl Matrix {
     }
 }
 
+impl Linear {
+    /// Multiplies the rows of `x` on the calling thread. With `accumulate`, adds to `out`. Only for a matrix
+    /// of one part.
+    pub(crate) fn apply(
+        &self,
+        kernels: MatmulKernels,
+        x: &[f32],
+        accumulate: bool,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        let Matrix { parts, cols, .. } = &self.weight;
+        let activations = Activations::new(x.len() / cols, *cols, x, None)?;
+        let epilogue = Epilogue { scale: 1.0, bias: self.bias.as_deref(), accumulate };
+        for part in parts {
+            matmul_single_thread(kernels, part.view(0)?, &activations, ActivationMode::F32, &epilogue, out)?;
+        }
+        Ok(())
+    }
+}
+
 impl Compute {
-    pub(super) fn new(threads: NonZeroUsize) -> Result<Self, Error> {
+    pub(crate) fn new(threads: NonZeroUsize) -> Result<Self, Error> {
         let isa = Isa::detect();
         Ok(Self { pool: Pool::new(PoolConfig::new(threads))?, kernels: MatmulKernels::for_isa(isa)?, isa })
     }
 
     /// Runs `work` for every item, on all threads.
-    pub(super) fn each(
+    pub(crate) fn each(
         &self,
         items: usize,
         work: impl Fn(usize) -> Result<(), Error> + Sync,
@@ -129,7 +153,7 @@ impl Compute {
     }
 
     /// Runs `make` for every item and returns the results in order.
-    pub(super) fn all<T: Send + Sync>(
+    pub(crate) fn all<T: Send + Sync>(
         &self,
         items: usize,
         make: impl Fn(usize) -> Result<T, Error> + Sync,
@@ -144,7 +168,7 @@ impl Compute {
 
     /// Multiplies the rows of `x` by a matrix. With `accumulate`, adds to `out`, which must have the result's
     /// size.
-    pub(super) fn linear(
+    pub(crate) fn linear(
         &self,
         x: &[f32],
         linear: &Linear,
@@ -199,7 +223,7 @@ impl Compute {
     }
 
     /// Norms the rows of `x`.
-    pub(super) fn norm(&self, x: &[f32], norm: &Norm, out: &mut Vec<f32>) -> Result<(), Error> {
+    pub(crate) fn norm(&self, x: &[f32], norm: &Norm, out: &mut Vec<f32>) -> Result<(), Error> {
         out.clear();
         out.resize(x.len(), 0.0);
         let Norm { weight, bias } = norm;
@@ -208,7 +232,7 @@ impl Compute {
     }
 
     /// GELU with the error function, in place.
-    pub(super) fn gelu(&self, x: &mut [f32]) {
+    pub(crate) fn gelu(&self, x: &mut [f32]) {
         activate(&self.pool, self.isa, Activation::GeluErf, x);
     }
 }
