@@ -29,6 +29,7 @@ CRATES = [
     ("metadata", "model/metadata/src"),
     ("model", "model/src"),
     ("text", "model/text/src"),
+    ("vision", "model/vision/src"),
     ("hub", "model/hub/src"),
     ("speech", "worker/speech/src"),
     ("engine", "worker/engine/src"),
