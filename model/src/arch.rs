@@ -42,6 +42,7 @@ mod seed_oss;
 mod shape;
 mod smollm3;
 mod source;
+mod vision;
 mod windows;
 
 /// Key that names the architecture.
@@ -126,6 +127,10 @@ impl ModelSpec {
         let unused_factors = |tensor: &str| !rotates && tensor == "rope_freqs.weight";
         let ignores =
             |source: &Source<'_>, tensor: &str| (arch.ignores)(source, tensor) || unused_factors(tensor);
+        // Those of a part that sees images are checked with it.
+        let ignores = |source: &Source<'_>, tensor: &str| {
+            ignores(source, tensor) || crate::vision::is_part(header.metadata(), tensor)
+        };
         all_used(&source, spec.tensors(), ignores)?;
         Ok(spec)
     }

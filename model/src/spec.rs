@@ -9,6 +9,7 @@ mod feed_forward;
 mod mixer;
 mod mtp_head;
 mod tensors;
+mod vision;
 
 pub use assistant::AssistantSpec;
 pub use feed_forward::{Activation, ExpertGateUp, ExpertGroups, FfnPart, FfnSpec, MoeSpec};
@@ -17,6 +18,9 @@ pub use mixer::{
     OwnKvSpec, QueryGrowth, RopeFactors, RopeSpec, RopeStyle, ShortConvSpec,
 };
 pub use mtp_head::MtpHeadSpec;
+pub use vision::{
+    COLOURS, MergeSpec, PatchSpec, PixelLayout, PositionSpec, ProjectorSpec, VisionSpec, WindowSpec,
+};
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelSpec {

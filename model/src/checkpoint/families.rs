@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use serde_json::Value as Json;
 
 use super::CheckpointError;
-use super::bert;
 use super::config::{Config, Keys, RopeFactors};
 use super::weights::{StoredTensor, StoredTensors};
+use super::{bert, vision};
 use crate::conversion::{Conversion, FloatMap, FloatType, Scaled, Turned};
 use crate::header::TensorInfo;
 use crate::mmap::MappedFile;
@@ -80,13 +80,13 @@ const FAMILIES: &[&Family] = &[
 
 /// A name in the checkpoint and in the GGUF. `{l}` is a layer's number, `{e}` an expert's; a final `*` is one word,
 /// such as `weight`.
-struct Rule {
-    from: &'static str,
-    to: &'static str,
-    form: Form,
+pub(super) struct Rule {
+    pub(super) from: &'static str,
+    pub(super) to: &'static str,
+    pub(super) form: Form,
 }
 
-enum Form {
+pub(super) enum Form {
     /// As it is; vectors become F32.
     Same,
     /// F32 without dimensions of 1.
@@ -104,11 +104,11 @@ enum Form {
     Custom(fn(&Config<'_>, StoredTensor) -> Result<NamedTensors, Error>),
 }
 
-const fn rule(from: &'static str, to: &'static str) -> Rule {
+pub(super) const fn rule(from: &'static str, to: &'static str) -> Rule {
     Rule { from, to, form: Form::Same }
 }
 
-const fn formed(from: &'static str, to: &'static str, form: Form) -> Rule {
+pub(super) const fn formed(from: &'static str, to: &'static str, form: Form) -> Rule {
     Rule { from, to, form }
 }
 
@@ -196,6 +196,7 @@ impl Family {
         // The output matrix is the embedding, perhaps with a bias of its own.
         let tied = config.ties_embeddings() && is_head_tied(&stored, files)?;
         let layers = config.layers()?;
+        let sees_images = vision::sees_images(config);
         let mut left_out = 0_usize;
         for (name, tensor) in stored {
             let plain = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(&name);
@@ -206,6 +207,12 @@ impl Family {
             }
             let plain = &*of_mtp_head(plain, layers);
             if pools && plain.starts_with("lm_head.") || tied && plain == "lm_head.weight" {
+                continue;
+            }
+            if sees_images && let Some(parts) = vision::tensors(config, plain, &tensor)? {
+                for (to, tensor) in parts {
+                    renamed.insert(to, name.clone(), tensor)?;
+                }
                 continue;
             }
             if OTHER_INPUTS.iter().any(|part| plain.starts_with(part)) {
@@ -286,14 +293,14 @@ fn of_mtp_head(name: &str, layers: u64) -> Cow<'_, str> {
 
 /// What the placeholders of a rule stand for.
 #[derive(Default)]
-struct Words<'a> {
-    layer: Option<&'a str>,
+pub(super) struct Words<'a> {
+    pub(super) layer: Option<&'a str>,
     expert: Option<usize>,
     part: Option<&'a str>,
 }
 
 /// Matches word by word.
-fn matched<'a>(pattern: &str, name: &'a str) -> Option<Words<'a>> {
+pub(super) fn matched<'a>(pattern: &str, name: &'a str) -> Option<Words<'a>> {
     let (mut words, mut found) = (Words::default(), name.split('.'));
     for expected in pattern.split('.') {
         let word = found.next()?;
@@ -308,7 +315,7 @@ fn matched<'a>(pattern: &str, name: &'a str) -> Option<Words<'a>> {
     found.next().is_none().then_some(words)
 }
 
-fn filled(pattern: &str, words: &Words<'_>) -> String {
+pub(super) fn filled(pattern: &str, words: &Words<'_>) -> String {
     let name = pattern.replace("{l}", words.layer.unwrap_or_default());
     match name.strip_suffix('*') {
         Some(stem) => format!("{stem}{}", words.part.unwrap_or_default()),
@@ -407,6 +414,21 @@ impl StoredTensor {
         };
         let bytes = Conversion::Floats { of: Box::new(self.bytes), from, map };
         Ok(Self { ty: GgmlType::F32, shape: self.shape, bytes })
+    }
+
+    /// `[rows, cols]` to `[cols, rows]`.
+    pub(super) fn transposed(&self) -> Result<Self, Error> {
+        let size = match self.ty {
+            GgmlType::F32 => 4,
+            GgmlType::F16 | GgmlType::BF16 => 2,
+            found => {
+                let (tensor, expected) = ("of a transposed projection".to_owned(), GgmlType::BF16);
+                return Err(Error::TensorType { tensor, found, expected });
+            }
+        };
+        let &[rows, cols] = self.shape.as_slice() else { return Ok(self.clone()) };
+        let bytes = Conversion::Transposed { of: Box::new(self.bytes.clone()), rows, cols, size };
+        Ok(Self { ty: self.ty, shape: vec![cols, rows], bytes })
     }
 
     fn squeezed(mut self) -> Self {

@@ -286,7 +286,7 @@ impl MoeSpec {
 }
 
 impl LinearSpec {
-    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+    pub(super) fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         names.push(&self.weight);
         names.extend(self.order.as_deref());
         names.extend(self.scale.as_deref());
@@ -295,7 +295,7 @@ impl LinearSpec {
 }
 
 impl NormSpec {
-    fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
+    pub(super) fn push_tensors<'a>(&'a self, names: &mut Vec<&'a str>) {
         names.extend(self.weight.as_deref());
         names.extend(self.bias.as_deref());
     }

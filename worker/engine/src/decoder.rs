@@ -20,6 +20,7 @@ use std::ops::Range;
 mod adapter;
 mod assistant;
 mod feed_forward;
+mod layer_ops;
 mod layout;
 mod mixer;
 mod mtp_head;
@@ -28,6 +29,7 @@ mod state_type;
 mod states;
 
 pub use assistant::{DraftFrom, Drafted};
+pub(crate) use layer_ops::LayerOps;
 pub use layout::Widths;
 pub use layout::{CacheGroup, CacheKind};
 pub(crate) use pooled::pool;

@@ -47,6 +47,12 @@ pub enum Error {
         /// Value and limit, as text.
         reason: String,
     },
+    /// Pixels that the vision tower does not serve.
+    #[error("image: {reason}")]
+    Image {
+        /// Value and limit, as text.
+        reason: String,
+    },
     #[error("{what}: {source}")]
     Io { what: String, source: std::io::Error },
     /// An invariant of caches or tables is broken. The worker stops rather than serve wrong content.

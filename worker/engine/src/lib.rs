@@ -30,6 +30,7 @@ pub mod telemetry;
 pub mod tiers;
 pub mod turns;
 pub mod usage;
+pub mod vision;
 pub mod watchdog;
 pub mod weights;
 

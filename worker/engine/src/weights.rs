@@ -12,10 +12,10 @@ mod loader;
 mod packed;
 mod repacking;
 
-pub(crate) use loader::Loader;
 #[cfg(test)]
 pub(crate) use loader::head_memory;
 pub use loader::tensors_of;
+pub(crate) use loader::{Loader, gate_activation};
 pub use packed::Packs;
 pub(crate) use repacking::Repacking;
 

@@ -228,11 +228,21 @@ pub struct Widths {
 
 impl Widths {
     pub fn of(spec: &ModelSpec, layers: &[LayerSpec]) -> Self {
+        let mut widths = Self::of_layers(spec.hidden, layers);
+        if let Some(input) = &spec.per_layer_input {
+            widths.per_layer = input.projection.rows;
+            widths.slice = input.width;
+        }
+        widths
+    }
+
+    /// What layers need themselves.
+    pub(super) fn of_layers(hidden: usize, layers: &[LayerSpec]) -> Self {
         let mut widths = Self::default();
         for layer in layers {
             layer.mixers().for_each(|mixer| widths.mixer(mixer));
             for part in &layer.ffn {
-                let normed = |norm: bool| if norm { spec.hidden } else { 0 };
+                let normed = |norm: bool| if norm { hidden } else { 0 };
                 widths.own_normed = widths.own_normed.max(normed(part.own_norm.is_some()));
                 widths.part = widths.part.max(normed(part.post_norm.is_some()));
                 match &part.ffn {
@@ -244,10 +254,6 @@ impl Widths {
                     }
                 }
             }
-        }
-        if let Some(input) = &spec.per_layer_input {
-            widths.per_layer = input.projection.rows;
-            widths.slice = input.width;
         }
         widths
     }
@@ -335,13 +341,23 @@ pub(super) fn create_buffers(
     config: &DecoderConfig,
     backend: &mut dyn Backend,
 ) -> Result<Buffers, Error> {
-    let widths = Widths::of(spec, layers);
+    let logits = (config.logit_rows, output_width(spec));
+    buffers(&Widths::of(spec, layers), spec.hidden, config.max_rows, logits, backend)
+}
+
+/// Creates buffers for `rows` rows. `logits`: rows and values of logits or scores.
+pub(super) fn buffers(
+    widths: &Widths,
+    hidden: usize,
+    rows: usize,
+    logits: (usize, usize),
+    backend: &mut dyn Backend,
+) -> Result<Buffers, Error> {
     let mut make = |rows: usize, cols: usize| backend.create_buffer(rows, cols.max(1));
-    let rows = config.max_rows;
     // Layers of one model may differ in width. A buffer takes the width of what is written into it.
     Ok(Buffers {
-        x: make(rows, spec.hidden)?,
-        normed: make(rows, spec.hidden)?,
+        x: make(rows, hidden)?,
+        normed: make(rows, hidden)?,
         q: make(rows, widths.q)?,
         k: make(rows, widths.k)?,
         v: make(rows, widths.v)?,
@@ -362,12 +378,12 @@ pub(super) fn create_buffers(
         own_normed: make(rows, widths.own_normed)?,
         router_normed: make(rows, widths.router_normed)?,
         part: make(rows, widths.part)?,
-        branch: make(rows, spec.hidden)?,
+        branch: make(rows, hidden)?,
         per_layer: make(rows, widths.per_layer)?,
         slice: make(rows, widths.slice)?,
-        picked: make(config.logit_rows, spec.hidden)?,
-        picked_normed: make(config.logit_rows, spec.hidden)?,
-        logits: make(config.logit_rows, output_width(spec))?,
+        picked: make(logits.0, hidden)?,
+        picked_normed: make(logits.0, hidden)?,
+        logits: make(logits.0, logits.1)?,
     })
 }
 

@@ -108,6 +108,11 @@ impl<'a> Loader<'a> {
         })
     }
 
+    /// Bytes of the tensors that were read.
+    pub(crate) fn source_bytes(&self) -> usize {
+        self.source_bytes
+    }
+
     fn embedding(&mut self, spec: &ModelSpec) -> Result<EmbeddingWeights, Error> {
         let EmbeddingSpec { tensor, scale: _, positions, token_types, norm } = &spec.embedding;
         let rows = |table: &TableSpec| (table.tensor.clone(), table.rows);
@@ -543,7 +548,7 @@ impl<'a> Loader<'a> {
         Ok(id)
     }
 
-    fn floats(&mut self, name: &str, len: usize) -> Result<Vec<f32>, Error> {
+    pub(crate) fn floats(&mut self, name: &str, len: usize) -> Result<Vec<f32>, Error> {
         let tensor = self.source.tensor(name)?;
         let (ty, bytes) = (tensor.info().ty().id(), tensor.whole()?);
         let mut values = vec![0f32; len];
@@ -581,7 +586,7 @@ fn sliced(bytes: &[u8], slice: RowSlice) -> Vec<u8> {
     periods.flat_map(|rows| &rows[start * row..(start + len) * row]).copied().collect()
 }
 
-fn gate_activation(activation: Activation) -> GateActivation {
+pub(crate) fn gate_activation(activation: Activation) -> GateActivation {
     match activation {
         Activation::Silu => GateActivation::Silu,
         Activation::GeluTanh => GateActivation::GeluTanh,
