@@ -5,8 +5,7 @@ use kernels::isa::Isa;
 use kvasir_worker::load;
 
 /// One model for each other weight format with an integer path, in addition to [`QUANT`].
-const OTHERS: [&str; 3] =
-    ["quant/qwen3-q/qwen3-q-q8_0", "quant/qwen3-q/qwen3-q-q6_k", "quant/qwen3-q/qwen3-q-nvfp4"];
+const OTHERS: [&str; 2] = ["quant/qwen3-q/qwen3-q-q8_0", "quant/qwen3-q/qwen3-q-nvfp4"];
 
 /// Runs with one variable set. Also returns the device's instruction sets.
 fn run(model: &str, variable: &str, value: &str) -> (Vec<Output>, String) {
