@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use engine::cgroup::cpus;
 use hound::{SampleFormat, WavReader};
 use proto::operation::{
-    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeechOptions, TranscribeOptions,
-    TurnOptions, VoiceWindow,
+    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeakerVector, SpeechOptions,
+    TranscribeOptions, TurnOptions, VoiceWindow, WakewordOptions, WordWindow,
 };
 use serde_json::{Value, json};
 use speech::{encode_speech, load_audio_model};
@@ -22,19 +22,23 @@ const MAX_SAMPLES: usize = 3600 * 16_000;
 #[command(after_help = "Examples:\n  \
     kvasir operation vad --audio call.wav --json\n  \
     kvasir operation turn_detection --audio said.wav --bundle ./my-bundle\n  \
-    kvasir operation asr --audio call.wav --language de")]
+    kvasir operation asr --audio call.wav --language de\n  \
+    kvasir operation wakeword --audio room.wav --words alexa,hey_jarvis\n  \
+    kvasir operation speaker --audio call.wav --reference known.wav")]
 pub(crate) struct OperationCommand {
-    /// Operation: vad (when somebody speaks), turn_detection (whether the speaker has finished), asr (transcript)
+    /// Operation: vad (when somebody speaks), turn_detection (whether the speaker has finished), asr (transcript),
+    /// wakeword (when a word of a fixed set is spoken), speaker (vector of the voice)
     #[arg(value_name = "OPERATION", value_parser = operation)]
     operation: Operation,
     /// WAV file of one channel, at a sample rate that the model supports
     #[arg(long, value_name = "F.wav")]
     audio: PathBuf,
     /// Catalog name, or directory with a folder named like the operation [default: silero-vad for vad, smart-turn for
-    /// turn_detection, whisper-base for asr]
+    /// turn_detection, whisper-base for asr, openwakeword for wakeword, resemblyzer for speaker]
     #[arg(long, value_name = "BUNDLE")]
     bundle: Option<String>,
-    /// Probability above which a window is speech, or a turn is complete [default: the model authors' recommendation]
+    /// Probability above which a window is speech, a turn is complete, or a word was spoken; for speaker the least cosine
+    /// of one voice [default: the model authors' recommendation]
     #[arg(long, value_name = "P")]
     threshold: Option<f32>,
     /// For asr: the spoken language, such as en [default: detected]
@@ -49,6 +53,15 @@ pub(crate) struct OperationCommand {
     /// For asr: write the encoder's output for the first 30 s as 32-bit floats, and exit
     #[arg(long, value_name = "F", hide = true)]
     encoded: Option<PathBuf>,
+    /// For wakeword: the words to listen for, separated by commas [default: all of the model]
+    #[arg(long, value_name = "WORD", value_delimiter = ',')]
+    words: Vec<String>,
+    /// For wakeword: milliseconds in which a word is not reported again [default: 1000]
+    #[arg(long, value_name = "MS")]
+    debounce: Option<u32>,
+    /// For speaker: WAV file of a voice to compare with
+    #[arg(long, value_name = "F.wav")]
+    reference: Option<PathBuf>,
     /// Also print each window's probability
     #[arg(long)]
     windows: bool,
@@ -69,18 +82,22 @@ impl OperationCommand {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
         let operation = self.operation;
-        if self.windows && operation != Operation::Vad {
-            let (flag, other, reason) = ("--windows", operation.name(), "only vad has windows");
+        if self.windows && ![Operation::Vad, Operation::Wakeword].contains(&operation) {
+            let (flag, other, reason) = ("--windows", operation.name(), "only vad and wakeword have windows");
             return Err(UsageError { flag, other, reason }.into());
         }
-        let of_asr = [
-            ("--language", self.language.is_some()),
-            ("--translate", self.translate),
-            ("--prompt", self.prompt.is_some()),
-            ("--encoded", self.encoded.is_some()),
+        let (asr, wakeword) = (Operation::Asr, Operation::Wakeword);
+        let of_one = [
+            (asr, "--language", self.language.is_some()),
+            (asr, "--translate", self.translate),
+            (asr, "--prompt", self.prompt.is_some()),
+            (asr, "--encoded", self.encoded.is_some()),
+            (wakeword, "--words", !self.words.is_empty()),
+            (wakeword, "--debounce", self.debounce.is_some()),
+            (Operation::Speaker, "--reference", self.reference.is_some()),
         ];
-        if let Some((flag, _)) = of_asr.into_iter().find(|(_, given)| *given && operation != Operation::Asr) {
-            let (other, reason) = (operation.name(), "the flag is for asr only");
+        if let Some((_, flag, _)) = of_one.into_iter().find(|(of, _, given)| *given && *of != operation) {
+            let (other, reason) = (operation.name(), "the flag is for another operation");
             return Err(UsageError { flag, other, reason }.into());
         }
         if self.threshold.is_some() && operation == Operation::Asr {
@@ -92,6 +109,8 @@ impl OperationCommand {
             (None, Operation::Vad) => "silero-vad",
             (None, Operation::TurnDetection) => "smart-turn",
             (None, Operation::Asr) => "whisper-base",
+            (None, Operation::Wakeword) => "openwakeword",
+            (None, Operation::Speaker) => "resemblyzer",
             // No catalog model serves this operation; the registry reports whether anything does.
             (None, _) => ".",
         };
@@ -117,16 +136,36 @@ impl OperationCommand {
                 translate: self.translate,
                 prompt: self.prompt.clone().unwrap_or_default(),
             }),
+            Operation::Wakeword => OperationOptions::Wakeword(WakewordOptions {
+                threshold: self.threshold,
+                words: self.words.clone(),
+                debounce_ms: self.debounce,
+                windows: self.windows,
+            }),
             _ => OperationOptions::Default,
         };
-        let mut session = model.open(rate, &options)?;
-        let mut outputs = Vec::new();
-        for piece in sound.chunks(self.chunk as usize) {
-            session.push(piece, &mut outputs)?;
+        let run = |rate, sound: &[f32]| -> Result<Vec<OperationOutput>> {
+            let mut session = model.open(rate, &options)?;
+            let mut outputs = Vec::new();
+            for piece in sound.chunks(self.chunk as usize) {
+                session.push(piece, &mut outputs)?;
+            }
+            session.segment(true, &mut outputs)?;
+            while session.continue_segment(&mut outputs)? {}
+            Ok(outputs)
+        };
+        let outputs = run(rate, &sound)?;
+        let mut events: Vec<Value> = outputs.iter().flat_map(events).collect();
+        let verified = match &self.reference {
+            Some(path) => {
+                let (rate, sound) = read(path).with_context(|| path.display().to_string())?;
+                Some(verified(&outputs, &run(rate, &sound)?, self.threshold)?)
+            }
+            None => None,
+        };
+        if let Some((score, same, threshold)) = verified {
+            events.push(json!({"type": "verified", "score": score, "same": same, "threshold": threshold}));
         }
-        session.segment(true, &mut outputs)?;
-        while session.continue_segment(&mut outputs)? {}
-        let events: Vec<Value> = outputs.iter().flat_map(events).collect();
         let mut out = std::io::stdout().lock();
         if self.json {
             let answer = json!({
@@ -142,9 +181,33 @@ impl OperationCommand {
             for output in &outputs {
                 write_text(&mut out, output, rate)?;
             }
+            if let Some((score, same, threshold)) = verified {
+                let word = if same { "same" } else { "another" };
+                writeln!(out, "{word} voice (cosine {score:.4}, threshold {threshold})")?;
+            }
         }
         Ok(())
     }
+}
+
+/// The cosine of the voices of two runs, whether it reaches the threshold, and the threshold.
+fn verified(
+    outputs: &[OperationOutput],
+    reference: &[OperationOutput],
+    threshold: Option<f32>,
+) -> Result<(f32, bool, f32)> {
+    fn voice(outputs: &[OperationOutput]) -> Option<&SpeakerVector> {
+        outputs.iter().rev().find_map(|output| match output {
+            OperationOutput::Speaker(vector) => Some(vector),
+            _ => None,
+        })
+    }
+    let (Some(voice), Some(other)) = (voice(outputs), voice(reference)) else {
+        anyhow::bail!("a file is too short for a vector");
+    };
+    let score = voice.cosine(&other.values).context("the vectors have no direction")?;
+    let threshold = threshold.unwrap_or(voice.threshold);
+    Ok((score, score >= threshold, threshold))
 }
 
 /// A sound file's sample rate and samples, full scale 1.
@@ -197,6 +260,19 @@ fn events(output: &OperationOutput) -> Vec<Value> {
         OperationOutput::Language(language) => {
             vec![json!({"type": "language", "code": language.code, "probability": language.probability})]
         }
+        OperationOutput::WordWindows(windows) => {
+            let event = |WordWindow { start, word, probability }: &WordWindow| json!({"type": "window", "start": start, "word": word, "probability": probability});
+            windows.iter().map(event).collect()
+        }
+        OperationOutput::Wakeword(heard) => vec![json!({
+            "type": "wakeword",
+            "word": heard.word,
+            "at": heard.at,
+            "probability": heard.probability,
+        })],
+        OperationOutput::Speaker(vector) => {
+            vec![json!({"type": "embedding", "at": vector.at, "embedding": vector.values})]
+        }
         OperationOutput::Opened(_)
         | OperationOutput::Segmented { .. }
         | OperationOutput::Restarted
@@ -220,6 +296,18 @@ fn write_text(out: &mut impl Write, output: &OperationOutput, rate: u32) -> std:
             writeln!(out, "{:9.3} s  turn {word} ({:.3})", seconds(turn.at), turn.probability)?;
         }
         OperationOutput::Text(text) => writeln!(out, "{:9.3} s  {}", seconds(text.start), text.text)?,
+        OperationOutput::WordWindows(windows) => {
+            for WordWindow { start, word, probability } in windows {
+                writeln!(out, "{:9.3} s  {word} {probability:.3}", seconds(*start))?;
+            }
+        }
+        OperationOutput::Wakeword(heard) => {
+            writeln!(out, "{:9.3} s  {} ({:.3})", seconds(heard.at), heard.word, heard.probability)?;
+        }
+        OperationOutput::Speaker(vector) => {
+            let values: Vec<String> = vector.values.iter().map(f32::to_string).collect();
+            writeln!(out, "{}", values.join(" "))?;
+        }
         _ => {}
     }
     Ok(())

@@ -99,8 +99,9 @@ struct UpSettings {
     /// Where lost KV events can be requested again, HOST:PORT of each server [default: nowhere]
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_KV_EVENTS_REPLAY", value_delimiter = ',')]
     kv_events_replay: Option<Vec<String>>,
-    /// Bundles of operations that all workers offer in addition to the model: silero-vad, smart-turn, whisper-base, a
-    /// directory with a folder for each operation, or ID=DIR; several times, or separated by commas
+    /// Bundles of operations that all workers offer in addition to the model: silero-vad, smart-turn, whisper-base,
+    /// openwakeword, resemblyzer, a directory with a folder for each operation, or ID=DIR; several times, or separated by
+    /// commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     operation: Option<Vec<String>>,
     /// Worker processes [default: 2, or as many as --shards; one for each GPU if MODEL is chosen by the GPU]

@@ -10,9 +10,10 @@
 //! OperationRequest                          ->
 //!                                           <-  Opened, or Failed and the end of the stream
 //! Samples, Samples, ...                     ->
-//!                                           <-  Windows, SpeechStarted, SpeechEnded: as the audio arrives
+//!                                           <-  Windows, SpeechStarted, SpeechEnded, WordWindows, Wakeword:
+//!                                               as the audio arrives
 //! Segment: report the result so far         ->
-//!                                           <-  results (Turn, Text, SpeechEnded), then Segmented
+//!                                           <-  results (Turn, Text, SpeechEnded, Speaker), then Segmented
 //! Reset: return to the initial state        ->
 //!                                           <-  Restarted
 //! Finish                                    ->
@@ -55,11 +56,23 @@ pub enum Operation {
     TurnDetection,
     Asr,
     Tts,
+    /// The words of a fixed set, when they are spoken.
+    Wakeword,
+    /// A vector for the voice of a speaker.
+    Speaker,
 }
 
 impl Operation {
-    pub const ALL: [Self; 6] =
-        [Self::Embed, Self::Rerank, Self::Vad, Self::TurnDetection, Self::Asr, Self::Tts];
+    pub const ALL: [Self; 8] = [
+        Self::Embed,
+        Self::Rerank,
+        Self::Vad,
+        Self::TurnDetection,
+        Self::Asr,
+        Self::Tts,
+        Self::Wakeword,
+        Self::Speaker,
+    ];
 
     /// Name in JSON, in environment variables and in a bundle's directory.
     pub const fn name(self) -> &'static str {
@@ -70,6 +83,8 @@ impl Operation {
             Self::TurnDetection => "turn_detection",
             Self::Asr => "asr",
             Self::Tts => "tts",
+            Self::Wakeword => "wakeword",
+            Self::Speaker => "speaker",
         }
     }
 
@@ -118,7 +133,7 @@ pub struct OperationRequest {
     /// `None` accepts any model that the worker offers the operation with.
     pub model: Option<ModelId>,
     /// Samples per second of the audio. A backend refuses an unsupported rate as an invalid field; only
-    /// [`Operation::Asr`] resamples.
+    /// [`Operation::Asr`] and [`Operation::Speaker`] resample.
     pub sample_rate: u32,
     pub options: OperationOptions,
     /// Parent span. `None` if the request is not recorded.
@@ -137,6 +152,8 @@ pub enum OperationOptions {
     Turn(TurnOptions),
     /// For [`Operation::Asr`].
     Transcribe(TranscribeOptions),
+    /// For [`Operation::Wakeword`].
+    Wakeword(WakewordOptions),
 }
 
 /// Limits of speech detection. `None` is the value that the model's authors recommend.
@@ -174,6 +191,28 @@ pub struct TranscribeOptions {
     pub prompt: String,
 }
 
+/// Options of wake words.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct WakewordOptions {
+    /// A word is heard in a frame of at least this probability; 0 to 1. `None` is the value that the model's
+    /// authors recommend.
+    pub threshold: Option<f32>,
+    /// Words to listen for; at most [`MAX_WAKEWORDS`]. Empty means all.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_WAKEWORDS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_WAKEWORDS>"
+    )]
+    pub words: Vec<String>,
+    /// Milliseconds after a word was heard in which it is not reported again; at most 60,000.
+    pub debounce_ms: Option<u32>,
+    /// Whether to report each frame's probabilities too.
+    pub windows: bool,
+}
+
+/// Most wake words of a model.
+pub const MAX_WAKEWORDS: usize = 64;
+/// Most values of a speaker's vector.
+pub const MAX_SPEAKER_VALUES: usize = 1024;
 /// Most tokens of one piece of a transcript.
 pub const MAX_SPOKEN_TOKENS: usize = 1 << 12;
 
@@ -275,6 +314,18 @@ pub enum OperationOutput {
     Failed(OperationError),
     /// Detected language, if the request did not name one. Sent before the first text.
     Language(Language),
+    /// Probabilities of words in consecutive frames, if requested; at most [`MAX_FRAME_WINDOWS`].
+    WordWindows(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_FRAME_WINDOWS>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_FRAME_WINDOWS>"
+        )]
+        Vec<WordWindow>,
+    ),
+    /// A word was heard.
+    Wakeword(HeardWord),
+    /// The voice of the audio so far.
+    Speaker(SpeakerVector),
 }
 
 /// See [`OperationOutput::Opened`].
@@ -295,6 +346,53 @@ pub struct VoiceWindow {
     /// Position of the first sample.
     pub start: u64,
     pub probability: f32,
+}
+
+/// See [`OperationOutput::WordWindows`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WordWindow {
+    /// Position of the first sample of the frame.
+    pub start: u64,
+    pub word: String,
+    pub probability: f32,
+}
+
+/// See [`OperationOutput::Wakeword`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HeardWord {
+    pub word: String,
+    /// Position after the last sample of the frame.
+    pub at: u64,
+    pub probability: f32,
+}
+
+/// See [`OperationOutput::Speaker`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SpeakerVector {
+    /// Samples received when it was computed.
+    pub at: u64,
+    /// Length 1; at most [`MAX_SPEAKER_VALUES`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SPEAKER_VALUES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SPEAKER_VALUES>"
+    )]
+    pub values: Vec<f32>,
+    /// Least cosine of two vectors of one speaker, as the model's authors recommend.
+    pub threshold: f32,
+}
+
+impl SpeakerVector {
+    /// The cosine of the angle to another vector. `None` if the other one has another number of values, or
+    /// no direction.
+    pub fn cosine(&self, other: &[f32]) -> Option<f32> {
+        let dot = |a: &[f32], b: &[f32]| -> f64 {
+            a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+        };
+        let values = &self.values[..];
+        let lengths = (dot(values, values) * dot(other, other)).sqrt();
+        let cosine = dot(values, other) / lengths;
+        (values.len() == other.len() && cosine.is_finite()).then_some(cosine.clamp(-1.0, 1.0) as f32)
+    }
 }
 
 /// See [`OperationOutput::Turn`].

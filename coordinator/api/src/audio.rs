@@ -1,4 +1,4 @@
-//! Operations on a whole recording: `POST /v1/audio/vad` and `/v1/audio/turn_detection`. The body is a WAV
+//! Operations on a whole recording: `POST /v1/audio/vad`, `turn_detection` and `wakeword`. The body is a WAV
 //! file. Each request is a session at a worker. The client gets no result before the end, so a failed session
 //! is repeated at another worker.
 
@@ -16,11 +16,12 @@ use axum::response::{IntoResponse, Response};
 use dispatch::{OpenedSession, OperationJob, Unopened};
 use proto::ids::ModelId;
 use proto::operation::{
-    Language, OpenedOperation, Operation, OperationError, OperationInput, OperationOutput, Pcm, SpokenText,
-    TurnScore,
+    HeardWord, Language, OpenedOperation, Operation, OperationError, OperationInput, OperationOutput, Pcm,
+    SpeakerVector, SpokenText, TurnScore, WordWindow,
 };
 use proto::trace::Span;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,6 +43,10 @@ pub(super) struct OperationResults {
     pub(super) texts: Vec<SpokenText>,
     /// The detected language. `None` if detection was not requested.
     pub(super) language: Option<Language>,
+    words: Vec<HeardWord>,
+    /// Probabilities of each wake word.
+    word_probabilities: BTreeMap<String, Vec<f32>>,
+    pub(super) speaker: Option<SpeakerVector>,
 }
 
 /// A segment with speech: `[start, end)` in samples.
@@ -51,6 +56,15 @@ struct Speech {
     end: u64,
     start_s: f64,
     end_s: f64,
+}
+
+/// A wake word, and the position after the frame that completes it.
+#[derive(Debug, PartialEq, Serialize)]
+struct Word {
+    word: String,
+    at: u64,
+    at_s: f64,
+    probability: f32,
 }
 
 /// Why a session failed.
@@ -83,6 +97,12 @@ enum AudioResult {
     Turn {
         complete: bool,
         probability: f32,
+    },
+    Words {
+        window: u32,
+        words: Vec<Word>,
+        #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+        probabilities: BTreeMap<String, Vec<f32>>,
     },
 }
 
@@ -127,15 +147,7 @@ async fn answer(
         tenant: Arc::clone(admitted.caller.tenant()),
         key: admitted.caller.key_id().map(str::to_owned),
     };
-    let done = tokio::select! {
-        biased;
-        done = run(state, &job, &admitted, &pieces) => done?,
-        () = admitted.caller.revoked() => return Err(ApiError::InvalidApiKey),
-        () = tokio::time::sleep_until((admitted.arrived + state.request_timeout).into()) => {
-            return Err(ApiError::DeadlineExceeded);
-        }
-    };
-    let (worker, opened, results) = done;
+    let (worker, opened, results) = run_in_time(state, &job, &admitted, &pieces).await?;
     if let Some(span) = trace {
         spans::session_opened(span, operation, (&admitted.id, &opened.model), &worker, &opened.backend);
         spans::session_ended(span, samples, "finished", None);
@@ -145,6 +157,11 @@ async fn answer(
             let turn = results.turn.ok_or(ApiError::Internal)?;
             AudioResult::Turn { complete: turn.complete, probability: turn.probability }
         }
+        Operation::Wakeword => AudioResult::Words {
+            window: opened.window,
+            words: results.words.into_iter().map(|word| Word::of(word, sample_rate)).collect(),
+            probabilities: results.word_probabilities,
+        },
         _ => AudioResult::Speech {
             window: opened.window,
             speech: results.speech,
@@ -166,6 +183,12 @@ async fn answer(
     Ok((headers, Json(answer)).into_response())
 }
 
+impl Word {
+    fn of(HeardWord { word, at, probability }: HeardWord, sample_rate: u32) -> Self {
+        Self { word, at, at_s: seconds(at, sample_rate), probability }
+    }
+}
+
 /// The body is the file itself. A form around it is refused by its content type.
 fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
@@ -174,6 +197,23 @@ fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
         // curl's default content type for `--data-binary`.
         Some("application/x-www-form-urlencoded") | None => Ok(()),
         Some(_) => Err(ApiError::field("content-type", "the body is a WAV file itself, of type audio/wav")),
+    }
+}
+
+/// [`run`], until the key is revoked or the time of a request is over.
+pub(super) async fn run_in_time(
+    state: &Arc<AppState>,
+    job: &OperationJob,
+    admitted: &AdmittedRequest,
+    pieces: &[Pcm],
+) -> Result<(proto::ids::NodeId, OpenedOperation, OperationResults), ApiError> {
+    tokio::select! {
+        biased;
+        done = run(state, job, admitted, pieces) => done,
+        () = admitted.caller.revoked() => Err(ApiError::InvalidApiKey),
+        () = tokio::time::sleep_until((admitted.arrived + state.request_timeout).into()) => {
+            Err(ApiError::DeadlineExceeded)
+        }
     }
 }
 
@@ -260,6 +300,13 @@ async fn exchange(
                 OperationOutput::Failed(error) => return Err(Failure::Reported(error)),
                 OperationOutput::Text(text) => results.texts.push(text),
                 OperationOutput::Language(language) => results.language = Some(language),
+                OperationOutput::Wakeword(word) => results.words.push(word),
+                OperationOutput::WordWindows(windows) => {
+                    for WordWindow { word, probability, .. } in windows {
+                        results.word_probabilities.entry(word).or_default().push(probability);
+                    }
+                }
+                OperationOutput::Speaker(vector) => results.speaker = Some(vector),
                 OperationOutput::Restarted | OperationOutput::Opened(_) => {
                     return Err(Failure::Reported(OperationError::Internal));
                 }

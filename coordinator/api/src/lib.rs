@@ -46,6 +46,7 @@ mod round_trip;
 mod schema;
 pub mod shape;
 mod spans;
+mod speaker;
 pub mod tools;
 mod transcribe;
 
@@ -164,7 +165,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 24] = [
         Self::Health,
         Self::Models,
         Self::Model,
@@ -183,8 +184,12 @@ impl Endpoint {
         Self::Translations,
         Self::Audio(Operation::Vad),
         Self::Audio(Operation::TurnDetection),
+        Self::Audio(Operation::Wakeword),
+        Self::Audio(Operation::Speaker),
         Self::Realtime(Operation::Vad),
         Self::Realtime(Operation::TurnDetection),
+        Self::Realtime(Operation::Wakeword),
+        Self::Realtime(Operation::Speaker),
     ];
 
     pub fn path(self) -> &'static str {
@@ -206,8 +211,12 @@ impl Endpoint {
             Self::Transcriptions => "/v1/audio/transcriptions",
             Self::Translations => "/v1/audio/translations",
             Self::Audio(Operation::TurnDetection) => "/v1/audio/turn_detection",
+            Self::Audio(Operation::Wakeword) => "/v1/audio/wakeword",
+            Self::Audio(Operation::Speaker) => "/v1/audio/speaker",
             Self::Audio(_) => "/v1/audio/vad",
             Self::Realtime(Operation::TurnDetection) => "/v1/realtime/turn_detection",
+            Self::Realtime(Operation::Wakeword) => "/v1/realtime/wakeword",
+            Self::Realtime(Operation::Speaker) => "/v1/realtime/speaker",
             Self::Realtime(_) => "/v1/realtime/vad",
         }
     }
@@ -267,6 +276,7 @@ impl Endpoint {
             Self::Detokenize => respond(detokenize(state, request)),
             Self::Transcriptions => respond(transcribe::call(state, Task::Transcribe, request)),
             Self::Translations => respond(transcribe::call(state, Task::Translate, request)),
+            Self::Audio(Operation::Speaker) => respond(speaker::call(state, request)),
             Self::Audio(operation) => respond(audio::call(state, operation, request)),
             Self::Realtime(operation) => respond(realtime::open(state, operation, request)),
         }

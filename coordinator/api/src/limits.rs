@@ -56,7 +56,11 @@ pub const MAX_LOGPROBS: u8 = message::MAX_LOGPROBS as u8;
 
 /// Longest text message on a WebSocket, in bytes. A message of audio has at most
 /// [`MAX_FRAME_SAMPLES`](proto::operation::MAX_FRAME_SAMPLES) samples.
-pub const MAX_CONTROL_BYTES: usize = 4096;
+pub const MAX_CONTROL_BYTES: usize = 16 << 10;
+/// Most references of a session of the operation `speaker`.
+pub const MAX_REFERENCES: usize = 16;
+/// Longest name of a reference, in bytes.
+pub const MAX_REFERENCE_NAME: usize = 64;
 /// Most messages on a WebSocket in a second. One message each 20 ms is 50.
 pub const MESSAGES_PER_SECOND: f64 = 250.0;
 /// Most messages in a burst.

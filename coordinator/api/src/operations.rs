@@ -8,7 +8,10 @@ use dispatch::Unopened;
 use dispatch::quota::{Exceeded, Limit, Of};
 use parking_lot::Mutex;
 use proto::ids::ModelId;
-use proto::operation::{Operation, OperationError, OperationOptions, Pcm, SpeechOptions, TurnOptions};
+use proto::operation::{
+    MAX_WAKEWORDS, Operation, OperationError, OperationOptions, Pcm, SpeechOptions, TurnOptions,
+    WakewordOptions,
+};
 use router::balancer::SessionRefusal;
 use std::collections::HashMap;
 use std::str::FromStr;
@@ -17,6 +20,8 @@ use std::time::Duration;
 
 /// Largest duration of an option, as at the workers.
 const MAX_OPTION_MS: u32 = 60_000;
+/// Valid thresholds of a speaker's cosine.
+pub const COSINE_RULE: &str = "a number from -1 to 1";
 /// `retry-after` if a tenant has too many sessions.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
@@ -109,6 +114,27 @@ impl Query {
         self.get(name, "a whole number from 0 to 60000", |ms| *ms <= MAX_OPTION_MS)
     }
 
+    fn windows(&self) -> Result<bool, ApiError> {
+        Ok(self.get("probabilities", "true or false", |_: &bool| true)?.unwrap_or(false))
+    }
+
+    /// Names between commas.
+    fn words(&self) -> Result<Vec<String>, ApiError> {
+        let Some(text) = self.0.get("words") else { return Ok(Vec::new()) };
+        let words: Vec<String> = text.split(',').map(|word| word.trim().to_owned()).collect();
+        match words.len() <= MAX_WAKEWORDS && words.iter().all(|word| !word.is_empty()) {
+            true => Ok(words),
+            false => {
+                Err(ApiError::field("words", format!("is not 1 to {MAX_WAKEWORDS} words between commas")))
+            }
+        }
+    }
+
+    /// `threshold` of a speaker's cosine; `None` is the model's.
+    pub fn cosine(&self) -> Result<Option<f32>, ApiError> {
+        self.get("threshold", COSINE_RULE, is_cosine)
+    }
+
     /// `model`; `None` if absent.
     pub fn model(&self) -> Result<Option<ModelId>, ApiError> {
         let named = self.0.get("model");
@@ -141,7 +167,7 @@ impl Query {
                     end_threshold: self.share("end_threshold")?,
                     min_silence_ms: self.millis("min_silence_ms")?,
                     pad_ms: self.millis("pad_ms")?,
-                    windows: self.get("probabilities", "true or false", |_: &bool| true)?.unwrap_or(false),
+                    windows: self.windows()?,
                 };
                 match (options.threshold, options.end_threshold) {
                     (Some(threshold), Some(end)) if end > threshold => {
@@ -156,11 +182,27 @@ impl Query {
                 None => OperationOptions::Default,
                 threshold => OperationOptions::Turn(TurnOptions { threshold }),
             }),
-            Operation::Embed | Operation::Rerank | Operation::Asr | Operation::Tts => {
+            Operation::Wakeword => {
+                let options = WakewordOptions {
+                    threshold: self.share("threshold")?,
+                    words: self.words()?,
+                    debounce_ms: self.millis("debounce_ms")?,
+                    windows: self.windows()?,
+                };
+                Ok(match options == WakewordOptions::default() {
+                    true => OperationOptions::Default,
+                    false => OperationOptions::Wakeword(options),
+                })
+            }
+            Operation::Embed | Operation::Rerank | Operation::Asr | Operation::Tts | Operation::Speaker => {
                 Ok(OperationOptions::Default)
             }
         }
     }
+}
+
+pub fn is_cosine(threshold: &f32) -> bool {
+    (-1.0..=1.0).contains(threshold)
 }
 
 /// Counts the open sessions of each tenant.
@@ -280,6 +322,24 @@ mod tests {
             windows: true,
         };
         assert_eq!(all.options(Operation::Vad), Ok(OperationOptions::Speech(options)));
+        assert_eq!(defaults.options(Operation::Wakeword), Ok(OperationOptions::Default));
+        let words = query("?words=alexa,%20timer&threshold=0.4&debounce_ms=0&probabilities=true").unwrap();
+        let options = WakewordOptions {
+            threshold: Some(0.4),
+            words: vec!["alexa".into(), "timer".into()],
+            debounce_ms: Some(0),
+            windows: true,
+        };
+        assert_eq!(words.options(Operation::Wakeword), Ok(OperationOptions::Wakeword(options)));
+        for (text, name) in
+            [("?words=", "words"), ("?words=a,,b", "words"), ("?debounce_ms=60001", "debounce_ms")]
+        {
+            assert_eq!(field(query(text).unwrap().options(Operation::Wakeword)), name, "{text}");
+        }
+        let many = format!("?words={}", vec!["a"; MAX_WAKEWORDS + 1].join(","));
+        assert_eq!(field(query(&many).unwrap().options(Operation::Wakeword)), "words");
+        assert_eq!(query("?threshold=-0.5").unwrap().cosine(), Ok(Some(-0.5)));
+        assert_eq!(field(query("?threshold=1.5").unwrap().cosine()), "threshold");
         let turn = OperationOptions::Turn(TurnOptions { threshold: Some(0.5) });
         assert_eq!(all.options(Operation::TurnDetection), Ok(turn));
         for (text, name) in [

@@ -1,4 +1,4 @@
-//! Sessions of operations over a WebSocket: `GET /v1/realtime/vad` and `/v1/realtime/turn_detection`
+//! Sessions of operations over a WebSocket: `GET /v1/realtime/vad`, `turn_detection`, `wakeword`, `speaker`
 //! ([decision 46](../../../docs/decisions/0046-serve-sessions-over-websockets.md)).
 //!
 //! The session is opened at a worker before the WebSocket is, so that a refusal is an HTTP status. Then one
@@ -6,6 +6,7 @@
 //! costs one buffered message here, and the windows of QUIC and of the kernel.
 
 mod event;
+mod references;
 mod session;
 
 use super::auth::Caller;
@@ -55,6 +56,8 @@ struct Opened {
     state: Arc<AppState>,
     operation: Operation,
     encoding: Encoding,
+    /// Least cosine of a speaker's references; `None` is the model's.
+    cosine: Option<f32>,
     id: RequestId,
     caller: Caller,
     connection: ConnectionPermit,
@@ -125,6 +128,7 @@ async fn begin(
         key: caller.key_id().map(str::to_owned),
     };
     let encoding = query.encoding()?;
+    let cosine = if operation == Operation::Speaker { query.cosine()? } else { None };
     let limited = |error: &ApiError| error.count_limit(&state.metrics);
     let permit = caller.enter(arrived).inspect_err(limited)?;
     let slot = state.realtime.sessions.enter(caller.tenant()).map_err(ApiError::from);
@@ -143,6 +147,7 @@ async fn begin(
         state,
         operation,
         encoding,
+        cosine,
         id,
         caller,
         connection,

@@ -555,7 +555,7 @@ async fn sec_websocket_abuse() {
         ("half a sample", binary(&[0; 3]), 1007),
         ("text where sound is due", text(b"AAAA"), 1003),
         ("JSON of another kind", text(br#"{"type":"input_audio_buffer.append","audio":"AAAA"}"#), 1003),
-        ("a long text", text(&[b' '; 4_097]), 1009),
+        ("a long text", text(&[b' '; (16 << 10) + 1]), 1009),
         ("a text that is none", text(&[0xff, 0xfe]), 1007),
         ("no mask", unmasked, 1002),
         ("bits that mean nothing", frame(0xf2, &[0; 2]), 1002),

@@ -115,6 +115,7 @@ async fn run_session(
     let (threshold, windows) = match &request.options {
         OperationOptions::Speech(options) => (options.threshold.unwrap_or(0.5), options.windows),
         OperationOptions::Turn(options) => (options.threshold.unwrap_or(0.5), false),
+        OperationOptions::Wakeword(options) => (options.threshold.unwrap_or(0.5), options.windows),
         OperationOptions::Default | OperationOptions::Transcribe(_) => (0.5, false),
     };
     let turns = request.operation == Operation::TurnDetection;

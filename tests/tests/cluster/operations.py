@@ -1,6 +1,7 @@
 """Sessions and calls of operations, through a client of the `websockets` package.
 
     python operations.py http://HOST:PORT same         speech as a recording and as sessions: the same numbers
+    python operations.py http://HOST:PORT voices       wake words and voices, as recordings and as sessions
     python operations.py http://HOST:PORT lost PID     kills the only worker that offers vad during a session
     python operations.py http://HOST:PORT drained PID  drains that worker instead
     python operations.py http://HOST:PORT limits KEY OTHER_KEY
@@ -27,11 +28,11 @@ RATE = 16_000
 PATIENCE = 60
 
 
-def spoken(text):
+def spoken(text, voice="en"):
     """Speech of espeak-ng, resampled to 16 kHz by linear interpolation. A detector accepts it as speech."""
     with tempfile.TemporaryDirectory() as directory:
         path = directory + "/spoken.wav"
-        subprocess.run(["espeak-ng", "-w", path, text], check=True)
+        subprocess.run(["espeak-ng", "-v", voice, "-w", path, text], check=True)
         with wave.open(path) as file:
             own, sound = file.getframerate(), array.array("h", file.readframes(file.getnframes()))
     there = []
@@ -243,4 +244,94 @@ def limits():
             assert time.monotonic() < deadline, "what has ended makes no room"
 
 
-{"same": same, "lost": lost, "drained": drained, "limits": limits}[MODE]()
+def form(fields):
+    boundary = "a-boundary-between-recordings"
+    parts = []
+    for name, value in fields:
+        file = '; filename="a.wav"\r\nContent-Type: audio/wav' if name in ("file", "reference") else ""
+        parts += [f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode(), value, b"\r\n"]
+    body = b"".join(parts) + f"--{boundary}--\r\n".encode()
+    request = urllib.request.Request(
+        BASE + "/v1/audio/speaker", body, {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
+def heard(answer):
+    return [(word["word"], word["at"], word["probability"]) for word in answer]
+
+
+def voices():
+    silence = [0] * RATE
+    said = array.array("h", silence + spoken("Hey Jarvis, what is the weather today?", "en-us") + silence)
+    # Wake words.
+    answer = call("/v1/audio/wakeword?probabilities=true&words=hey_jarvis,alexa", said)
+    assert [word["word"] for word in answer["words"]] == ["hey_jarvis"], answer["words"]
+    assert set(answer["probabilities"]) == {"hey_jarvis", "alexa"}
+    assert answer["words"][0]["at"] < len(said) and answer["words"][0]["probability"] >= 0.5
+    for size in (320, 777, 65_536):
+        with open_session("/v1/realtime/wakeword?probabilities=true&words=hey_jarvis,alexa") as session:
+            opened = event(session)
+            assert (opened["operation"], opened["window"]) == ("wakeword", 1280), opened
+            stream(session, said[:30_000], size)
+            session.send('{"type": "reset"}')
+            until(session, "reset")
+            stream(session, said, size)
+            session.send('{"type": "finish"}')
+            events, code = rest(session)
+        assert code == 1000, code
+        assert heard(e for e in events if e["type"] == "wakeword") == heard(answer["words"]), size
+        windows = [w for e in events if e["type"] == "probabilities" for w in e["windows"]]
+        for word, probabilities in answer["probabilities"].items():
+            assert [w["probability"] for w in windows if w["word"] == word] == probabilities, size
+    status, error = refused("/v1/realtime/wakeword?words=computer")
+    assert (status, error["param"]) == (400, "words") and "hey_jarvis" in error["message"], error
+    print("words", answer["words"])
+    # Voices.
+    ann = [array.array("h", spoken(text, "en-us")) for text in ("I would like a cup of tea.", "Where is my coat?")]
+    bob = array.array("h", spoken("Bonjour, je voudrais un café.", "fr+m7"))
+    first = call("/v1/audio/speaker", ann[0])
+    assert abs(sum(x * x for x in first["embedding"]) - 1) < 1e-4
+    same, other = [form([("file", wav(ann[0])), ("reference", wav(sound))]) for sound in (ann[1], bob)]
+    assert same["embedding"] == first["embedding"] and same["score"] > other["score"], (same["score"], other["score"])
+    assert same["same"] == (same["score"] >= same["threshold"])
+    strict = form([("file", wav(ann[0])), ("file", wav(ann[1])), ("threshold", b"1")])
+    assert strict["score"] == same["score"] and not strict["same"]
+    with open_session("/v1/realtime/speaker") as session:
+        until(session, "opened")
+        for name, vector in (("ann", same["reference_embedding"]), ("bob", other["reference_embedding"])):
+            session.send(json.dumps({"type": "reference", "name": name, "embedding": vector}))
+        stream(session, bob, 1600)
+        session.send('{"type": "segment"}')
+        scores = {score["reference"]: score for score in until(session, "embedding")["scores"]}
+        assert scores["bob"]["score"] > 0.9999 and scores["bob"]["same"], scores
+        session.send('{"type": "reset"}')
+        stream(session, ann[0], 777)
+        session.send('{"type": "finish"}')
+        events, code = rest(session)
+    vector = next(e for e in events if e["type"] == "embedding")
+    assert code == 1000 and vector["embedding"] == first["embedding"], code
+    assert abs(next(s["score"] for s in vector["scores"] if s["reference"] == "ann") - same["score"]) < 1e-6
+    # Faults are named.
+    for fields, name in [
+        ([("file", wav(ann[0][:100]))], "file"),
+        ([("file", wav(ann[0])), ("reference", wav(ann[0])[:30])], "reference"),
+        ([("reference", wav(ann[0]))], "file"),
+    ]:
+        try:
+            raise AssertionError(form(fields))
+        except urllib.error.HTTPError as refusal:
+            error = json.load(refusal)["error"]
+            assert (refusal.code, error["param"]) == (400, name), error
+    with open_session("/v1/realtime/speaker") as session:
+        until(session, "opened")
+        session.send(json.dumps({"type": "reference", "name": "ann", "embedding": [1.0]}))
+        stream(session, ann[0], 1600)
+        session.send('{"type": "segment"}')
+        events, code = rest(session)
+        assert (code, events[0]["type"], events[0]["error"]["param"]) == (1008, "error", "reference"), events
+    print("scores", same["score"], other["score"])
+
+
+{"same": same, "voices": voices, "lost": lost, "drained": drained, "limits": limits}[MODE]()

@@ -1,4 +1,4 @@
-//! Voice activity and turn detection, with a WebSocket library's client.
+//! Voice activity, turn detection, wake words and speakers, with a WebSocket library's client.
 
 use crate::openai_client::{python, run};
 use crate::tiny_model;
@@ -72,6 +72,24 @@ fn sessions_and_recordings_get_equal_results() {
         (cluster.metric("kvasir_operation_client_sessions").ok()? == 0.0).then_some(())
     })
     .unwrap();
+}
+
+#[test]
+fn wake_words_and_voices_are_known_in_sessions_and_recordings() {
+    let cluster = Cluster::builder("operations-voices", &tiny_model())
+        .flag("--operation", "openwakeword,resemblyzer")
+        .flag("--workers", "1")
+        .start()
+        .unwrap();
+    script(&cluster, &["voices"]);
+    let shown = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
+    assert!(shown.contains("speaker (resemblyzer by kernels"), "{shown}");
+    for operation in ["wakeword", "speaker"] {
+        let finished = format!(
+            "kvasir_operation_client_sessions_ended_total{{operation=\"{operation}\",reason=\"finished\"}}"
+        );
+        assert!(cluster.metric(&finished).unwrap() >= 2.0, "{operation}");
+    }
 }
 
 #[test]

@@ -52,3 +52,4 @@ mod tokenize;
 mod transcripts;
 mod try_grammar;
 mod usage;
+mod voices;

@@ -11,7 +11,9 @@ use crate::flushed::Flushed;
 use crate::session::AudioModel;
 use crate::silero::Silero;
 use crate::smart_turn::SmartTurn;
-use crate::{onnx, onnx::the_file, whisper};
+use crate::speaker::{SpeakerModel, resemblyzer};
+use crate::wakeword::Wakewords;
+use crate::{onnx, onnx::the_file, wakeword, whisper};
 use kernels::registry::{Operation as Served, Provider, Refusal, Registry};
 use proto::operation::Operation;
 use std::num::NonZeroUsize;
@@ -44,6 +46,10 @@ operations! {
     Asr = "asr";
     /// [`Operation::Tts`].
     Tts = "tts";
+    /// [`Operation::Wakeword`].
+    Wakeword = "wakeword";
+    /// [`Operation::Speaker`].
+    Speaker = "speaker";
 }
 
 /// A way to serve one operation.
@@ -140,6 +146,32 @@ fn asr(cpus: NonZeroUsize) -> Registry<Asr> {
     registry
 }
 
+fn wakeword() -> Registry<Wakeword> {
+    let mut registry = Registry::empty();
+    let load: Box<LoadAudioModel> =
+        Box::new(|bundle| Ok(Arc::new(Wakewords::load(&bundle.folder(Operation::Wakeword))?)));
+    registry.register(Box::new(Backend {
+        name: onnx::NAME,
+        rank: onnx::RANK,
+        can_serve: |bundle: &Bundle| wakeword::is_in(&bundle.folder(Operation::Wakeword)),
+        service: load,
+    }));
+    registry
+}
+
+fn speaker(cpus: NonZeroUsize) -> Registry<Speaker> {
+    let mut registry = Registry::empty();
+    let load: Box<LoadAudioModel> =
+        Box::new(move |bundle| Ok(Arc::new(SpeakerModel::new(resemblyzer::load(bundle, cpus)?))));
+    registry.register(Box::new(Backend {
+        name: KERNELS,
+        rank: KERNELS_RANK,
+        can_serve: |bundle: &Bundle| resemblyzer::is_in(&bundle.folder(Operation::Speaker)),
+        service: load,
+    }));
+    registry
+}
+
 /// Loads the backend that `environment` and the bundle select for an audio operation. Returns its name, too.
 /// This process can run `cpus` threads at a time.
 ///
@@ -165,6 +197,8 @@ pub fn load_audio_model(
         Operation::TurnDetection => load(&turn_detection(), bundle, environment),
         Operation::Asr => load(&asr(cpus), bundle, environment),
         Operation::Tts => load(&Registry::<Tts>::empty(), bundle, environment),
+        Operation::Wakeword => load(&wakeword(), bundle, environment),
+        Operation::Speaker => load(&speaker(cpus), bundle, environment),
         Operation::Embed | Operation::Rerank => {
             let reason = format!("{operation} is for texts: it is served with the model of a worker");
             Err(Error::Config { option: "operation", reason })

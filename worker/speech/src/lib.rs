@@ -1,4 +1,5 @@
-//! Audio operations of a worker: voice activity, ends of turns, transcription. Also the ONNX runtime.
+//! Audio operations of a worker: voice activity, ends of turns, wake words, voices of speakers, transcription.
+//! Also the ONNX runtime.
 //!
 //! An operation is served in sessions; a session holds all of its state. [`backends`] selects the backend of
 //! an operation once, when the model is loaded, so that all sessions of a model use the same. Each model
@@ -16,7 +17,7 @@ mod compute;
 mod error;
 mod flushed;
 mod log_mel;
-#[allow(dead_code, reason = "for speakers and diarization")]
+#[allow(dead_code, reason = "for diarization")]
 mod lstm;
 mod metrics;
 pub mod onnx;
@@ -24,10 +25,12 @@ mod resample;
 mod session;
 mod silero;
 mod smart_turn;
+mod speaker;
 mod speech_rule;
 mod thread;
-#[allow(dead_code, reason = "for speakers and diarization")]
+#[allow(dead_code, reason = "for diarization")]
 mod torch_file;
+mod wakeword;
 mod whisper;
 
 #[cfg(test)]

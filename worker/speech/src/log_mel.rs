@@ -2,11 +2,12 @@
 //! every 10 ms. Windows (Hann) have 25 ms. The audio is padded by reflection at both ends, so that a frame is
 //! at the center of its window. Bands are Slaney's. Values more than 80 dB below the loudest one are raised
 //! to that level. For smart-turn, eight seconds are first normalized to mean 0 and variance 1; recordings are
-//! used as they are.
+//! used as they are. Networks of speakers take the power itself ([`LogMel::power`]).
 
 use realfft::num_complex::Complex;
 use realfft::{RealFftPlanner, RealToComplex};
 use std::f64::consts::PI;
+use std::ops::Range;
 use std::sync::Arc;
 
 pub(crate) const RATE: u32 = 16_000;
@@ -125,12 +126,35 @@ impl LogMel {
 
     /// `[band][frame]` of the first frames of audio that is padded with half a window at both ends.
     fn spectrogram(&self, padded: &[f64], frames: usize) -> Vec<f32> {
+        let mut logs = vec![0.0; self.bands.len() * frames];
+        let mut loudest = f64::MIN;
+        self.each_power(padded, frames, |at, band, power| {
+            let log = power.max(MIN_POWER).log10();
+            loudest = loudest.max(log);
+            logs[band * frames + at] = log;
+        });
+        logs.into_iter().map(|log| ((log.max(loudest - DECADES) + 4.0) / 4.0) as f32).collect()
+    }
+
+    /// The power of these frames of audio that is `gain` times as loud and surrounded by silence:
+    /// `[frame][band]`.
+    pub(crate) fn power(&self, samples: &[f32], gain: f32, frames: Range<usize>) -> Vec<f32> {
+        let (bands, half) = (self.bands.len(), WINDOW / 2);
+        let end = frames.end.saturating_sub(1) * HOP + 2 * half;
+        let at = |n: usize| n.checked_sub(half).and_then(|n| samples.get(n));
+        let padded = (frames.start * HOP..end).map(|n| at(n).map_or(0.0, |sample| f64::from(sample * gain)));
+        let padded: Vec<f64> = padded.collect();
+        let mut powers = vec![0.0; frames.len() * bands];
+        self.each_power(&padded, frames.len(), |at, band, power| powers[at * bands + band] = power as f32);
+        powers
+    }
+
+    /// Passes the frame, the band and the power of all bands of the first frames to `each`.
+    fn each_power(&self, padded: &[f64], frames: usize, mut each: impl FnMut(usize, usize, f64)) {
         let mut frame = self.fft.make_input_vec();
         let mut spectrum = self.fft.make_output_vec();
         let mut scratch = self.fft.make_scratch_vec();
         let mut power = [0.0; BINS];
-        let mut logs = vec![0.0; self.bands.len() * frames];
-        let mut loudest = f64::MIN;
         for (at, sound) in padded.windows(WINDOW).step_by(HOP).take(frames).enumerate() {
             for ((value, sample), weight) in frame.iter_mut().zip(sound).zip(&self.window) {
                 *value = sample * weight;
@@ -143,12 +167,9 @@ impl LogMel {
             for (band, (first, weights)) in self.bands.iter().enumerate() {
                 let sum: f64 =
                     weights.iter().zip(&power[*first..]).map(|(weight, power)| weight * power).sum();
-                let log = sum.max(MIN_POWER).log10();
-                loudest = loudest.max(log);
-                logs[band * frames + at] = log;
+                each(at, band, sum);
             }
         }
-        logs.into_iter().map(|log| ((log.max(loudest - DECADES) + 4.0) / 4.0) as f32).collect()
     }
 }
 

@@ -6,7 +6,7 @@ pub mod trial;
 use crate::Error;
 use kernels::denormals::FlushDenormals;
 use kernels::registry::Refusal;
-use rten::{Model, RunOptions, ThreadPool, Value};
+use rten::{Dimension, Model, RunOptions, ThreadPool, Value};
 pub use rten::{NodeId, ValueOrView};
 pub use rten_tensor::Tensor;
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -65,6 +65,35 @@ impl Onnx {
         self.model.find_node(name).filter(|node| ends.any(|end| end == node))
     }
 
+    /// The only input and the only output.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] if the model has more or fewer.
+    pub fn only_nodes(&self) -> Result<(NodeId, NodeId), Error> {
+        match (self.model.input_ids(), self.model.output_ids()) {
+            ([input], [output]) => Ok((*input, *output)),
+            (inputs, outputs) => {
+                let found = format!("{} inputs and {} outputs", inputs.len(), outputs.len());
+                Err(self.fault(format!("it has {found}, must be one of each")))
+            }
+        }
+    }
+
+    /// Name of an input or output.
+    pub fn name(&self, node: NodeId) -> Option<&str> {
+        self.model.node_info(node)?.name()
+    }
+
+    /// Shape of an input or output by the file; `None` for a size that varies.
+    pub fn shape(&self, node: NodeId) -> Option<Vec<Option<usize>>> {
+        let shape = self.model.node_info(node)?.shape()?;
+        let fixed = |size: Dimension| match size {
+            Dimension::Fixed(size) => Some(size),
+            Dimension::Symbolic(_) => None,
+        };
+        Some(shape.into_iter().map(fixed).collect())
+    }
+
     /// Runs the model and returns these outputs.
     ///
     /// # Errors
@@ -104,6 +133,20 @@ fn started_on(threads: usize, cpus: Option<&[usize]>) -> Result<ThreadPool, Erro
     let context =
         || cpus.map_or("cannot start threads".to_owned(), |cpus| format!("cannot run on CPUs {cpus:?}"));
     started.map_err(|source| Error::Io { what: context(), source })
+}
+
+/// The ONNX files of a folder in the order of their names.
+pub(crate) fn onnx_files(dir: &Path) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_onnx = |path: &PathBuf| path.extension().is_some_and(|end| end == SUFFIX) && path.is_file();
+    let mut files: Vec<_> = files.filter(is_onnx).collect();
+    files.sort();
+    files
+}
+
+/// Name of a file without its extension; empty if it is not UTF-8.
+pub(crate) fn file_stem(path: &Path) -> &str {
+    path.file_stem().and_then(|name| name.to_str()).unwrap_or_default()
 }
 
 /// The only file of `dir` whose name starts with `begins` and ends with `.onnx`.

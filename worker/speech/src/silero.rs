@@ -47,9 +47,7 @@ impl AudioModel for Silero {
         let options = match options {
             OperationOptions::Default => SpeechOptions::default(),
             OperationOptions::Speech(options) => options.clone(),
-            OperationOptions::Turn(_) | OperationOptions::Transcribe(_) => {
-                return Err(invalid("options", format!("{} has none of these", Operation::Vad)));
-            }
+            _ => return Err(invalid("options", format!("{} has none of these", Operation::Vad))),
         };
         Ok(Box::new(VadSession {
             network: Arc::clone(&self.0),

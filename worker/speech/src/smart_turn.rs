@@ -39,9 +39,7 @@ impl AudioModel for SmartTurn {
         let threshold = match options {
             OperationOptions::Default => None,
             OperationOptions::Turn(options) => options.threshold,
-            OperationOptions::Speech(_) | OperationOptions::Transcribe(_) => {
-                return Err(invalid("options", format!("{} has none of these", Operation::TurnDetection)));
-            }
+            _ => return Err(invalid("options", format!("{} has none of these", Operation::TurnDetection))),
         };
         let threshold = threshold.unwrap_or(THRESHOLD);
         if !(0.0..=1.0).contains(&threshold) {

@@ -123,9 +123,7 @@ impl AudioModel for Shared {
         let options = match options {
             OperationOptions::Default => TranscribeOptions::default(),
             OperationOptions::Transcribe(options) => options.clone(),
-            OperationOptions::Speech(_) | OperationOptions::Turn(_) => {
-                return Err(invalid("options", format!("{} has none of these", Operation::Asr)));
-            }
+            _ => return Err(invalid("options", format!("{} has none of these", Operation::Asr))),
         };
         let words = &self.0.words;
         let language = |code: &String| {

@@ -1,13 +1,14 @@
 //! The messages of a session's WebSocket: JSON in text messages, audio in binary ones. Types and fields are
 //! only ever added.
 
+use super::references::Score;
 use crate::error::ApiError;
-use proto::operation::{OperationOutput, VoiceWindow};
+use proto::operation::{OperationOutput, VoiceWindow, WordWindow};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// A control message of the client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Control {
     /// Requests the result of the audio so far.
@@ -15,12 +16,17 @@ pub(super) enum Control {
     Reset,
     /// Requests a last segment, then ends the session.
     Finish,
+    /// A voice to compare with, in sessions of the operation `speaker`.
+    Reference {
+        name: String,
+        embedding: Vec<f32>,
+    },
 }
 
 impl Control {
     pub(super) fn read(text: &str) -> Result<Self, ApiError> {
-        let rule = "is none of {\"type\": \"segment\"}, {\"type\": \"reset\"} and {\"type\": \"finish\"}; \
-                    audio is sent in binary messages";
+        let rule = "is none of {\"type\": \"segment\"}, {\"type\": \"reset\"}, {\"type\": \"finish\"} and \
+                    {\"type\": \"reference\", \"name\": .., \"embedding\": [..]}; audio is sent in binary messages";
         serde_json::from_str(text).map_err(|_| ApiError::field("message", rule))
     }
 }
@@ -45,7 +51,7 @@ pub(super) enum Event<'a> {
     },
     /// Speech probabilities of consecutive windows.
     Probabilities {
-        windows: Vec<Window>,
+        windows: Vec<Window<'a>>,
     },
     /// Speech starts at this sample.
     SpeechStart {
@@ -71,6 +77,18 @@ pub(super) enum Event<'a> {
         code: &'a str,
         probability: f32,
     },
+    /// A wake word was spoken; it is complete at this sample.
+    Wakeword {
+        word: &'a str,
+        at: u64,
+        probability: f32,
+    },
+    /// The voice of the audio so far, and its likeness to the references.
+    Embedding {
+        at: u64,
+        embedding: &'a [f32],
+        scores: Vec<Score>,
+    },
     Segmented {
         at: u64,
     },
@@ -88,16 +106,36 @@ pub(super) enum Event<'a> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(super) struct Window {
+pub(super) struct Window<'a> {
     start: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    word: Option<&'a str>,
     probability: f32,
 }
 
 impl<'a> Event<'a> {
-    /// The message for a worker's output. `None` for outputs that open or end a session.
-    pub(super) fn of(output: &'a OperationOutput) -> Option<Self> {
-        let window = |window: &VoiceWindow| Window { start: window.start, probability: window.probability };
+    /// The message for a worker's output. `None` for outputs that open or end a session. `scores` are those
+    /// of a voice.
+    pub(super) fn of(output: &'a OperationOutput, scores: Vec<Score>) -> Option<Self> {
+        let window = |window: &VoiceWindow| {
+            let VoiceWindow { start, probability } = *window;
+            Window { start, word: None, probability }
+        };
+        let word = |WordWindow { start, word, probability }: &'a WordWindow| Window {
+            start: *start,
+            word: Some(word),
+            probability: *probability,
+        };
         Some(match output {
+            OperationOutput::WordWindows(windows) => {
+                Self::Probabilities { windows: windows.iter().map(word).collect() }
+            }
+            OperationOutput::Wakeword(heard) => {
+                Self::Wakeword { word: &heard.word, at: heard.at, probability: heard.probability }
+            }
+            OperationOutput::Speaker(vector) => {
+                Self::Embedding { at: vector.at, embedding: &vector.values, scores }
+            }
             OperationOutput::Windows(windows) => {
                 Self::Probabilities { windows: windows.iter().map(window).collect() }
             }
@@ -124,12 +162,24 @@ impl<'a> Event<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proto::operation::TurnScore;
+    use proto::operation::{HeardWord, SpeakerVector, TurnScore};
     use serde_json::json;
 
     #[test]
     fn a_workers_outputs_become_json_events() {
-        let to_json = |output: &OperationOutput| serde_json::to_string(&Event::of(output).unwrap()).unwrap();
+        let score = Score { reference: "ann".into(), score: 0.5, same: false };
+        let to_json = |output: &OperationOutput| {
+            serde_json::to_string(&Event::of(output, vec![score.clone()]).unwrap()).unwrap()
+        };
+        let window = WordWindow { start: 1280, word: "alexa".into(), probability: 0.25 };
+        let text = r#"{"type":"probabilities","windows":[{"start":1280,"word":"alexa","probability":0.25}]}"#;
+        assert_eq!(to_json(&OperationOutput::WordWindows(vec![window])), text);
+        let word = HeardWord { word: "alexa".into(), at: 2560, probability: 0.75 };
+        let text = r#"{"type":"wakeword","word":"alexa","at":2560,"probability":0.75}"#;
+        assert_eq!(to_json(&OperationOutput::Wakeword(word)), text);
+        let vector = SpeakerVector { at: 7, values: vec![0.6, 0.8], threshold: 0.75 };
+        let text = r#"{"type":"embedding","at":7,"embedding":[0.6,0.8],"scores":[{"reference":"ann","score":0.5,"same":false}]}"#;
+        assert_eq!(to_json(&OperationOutput::Speaker(vector)), text);
         let windows = [(0, 0.1f32), (512, 0.933)];
         let windows = windows.map(|(start, probability)| VoiceWindow { start, probability });
         // f32 in the fewest digits that identify it.
@@ -142,20 +192,29 @@ mod tests {
         assert_eq!(to_json(&OperationOutput::Turn(turn)), text);
         assert_eq!(to_json(&OperationOutput::Segmented { at: 9 }), r#"{"type":"segmented","at":9}"#);
         assert_eq!(to_json(&OperationOutput::Restarted), r#"{"type":"reset"}"#);
-        assert_eq!(Event::of(&OperationOutput::Finished { samples: 1 }), None);
+        assert_eq!(Event::of(&OperationOutput::Finished { samples: 1 }, Vec::new()), None);
     }
 
     #[test]
-    fn a_client_has_exactly_three_control_messages() {
+    fn a_client_has_exactly_four_control_messages() {
+        let reference = Control::read(r#"{"type":"reference","name":"ann","embedding":[0.5,1]}"#);
+        assert_eq!(reference, Ok(Control::Reference { name: "ann".into(), embedding: vec![0.5, 1.0] }));
         for (kind, control) in
             [("segment", Control::Segment), ("reset", Control::Reset), ("finish", Control::Finish)]
         {
             let text = json!({"type": kind, "unknown": 1}).to_string();
             assert_eq!(Control::read(&text), Ok(control));
         }
-        for wrong in
-            ["", "segment", "{}", "[]", r#"{"type":"audio","data":"AAAA"}"#, r#"{"type":7}"#, "\u{0}"]
-        {
+        for wrong in [
+            "",
+            "segment",
+            "{}",
+            "[]",
+            r#"{"type":"audio","data":"AAAA"}"#,
+            r#"{"type":7}"#,
+            r#"{"type":"reference"}"#,
+            "\u{0}",
+        ] {
             assert_eq!(Control::read(wrong).unwrap_err().code(), "invalid_field", "{wrong}");
         }
     }

@@ -2,6 +2,7 @@
 
 use super::Opened;
 use super::event::{Control, Event};
+use super::references::References;
 use crate::error::ApiError;
 use crate::limits::{MAX_CONTROL_BYTES, MESSAGE_BURST, MESSAGES_PER_SECOND};
 use crate::operations::{self, Encoding, seconds};
@@ -11,7 +12,7 @@ use futures::{SinkExt, StreamExt};
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
-use proto::operation::{MAX_FRAME_SAMPLES, OperationError, OperationInput, OperationOutput};
+use proto::operation::{MAX_FRAME_SAMPLES, Operation, OperationError, OperationInput, OperationOutput};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -119,6 +120,7 @@ struct Shared {
     samples: AtomicU64,
     /// Start of the current wait for the client. `None` while not waiting.
     waiting_since: Mutex<Option<Instant>>,
+    references: Mutex<References>,
 }
 
 pub(super) struct Session;
@@ -171,8 +173,8 @@ async fn exchange(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> E
             tokio::select! {
                 // The worker's last message takes precedence over other reasons.
                 biased;
-                ended = forward_results(&mut sink, &mut answers, shared) => ended,
-                ended = forward_input(&mut stream, &mut sender, (opened.encoding, idle), shared) => ended,
+                ended = forward_results(&mut sink, &mut answers, opened.cosine, shared) => ended,
+                ended = forward_input(&mut stream, &mut sender, (opened, idle), shared) => ended,
                 () = opened.connection.closing() => Ended::GoingAway,
                 () = opened.caller.revoked() => Ended::Revoked,
                 () = sleep_until(started + session_limits.longest) => Ended::Overlong,
@@ -219,7 +221,12 @@ fn text(event: &Event<'_>) -> Message {
 }
 
 /// Forwards the worker's output to the client.
-async fn forward_results(sink: &mut Sink, answers: &mut OperationStream, shared: &Shared) -> Ended {
+async fn forward_results(
+    sink: &mut Sink,
+    answers: &mut OperationStream,
+    cosine: Option<f32>,
+    shared: &Shared,
+) -> Ended {
     let mut pings = interval_at(Instant::now() + PING_EVERY, PING_EVERY);
     pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -227,11 +234,18 @@ async fn forward_results(sink: &mut Sink, answers: &mut OperationStream, shared:
             answer = answers.next() => match answer {
                 Ok(OperationOutput::Finished { .. }) => return Ended::Finished,
                 Ok(OperationOutput::Failed(error)) => return Ended::Failed(error),
-                Ok(output) => match Event::of(&output) {
-                    Some(event) => text(&event),
-                    // A second opening is an error.
-                    None => return Ended::Failed(OperationError::Internal),
-                },
+                Ok(output) => {
+                    let scores = match &output {
+                        OperationOutput::Speaker(voice) => shared.references.lock().scores(voice, cosine),
+                        _ => Ok(Vec::new()),
+                    };
+                    match scores.map(|scores| Event::of(&output, scores)) {
+                        Ok(Some(event)) => text(&event),
+                        // A second opening is an error.
+                        Ok(None) => return Ended::Failed(OperationError::Internal),
+                        Err(error) => return Ended::Invalid(error, CloseCode::Policy),
+                    }
+                }
                 Err(error) => {
                     tracing::info!(%error, "a session was cut off by its worker");
                     return Ended::Lost;
@@ -254,7 +268,7 @@ async fn forward_results(sink: &mut Sink, answers: &mut OperationStream, shared:
 async fn forward_input(
     stream: &mut SplitStream<Socket>,
     sender: &mut OperationSender,
-    (encoding, idle): (Encoding, Duration),
+    (opened, idle): (&Opened, Duration),
     shared: &Shared,
 ) -> Ended {
     let mut rate_limit = MessageRateLimit::new(Instant::now());
@@ -273,8 +287,24 @@ async fn forward_input(
         *shared.waiting_since.lock() = None;
         sleep(rate_limit.take(Instant::now())).await;
         let input = match message {
-            Message::Binary(bytes) => decode_audio(encoding, &bytes),
-            Message::Text(text) => decode_control(&text),
+            Message::Binary(bytes) => decode_audio(opened.encoding, &bytes),
+            Message::Text(text) => match decode_control(&text) {
+                ControlFlow::Continue(Control::Segment) => ControlFlow::Continue(OperationInput::Segment),
+                ControlFlow::Continue(Control::Reset) => ControlFlow::Continue(OperationInput::Reset),
+                ControlFlow::Continue(Control::Finish) => ControlFlow::Continue(OperationInput::Finish),
+                ControlFlow::Continue(Control::Reference { name, embedding }) => {
+                    if opened.operation != Operation::Speaker {
+                        let rule = "a reference is for sessions of the operation speaker";
+                        return Ended::Invalid(ApiError::field("message", rule), CloseCode::Unsupported);
+                    }
+                    if let Err(error) = shared.references.lock().add(name, embedding) {
+                        return Ended::Invalid(error, CloseCode::Policy);
+                    }
+                    last_message = Instant::now();
+                    continue;
+                }
+                ControlFlow::Break(ended) => ControlFlow::Break(ended),
+            },
             // The library answers pings.
             Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => continue,
             Message::Close(_) => return Ended::Left,
@@ -314,15 +344,13 @@ fn decode_audio(encoding: Encoding, bytes: &[u8]) -> ControlFlow<Ended, Operatio
     }
 }
 
-fn decode_control(text: &str) -> ControlFlow<Ended, OperationInput> {
+fn decode_control(text: &str) -> ControlFlow<Ended, Control> {
     if text.len() > MAX_CONTROL_BYTES {
         let error = ApiError::field("message", format!("a text has at most {MAX_CONTROL_BYTES} bytes"));
         return ControlFlow::Break(Ended::Invalid(error, CloseCode::Size));
     }
     match Control::read(text) {
-        Ok(Control::Segment) => ControlFlow::Continue(OperationInput::Segment),
-        Ok(Control::Reset) => ControlFlow::Continue(OperationInput::Reset),
-        Ok(Control::Finish) => ControlFlow::Continue(OperationInput::Finish),
+        Ok(control) => ControlFlow::Continue(control),
         Err(error) => ControlFlow::Break(Ended::Invalid(error, CloseCode::Unsupported)),
     }
 }

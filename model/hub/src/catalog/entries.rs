@@ -11,6 +11,8 @@ pub use list::CATALOG;
 pub(super) const ONNX: &str = "onnx";
 /// Architecture name of speech models in CTranslate2 format.
 pub(super) const WHISPER: &str = "whisper";
+/// Architecture name of Resemblyzer's network, in PyTorch's format.
+pub(super) const RESEMBLYZER: &str = "resemblyzer";
 
 mod list;
 
@@ -90,7 +92,7 @@ impl Entry {
     /// in a folder of this name, and the bundle is that folder's parent.
     pub fn operation(&self) -> Option<&'static str> {
         let folder = self.file.split_once('/').map(|(folder, _)| folder);
-        folder.filter(|_| [ONNX, WHISPER].contains(&self.about.arch))
+        folder.filter(|_| [ONNX, WHISPER, RESEMBLYZER].contains(&self.about.arch))
     }
 
     /// Reason why the entry cannot be served; `None` if it can.

@@ -278,6 +278,7 @@ fn the_catalog_is_sound() {
             Origin::Packages { parts, .. } => {
                 let formats: &[&str] = match entry.operation() {
                     Some("asr") => &[".bin"],
+                    Some("speaker") => &[".pt"],
                     Some(_) => &[".onnx"],
                     None => &[".gguf", ".safetensors"],
                 };
@@ -303,7 +304,8 @@ fn the_catalog_is_sound() {
     assert!(served >= 15, "{served}");
     let of = |name| find(name).and_then(Entry::operation);
     assert_eq!((of("silero-vad"), of("smart-turn")), (Some("vad"), Some("turn_detection")));
-    assert_eq!(of("whisper-base"), Some("asr"));
+    assert_eq!((of("whisper-base"), of("openwakeword")), (Some("asr"), Some("wakeword")));
+    assert_eq!(of("resemblyzer"), Some("speaker"));
     assert_eq!((of("minilm-l6"), of("smollm2-135m")), (None, None));
     let listed = Store::at("/no/such/directory").list();
     assert_eq!(listed.len(), CATALOG.len());

@@ -296,6 +296,13 @@ fn operation_outputs() -> Vec<OperationOutput> {
         OperationOutput::Finished { samples: 70_144 },
         OperationOutput::Failed(OperationError::Draining),
         OperationOutput::Language(Language { code: "en".into(), probability: 0.75 }),
+        OperationOutput::WordWindows(vec![WordWindow {
+            start: 1280,
+            word: "alexa".into(),
+            probability: 0.5,
+        }]),
+        OperationOutput::Wakeword(HeardWord { word: "alexa".into(), at: 70_400, probability: 0.75 }),
+        OperationOutput::Speaker(SpeakerVector { at: 70_144, values: vec![0.5, -0.5], threshold: 0.75 }),
     ]
 }
 
@@ -699,6 +706,12 @@ pub(crate) fn all() -> Vec<Samples> {
                     language: Some("de".into()),
                     translate: true,
                     prompt: "so".into(),
+                }),
+                OperationOptions::Wakeword(WakewordOptions {
+                    threshold: Some(0.5),
+                    words: vec!["alexa".into()],
+                    debounce_ms: Some(300),
+                    windows: true,
                 }),
             ],
         ),

@@ -34,6 +34,8 @@ fn chosen(operation: Operation, bundle: &Bundle, environment: &[(&str, &str)]) -
         Operation::TurnDetection => of(&turn_detection(), bundle, look_up),
         Operation::Asr => of(&asr(NonZeroUsize::MIN), bundle, look_up),
         Operation::Tts => of(&Registry::<Tts>::empty(), bundle, look_up),
+        Operation::Wakeword => of(&wakeword(), bundle, look_up),
+        Operation::Speaker => of(&speaker(NonZeroUsize::MIN), bundle, look_up),
         Operation::Embed | Operation::Rerank => panic!("{operation} is for texts"),
     }
 }
@@ -45,11 +47,16 @@ type Row = (Operation, &'static [&'static str], &'static str, Option<&'static st
 const WHISPER: &[&str] = &["asr/model.bin", "asr/config.json", "asr/tokenizer.json"];
 const SMART_TURN: &[&str] = &["turn_detection/smart-turn-v3.2-cpu.onnx"];
 
-const TABLE: [Row; 4] = [
+const WAKEWORD: &[&str] =
+    &["wakeword/melspectrogram.onnx", "wakeword/embedding_model.onnx", "wakeword/alexa_v0.1.onnx"];
+
+const TABLE: [Row; 6] = [
     (Operation::Vad, &["vad/silero_vad.onnx"], onnx::NAME, None, Some(onnx::NAME)),
     (Operation::TurnDetection, SMART_TURN, onnx::NAME, None, Some(onnx::NAME)),
     (Operation::Asr, WHISPER, KERNELS, None, Some(KERNELS)),
     (Operation::Tts, &[], onnx::NAME, None, None),
+    (Operation::Wakeword, WAKEWORD, onnx::NAME, None, Some(onnx::NAME)),
+    (Operation::Speaker, &["speaker/pretrained.pt"], KERNELS, None, Some(KERNELS)),
 ];
 
 #[test]

