@@ -21,7 +21,7 @@ use crate::shard::mapped::MappedTensor;
 use crate::shard::store::{MANIFEST_EXTENSION, digest_of, io_error, read_manifest};
 use crate::shard::verified_chunks::VerifiedChunks;
 use crate::shard::{CHUNK_BYTES, ChunkId, Manifest, StoredBytes, digest};
-use crate::{Error, checkpoint, gguf};
+use crate::{Error, checkpoint, gguf, mmproj};
 use metadata::Metadata;
 
 mod digest_cache;
@@ -59,15 +59,15 @@ struct StoredData {
 
 impl ModelFile {
     /// Opens a GGUF (any file of a split set opens the set), a Hugging Face checkpoint if `path` is a folder or
-    /// ends in `.safetensors`, or a model of the shard store that contains `path` if it ends in `.manifest`. Does
-    /// not read tensor bytes.
+    /// ends in `.safetensors`, or a model of the shard store that contains `path` if it ends in `.manifest`. A GGUF gets
+    /// what sees images from an `mmproj` file beside it. Does not read tensor bytes.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         let Contents { files, metadata, tensors } = match path.extension().and_then(OsStr::to_str) {
             Some("safetensors") => checkpoint::open(path)?,
             Some(MANIFEST_EXTENSION) => return Self::open_stored(path),
             _ if path.is_dir() => checkpoint::open(path)?,
-            _ => gguf::open(path)?,
+            _ => mmproj::add(path, gguf::open(path)?)?,
         };
         Ok(Self::new(Data::Files(files), ModelHeader::new(metadata, tensors), OnceLock::new()))
     }

@@ -15,6 +15,7 @@ pub mod gguf;
 pub mod header;
 pub mod inspect;
 mod mmap;
+mod mmproj;
 mod parallel;
 pub mod safetensors;
 pub mod shard;

@@ -26,14 +26,16 @@ fn tower(path: &Path, threads: usize, step_rows: usize) -> VisionTower {
     VisionTower::load(spec, &file, backend(threads), step_rows).unwrap()
 }
 
-/// Compares with the references of a folder that `KVASIR_VISION_REFERENCE` names: a model, and `ref.safetensors` with
+/// Compares the model that `KVASIR_VISION_REFERENCE` names, a folder or a file, with `ref.safetensors` in its folder:
 /// `vN.pixel_values`, `vN.image_grid_thw`, `vN.image_embeds` and `vN.deepstack.K`.
 #[test]
-#[ignore = "compares with a folder: KVASIR_VISION_REFERENCE names it"]
-fn references_of_a_folder() {
-    let folder = std::env::var_os("KVASIR_VISION_REFERENCE").expect("KVASIR_VISION_REFERENCE names a folder");
-    let mut tower = tower(Path::new(&folder), 2, 4096);
-    let bytes = std::fs::read(Path::new(&folder).join("ref.safetensors")).unwrap();
+#[ignore = "compares a model with references: KVASIR_VISION_REFERENCE names it"]
+fn references_of_a_model() {
+    let model = std::env::var_os("KVASIR_VISION_REFERENCE").expect("KVASIR_VISION_REFERENCE names a model");
+    let model = Path::new(&model);
+    let folder = if model.is_dir() { model } else { model.parent().unwrap() };
+    let mut tower = tower(model, 2, 4096);
+    let bytes = std::fs::read(folder.join("ref.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let floats = |name: &str| -> Vec<f32> {
         let data = tensors.tensor(name).unwrap();
