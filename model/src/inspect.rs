@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::arch::ARCHITECTURE_KEY;
 use crate::header::TensorInfo;
-use crate::spec::LayerSpec;
+use crate::spec::{LayerSpec, VisionSpec};
 use crate::{Error, GgmlType, ModelFile, ModelSpec};
 use metadata::Strings;
 
@@ -25,6 +25,9 @@ pub struct Summary {
     pub tensors: TensorSummary,
     /// The tokenizer's properties, if the file has one.
     pub tokenizer: Option<TokenizerSummary>,
+    /// Description of the part that sees images, or the reason why it cannot be run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub images: Option<String>,
     /// The model's properties, or the reason why it cannot be run.
     #[serde(flatten)]
     pub reading: Reading,
@@ -121,6 +124,10 @@ impl Summary {
             parameters: file.tensors().map(TensorInfo::elements).fold(0, u64::saturating_add),
             tensors: TensorSummary::of(file),
             tokenizer,
+            images: match VisionSpec::from_file(file) {
+                Ok(spec) => spec.as_ref().map(words::images),
+                Err(error) => Some(format!("not served: {error}")),
+            },
             reading: match ModelSpec::from_file(file) {
                 Ok(spec) => Reading::Model(ModelSummary::of(&spec)),
                 Err(error) => Reading::Error(error.to_string()),

@@ -6,7 +6,7 @@ use super::{LayerRun, ModelSummary, Reading, Summary};
 use crate::ModelSpec;
 use crate::spec::{
     Activation, AttentionSpec, DeltaNetSpec, FfnPart, FfnSpec, KvSpec, LayerSpec, Mamba2Spec, MixerSpec,
-    OutputSpec, OwnKvSpec, Pooling, RopeSpec, RopeStyle, ShortConvSpec,
+    OutputSpec, OwnKvSpec, Pooling, RopeSpec, RopeStyle, ShortConvSpec, VisionSpec,
 };
 
 /// Mixer and FFN of a layer, without its tensors' names.
@@ -49,6 +49,16 @@ pub(super) fn output(spec: &ModelSpec) -> String {
             }
         }
     }
+}
+
+/// The part that sees images.
+pub(super) fn images(spec: &VisionSpec) -> String {
+    let (layers, hidden, side) = (spec.layers.len(), spec.hidden, spec.patches.side);
+    let row = match spec.merge_side() {
+        1 => "each a row".to_owned(),
+        merge => format!("{merge} x {merge} of them a row"),
+    };
+    format!("{layers} layers of width {hidden}; patches of {side} x {side} pixels, {row}")
 }
 
 fn attention(attention: &AttentionSpec) -> String {
@@ -142,6 +152,9 @@ impl Display for Summary {
             let pre = tokenizer.pre.as_deref().map(|pre| format!("/{pre}")).unwrap_or_default();
             let template = if tokenizer.chat_template { ", with a chat template" } else { "" };
             writeln!(f, "tokenizer      {}{pre}, {} tokens{template}", tokenizer.model, tokenizer.tokens)?;
+        }
+        if let Some(images) = &self.images {
+            writeln!(f, "images         {images}")?;
         }
         match &self.reading {
             Reading::Model(model) => model.fmt(f),

@@ -1,7 +1,8 @@
 use super::*;
+use crate::ModelFile;
+use crate::inspect::Summary;
 use crate::spec::{MergeSpec, VisionSpec};
 use crate::test_files::{self, Plan};
-use crate::{ModelFile, ModelSpec};
 use metadata::Value;
 use std::fs::File;
 
@@ -103,7 +104,12 @@ fn opened(files: &[(&str, &Plan)]) -> (ModelFile, Option<VisionSpec>) {
 #[test]
 fn a_file_beside_the_model_is_part_of_it() {
     let (file, spec) = opened(&[("model.gguf", &gemma_text()), ("mmproj-model-f16.gguf", &gemma())]);
-    ModelSpec::from_file(&file).unwrap();
+    let summary = Summary::of(&file).unwrap().to_string();
+    assert!(
+        summary
+            .contains("images         2 layers of width 24; patches of 2 x 2 pixels, 2 x 2 of them a row\n")
+    );
+    assert!(!summary.contains("not served"), "{summary}");
     let spec = spec.unwrap();
     assert_eq!((spec.out, spec.layers.len(), spec.projector.merge), (16, 2, MergeSpec::Mean { side: 2 }));
     let config: Json = serde_json::from_str(file.metadata().require(CONFIG_KEY).unwrap()).unwrap();
