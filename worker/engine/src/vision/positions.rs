@@ -91,3 +91,27 @@ fn places(count: usize, side: usize) -> Lines {
     };
     (0..count).map(place).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{fractions, places};
+
+    #[test]
+    fn fractions_are_rounded_as_the_references() {
+        let lines = |count, side| fractions(count, side).iter().map(|line| line[0].0).collect::<Vec<usize>>();
+        for side in [1, 8, 26, 27, 32, 70] {
+            assert_eq!(lines(side, side), (0..side).collect::<Vec<usize>>());
+        }
+        assert_eq!(lines(4, 8), [0, 2, 4, 6]);
+        assert_eq!(lines(6, 4), [0, 0, 1, 2, 2, 3]);
+        // Here the border is above the fraction by one unit of the last place.
+        assert_eq!(lines(25, 25)[3..7], [3, 4, 4, 6]);
+    }
+
+    #[test]
+    fn places_reach_from_the_first_line_to_the_last() {
+        assert_eq!(places(1, 4), [vec![(0, 1.0), (1, 0.0)]]);
+        let expected = [[(0, 1.0), (1, 0.0)], [(1, 0.5), (2, 0.5)], [(3, 1.0), (3, 0.0)]];
+        assert_eq!(places(3, 4), expected.map(Vec::from));
+    }
+}
