@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use engine::cgroup::cpus;
 use hound::{SampleFormat, WavReader};
 use proto::operation::{
-    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeakerVector, SpeechOptions,
-    TranscribeOptions, TurnOptions, VoiceWindow, WakewordOptions, WordWindow,
+    DiarizationOptions, MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeakerSegment,
+    SpeakerVector, SpeechOptions, TranscribeOptions, TurnOptions, VoiceWindow, WakewordOptions, WordWindow,
 };
 use serde_json::{Value, json};
 use speech::{encode_speech, load_audio_model};
@@ -24,21 +24,24 @@ const MAX_SAMPLES: usize = 3600 * 16_000;
     kvasir operation turn_detection --audio said.wav --bundle ./my-bundle\n  \
     kvasir operation asr --audio call.wav --language de\n  \
     kvasir operation wakeword --audio room.wav --words alexa,hey_jarvis\n  \
-    kvasir operation speaker --audio call.wav --reference known.wav")]
+    kvasir operation speaker --audio call.wav --reference known.wav\n  \
+    kvasir operation diarization --audio call.wav --rttm")]
 pub(crate) struct OperationCommand {
     /// Operation: vad (when somebody speaks), turn_detection (whether the speaker has finished), asr (transcript),
-    /// wakeword (when a word of a fixed set is spoken), speaker (vector of the voice)
+    /// wakeword (when a word of a fixed set is spoken), speaker (vector of the voice), diarization (which speaker speaks
+    /// when)
     #[arg(value_name = "OPERATION", value_parser = operation)]
     operation: Operation,
     /// WAV file of one channel, at a sample rate that the model supports
     #[arg(long, value_name = "F.wav")]
     audio: PathBuf,
     /// Catalog name, or directory with a folder named like the operation [default: silero-vad for vad, smart-turn for
-    /// turn_detection, whisper-base for asr, openwakeword for wakeword, resemblyzer for speaker]
+    /// turn_detection, whisper-base for asr, openwakeword for wakeword, resemblyzer for speaker,
+    /// pyannote-diarization for diarization]
     #[arg(long, value_name = "BUNDLE")]
     bundle: Option<String>,
     /// Probability above which a window is speech, a turn is complete, or a word was spoken; for speaker the least cosine
-    /// of one voice [default: the model authors' recommendation]
+    /// of one voice, for diarization the largest distance of one voice, 0 to 2 [default: the model authors' recommendation]
     #[arg(long, value_name = "P")]
     threshold: Option<f32>,
     /// For asr: the spoken language, such as en [default: detected]
@@ -62,6 +65,18 @@ pub(crate) struct OperationCommand {
     /// For speaker: WAV file of a voice to compare with
     #[arg(long, value_name = "F.wav")]
     reference: Option<PathBuf>,
+    /// For diarization: the number of speakers [default: found from the voices]
+    #[arg(long, value_name = "N", conflicts_with_all = ["min_speakers", "max_speakers"])]
+    num_speakers: Option<u32>,
+    /// For diarization: the least number of speakers [default: 1]
+    #[arg(long, value_name = "N")]
+    min_speakers: Option<u32>,
+    /// For diarization: the largest number of speakers [default: no limit]
+    #[arg(long, value_name = "N")]
+    max_speakers: Option<u32>,
+    /// For diarization: print a Rich Transcription Time Marked (RTTM) file
+    #[arg(long, conflicts_with = "json")]
+    rttm: bool,
     /// Also print each window's probability
     #[arg(long)]
     windows: bool,
@@ -86,7 +101,7 @@ impl OperationCommand {
             let (flag, other, reason) = ("--windows", operation.name(), "only vad and wakeword have windows");
             return Err(UsageError { flag, other, reason }.into());
         }
-        let (asr, wakeword) = (Operation::Asr, Operation::Wakeword);
+        let (asr, wakeword, diarization) = (Operation::Asr, Operation::Wakeword, Operation::Diarization);
         let of_one = [
             (asr, "--language", self.language.is_some()),
             (asr, "--translate", self.translate),
@@ -95,6 +110,10 @@ impl OperationCommand {
             (wakeword, "--words", !self.words.is_empty()),
             (wakeword, "--debounce", self.debounce.is_some()),
             (Operation::Speaker, "--reference", self.reference.is_some()),
+            (diarization, "--num-speakers", self.num_speakers.is_some()),
+            (diarization, "--min-speakers", self.min_speakers.is_some()),
+            (diarization, "--max-speakers", self.max_speakers.is_some()),
+            (diarization, "--rttm", self.rttm),
         ];
         if let Some((_, flag, _)) = of_one.into_iter().find(|(of, _, given)| *given && *of != operation) {
             let (other, reason) = (operation.name(), "the flag is for another operation");
@@ -111,6 +130,7 @@ impl OperationCommand {
             (None, Operation::Asr) => "whisper-base",
             (None, Operation::Wakeword) => "openwakeword",
             (None, Operation::Speaker) => "resemblyzer",
+            (None, Operation::Diarization) => "pyannote-diarization",
             // No catalog model serves this operation; the registry reports whether anything does.
             (None, _) => ".",
         };
@@ -141,6 +161,12 @@ impl OperationCommand {
                 words: self.words.clone(),
                 debounce_ms: self.debounce,
                 windows: self.windows,
+            }),
+            Operation::Diarization => OperationOptions::Diarization(DiarizationOptions {
+                num_speakers: self.num_speakers,
+                min_speakers: self.min_speakers,
+                max_speakers: self.max_speakers,
+                threshold: self.threshold,
             }),
             _ => OperationOptions::Default,
         };
@@ -177,6 +203,18 @@ impl OperationCommand {
                 "events": events,
             });
             writeln!(out, "{answer}")?;
+        } else if self.rttm {
+            // A field of the format has no spaces.
+            let name =
+                self.audio.file_stem().map(|name| name.to_string_lossy().replace(char::is_whitespace, "_"));
+            let name = name.unwrap_or_default();
+            for output in &outputs {
+                if let OperationOutput::Speakers(speakers) = output {
+                    for segment in &speakers.segments {
+                        writeln!(out, "{}", segment.rttm(&name, rate))?;
+                    }
+                }
+            }
         } else {
             for output in &outputs {
                 write_text(&mut out, output, rate)?;
@@ -273,6 +311,10 @@ fn events(output: &OperationOutput) -> Vec<Value> {
         OperationOutput::Speaker(vector) => {
             vec![json!({"type": "embedding", "at": vector.at, "embedding": vector.values})]
         }
+        OperationOutput::Speakers(speakers) => {
+            let segment = |segment: &SpeakerSegment| json!({"type": "segment", "start": segment.start, "end": segment.end, "speaker": segment.label()});
+            speakers.segments.iter().map(segment).collect()
+        }
         OperationOutput::Opened(_)
         | OperationOutput::Segmented { .. }
         | OperationOutput::Restarted
@@ -303,6 +345,12 @@ fn write_text(out: &mut impl Write, output: &OperationOutput, rate: u32) -> std:
         }
         OperationOutput::Wakeword(heard) => {
             writeln!(out, "{:9.3} s  {} ({:.3})", seconds(heard.at), heard.word, heard.probability)?;
+        }
+        OperationOutput::Speakers(speakers) => {
+            for segment in &speakers.segments {
+                let (start, end) = (seconds(segment.start), seconds(segment.end));
+                writeln!(out, "{start:9.3} s - {end:9.3} s  {}", segment.label())?;
+            }
         }
         OperationOutput::Speaker(vector) => {
             let values: Vec<String> = vector.values.iter().map(f32::to_string).collect();

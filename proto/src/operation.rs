@@ -13,7 +13,8 @@
 //!                                           <-  Windows, SpeechStarted, SpeechEnded, WordWindows, Wakeword:
 //!                                               as the audio arrives
 //! Segment: report the result so far         ->
-//!                                           <-  results (Turn, Text, SpeechEnded, Speaker), then Segmented
+//!                                           <-  results (Turn, Text, SpeechEnded, Speaker, Speakers), then
+//!                                               Segmented
 //! Reset: return to the initial state        ->
 //!                                           <-  Restarted
 //! Finish                                    ->
@@ -60,10 +61,12 @@ pub enum Operation {
     Wakeword,
     /// A vector for the voice of a speaker.
     Speaker,
+    /// Which speaker speaks when.
+    Diarization,
 }
 
 impl Operation {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Embed,
         Self::Rerank,
         Self::Vad,
@@ -72,6 +75,7 @@ impl Operation {
         Self::Tts,
         Self::Wakeword,
         Self::Speaker,
+        Self::Diarization,
     ];
 
     /// Name in JSON, in environment variables and in a bundle's directory.
@@ -85,6 +89,7 @@ impl Operation {
             Self::Tts => "tts",
             Self::Wakeword => "wakeword",
             Self::Speaker => "speaker",
+            Self::Diarization => "diarization",
         }
     }
 
@@ -133,7 +138,7 @@ pub struct OperationRequest {
     /// `None` accepts any model that the worker offers the operation with.
     pub model: Option<ModelId>,
     /// Samples per second of the audio. A backend refuses an unsupported rate as an invalid field; only
-    /// [`Operation::Asr`] and [`Operation::Speaker`] resample.
+    /// [`Operation::Asr`], [`Operation::Speaker`] and [`Operation::Diarization`] resample.
     pub sample_rate: u32,
     pub options: OperationOptions,
     /// Parent span. `None` if the request is not recorded.
@@ -154,6 +159,8 @@ pub enum OperationOptions {
     Transcribe(TranscribeOptions),
     /// For [`Operation::Wakeword`].
     Wakeword(WakewordOptions),
+    /// For [`Operation::Diarization`].
+    Diarization(DiarizationOptions),
 }
 
 /// Limits of speech detection. `None` is the value that the model's authors recommend.
@@ -213,6 +220,20 @@ pub struct WakewordOptions {
 pub const MAX_WAKEWORDS: usize = 64;
 /// Most values of a speaker's vector.
 pub const MAX_SPEAKER_VALUES: usize = 1024;
+/// Options of diarization. `None` is the backend's default.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct DiarizationOptions {
+    /// Number of speakers, 1 to 100; not together with the other two.
+    pub num_speakers: Option<u32>,
+    pub min_speakers: Option<u32>,
+    pub max_speakers: Option<u32>,
+    /// Distance of two voices up to which they are one speaker; 0 to 2.
+    pub threshold: Option<f32>,
+}
+
+/// Most segments in one frame.
+pub const MAX_FRAME_SEGMENTS: usize = 4096;
+
 /// Most tokens of one piece of a transcript.
 pub const MAX_SPOKEN_TOKENS: usize = 1 << 12;
 
@@ -326,6 +347,7 @@ pub enum OperationOutput {
     Wakeword(HeardWord),
     /// The voice of the audio so far.
     Speaker(SpeakerVector),
+    Speakers(SpeakerSegments),
 }
 
 /// See [`OperationOutput::Opened`].
@@ -364,6 +386,42 @@ pub struct HeardWord {
     /// Position after the last sample of the frame.
     pub at: u64,
     pub probability: f32,
+}
+
+/// Speech of one speaker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpeakerSegment {
+    pub start: u64,
+    pub end: u64,
+    /// Number of the speaker from 0. It stays the same in later results of a session.
+    pub speaker: u32,
+}
+
+impl SpeakerSegment {
+    /// Name of the speaker, such as `SPEAKER_00`.
+    pub fn label(&self) -> String {
+        format!("SPEAKER_{:02}", self.speaker)
+    }
+
+    /// A line of a Rich Transcription Time Marked file, for a file of this name and sample rate.
+    pub fn rttm(&self, file: &str, sample_rate: u32) -> String {
+        let seconds = |samples: u64| samples as f64 / f64::from(sample_rate.max(1));
+        let (start, duration) = (seconds(self.start), seconds(self.end.saturating_sub(self.start)));
+        format!("SPEAKER {file} 1 {start:.3} {duration:.3} <NA> <NA> {} <NA> <NA>", self.label())
+    }
+}
+
+/// Result of diarization for all audio so far, in order of the starts. It replaces earlier results.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpeakerSegments {
+    /// At most [`MAX_FRAME_SEGMENTS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_FRAME_SEGMENTS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_FRAME_SEGMENTS>"
+    )]
+    pub segments: Vec<SpeakerSegment>,
+    /// The next frame continues the result.
+    pub more: bool,
 }
 
 /// See [`OperationOutput::Speaker`].

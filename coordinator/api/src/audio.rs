@@ -1,6 +1,6 @@
-//! Operations on a whole recording: `POST /v1/audio/vad`, `turn_detection` and `wakeword`. The body is a WAV
-//! file. Each request is a session at a worker. The client gets no result before the end, so a failed session
-//! is repeated at another worker.
+//! Operations on a whole recording: `POST /v1/audio/vad`, `turn_detection`, `wakeword` and `diarization`. The
+//! body is a WAV file. Each request is a session at a worker. The client gets no result before the end, so a
+//! failed session is repeated at another worker.
 
 pub(super) mod wav;
 
@@ -8,7 +8,7 @@ use super::admitted::AdmittedRequest;
 use super::answer::WORKER_HEADER;
 use super::error::ApiError;
 use super::operations::{self, Query, refused, seconds};
-use super::{AppState, admit, spans};
+use super::{AppState, admit_within, limits, spans};
 use axum::Json;
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderValue, header};
@@ -17,11 +17,11 @@ use dispatch::{OpenedSession, OperationJob, Unopened};
 use proto::ids::ModelId;
 use proto::operation::{
     HeardWord, Language, OpenedOperation, Operation, OperationError, OperationInput, OperationOutput, Pcm,
-    SpeakerVector, SpokenText, TurnScore, WordWindow,
+    SpeakerSegment, SpeakerVector, SpokenText, TurnScore, WordWindow,
 };
 use proto::trace::Span;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
@@ -47,6 +47,7 @@ pub(super) struct OperationResults {
     /// Probabilities of each wake word.
     word_probabilities: BTreeMap<String, Vec<f32>>,
     pub(super) speaker: Option<SpeakerVector>,
+    speakers: Vec<SpeakerSegment>,
 }
 
 /// A segment with speech: `[start, end)` in samples.
@@ -65,6 +66,16 @@ struct Word {
     at: u64,
     at_s: f64,
     probability: f32,
+}
+
+/// Speech of one speaker: `[start, end)` in samples.
+#[derive(Debug, PartialEq, Serialize)]
+struct SpokenSegment {
+    start: u64,
+    end: u64,
+    start_s: f64,
+    end_s: f64,
+    speaker: String,
 }
 
 /// Why a session failed.
@@ -104,6 +115,11 @@ enum AudioResult {
         #[serde(skip_serializing_if = "BTreeMap::is_empty")]
         probabilities: BTreeMap<String, Vec<f32>>,
     },
+    Speakers {
+        /// Number of speakers.
+        speakers: usize,
+        segments: Vec<SpokenSegment>,
+    },
 }
 
 pub(super) async fn call(
@@ -128,13 +144,21 @@ async fn answer(
     let query = Query::read(request.uri())?;
     refuse_forms(request.headers())?;
     let (model, options) = (query.model()?, query.options(operation)?);
-    let (admitted, body) = admit(state, request).await?;
+    // Diarization takes what transcription does.
+    let diarizes = operation == Operation::Diarization;
+    let max_bytes = if diarizes { limits::MAX_UPLOAD } else { limits::MAX_BODY };
+    let read = move |body: &[u8]| if diarizes { wav::read_any(body) } else { wav::read(body) };
+    let as_rttm = diarizes && query.rttm()?;
+    let (admitted, body) = admit_within(state, request, max_bytes).await?;
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
-    let recording = state.planning.run(admitted.caller.tenant(), move || wav::read(&body)).await?;
+    let recording = state.planning.run(admitted.caller.tenant(), move || read(&body)).await?;
     let Recording { sample_rate, pcm } = recording;
     let samples = pcm.len() as u64;
+    if diarizes && samples == 0 {
+        return Err(ApiError::field("body", "has no samples"));
+    }
     let trace_context = trace.as_ref().map(Span::context);
     let (request_id, pieces) = (admitted.id.clone(), Arc::new(pieces(pcm)));
     let job = OperationJob {
@@ -152,6 +176,14 @@ async fn answer(
         spans::session_opened(span, operation, (&admitted.id, &opened.model), &worker, &opened.backend);
         spans::session_ended(span, samples, "finished", None);
     }
+    let mut headers = HeaderMap::new();
+    // By their types, names have only characters that headers allow.
+    headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
+    if as_rttm {
+        let line = |segment: &SpeakerSegment| segment.rttm("audio", sample_rate) + "\n";
+        let lines: String = results.speakers.iter().map(line).collect();
+        return Ok((headers, lines).into_response());
+    }
     let result = match operation {
         Operation::TurnDetection => {
             let turn = results.turn.ok_or(ApiError::Internal)?;
@@ -162,6 +194,12 @@ async fn answer(
             words: results.words.into_iter().map(|word| Word::of(word, sample_rate)).collect(),
             probabilities: results.word_probabilities,
         },
+        Operation::Diarization => {
+            let numbers: BTreeSet<u32> = results.speakers.iter().map(|segment| segment.speaker).collect();
+            let segment = |segment: &SpeakerSegment| SpokenSegment::of(segment, sample_rate);
+            let segments = results.speakers.iter().map(segment).collect();
+            AudioResult::Speakers { speakers: numbers.len(), segments }
+        }
         _ => AudioResult::Speech {
             window: opened.window,
             speech: results.speech,
@@ -177,10 +215,15 @@ async fn answer(
         duration_s,
         result,
     };
-    let mut headers = HeaderMap::new();
-    // By their types, names have only characters that headers allow.
-    headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
     Ok((headers, Json(answer)).into_response())
+}
+
+impl SpokenSegment {
+    fn of(segment: &SpeakerSegment, sample_rate: u32) -> Self {
+        let SpeakerSegment { start, end, .. } = *segment;
+        let (start_s, end_s) = (seconds(start, sample_rate), seconds(end, sample_rate));
+        Self { start, end, start_s, end_s, speaker: segment.label() }
+    }
 }
 
 impl Word {
@@ -307,6 +350,7 @@ async fn exchange(
                     }
                 }
                 OperationOutput::Speaker(vector) => results.speaker = Some(vector),
+                OperationOutput::Speakers(speakers) => results.speakers.extend(speakers.segments),
                 OperationOutput::Restarted | OperationOutput::Opened(_) => {
                     return Err(Failure::Reported(OperationError::Internal));
                 }

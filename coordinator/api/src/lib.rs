@@ -165,7 +165,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 26] = [
         Self::Health,
         Self::Models,
         Self::Model,
@@ -186,10 +186,12 @@ impl Endpoint {
         Self::Audio(Operation::TurnDetection),
         Self::Audio(Operation::Wakeword),
         Self::Audio(Operation::Speaker),
+        Self::Audio(Operation::Diarization),
         Self::Realtime(Operation::Vad),
         Self::Realtime(Operation::TurnDetection),
         Self::Realtime(Operation::Wakeword),
         Self::Realtime(Operation::Speaker),
+        Self::Realtime(Operation::Diarization),
     ];
 
     pub fn path(self) -> &'static str {
@@ -213,10 +215,12 @@ impl Endpoint {
             Self::Audio(Operation::TurnDetection) => "/v1/audio/turn_detection",
             Self::Audio(Operation::Wakeword) => "/v1/audio/wakeword",
             Self::Audio(Operation::Speaker) => "/v1/audio/speaker",
+            Self::Audio(Operation::Diarization) => "/v1/audio/diarization",
             Self::Audio(_) => "/v1/audio/vad",
             Self::Realtime(Operation::TurnDetection) => "/v1/realtime/turn_detection",
             Self::Realtime(Operation::Wakeword) => "/v1/realtime/wakeword",
             Self::Realtime(Operation::Speaker) => "/v1/realtime/speaker",
+            Self::Realtime(Operation::Diarization) => "/v1/realtime/diarization",
             Self::Realtime(_) => "/v1/realtime/vad",
         }
     }

@@ -9,8 +9,8 @@ use dispatch::quota::{Exceeded, Limit, Of};
 use parking_lot::Mutex;
 use proto::ids::ModelId;
 use proto::operation::{
-    MAX_WAKEWORDS, Operation, OperationError, OperationOptions, Pcm, SpeechOptions, TurnOptions,
-    WakewordOptions,
+    DiarizationOptions, MAX_WAKEWORDS, Operation, OperationError, OperationOptions, Pcm, SpeechOptions,
+    TurnOptions, WakewordOptions,
 };
 use router::balancer::SessionRefusal;
 use std::collections::HashMap;
@@ -20,6 +20,8 @@ use std::time::Duration;
 
 /// Largest duration of an option, as at the workers.
 const MAX_OPTION_MS: u32 = 60_000;
+/// Most speakers of an option, as at the workers.
+const MAX_SPEAKERS: u32 = 100;
 /// Valid thresholds of a speaker's cosine.
 pub const COSINE_RULE: &str = "a number from -1 to 1";
 /// `retry-after` if a tenant has too many sessions.
@@ -118,6 +120,18 @@ impl Query {
         Ok(self.get("probabilities", "true or false", |_: &bool| true)?.unwrap_or(false))
     }
 
+    fn speakers(&self, name: &'static str) -> Result<Option<u32>, ApiError> {
+        self.get(name, "a whole number from 1 to 100", |count| (1..=MAX_SPEAKERS).contains(count))
+    }
+
+    /// Whether the response is an RTTM file, for `response_format`.
+    pub fn rttm(&self) -> Result<bool, ApiError> {
+        let format: Option<String> = self.get("response_format", "json or rttm", |format: &String| {
+            ["json", "rttm"].contains(&&**format)
+        })?;
+        Ok(format.as_deref() == Some("rttm"))
+    }
+
     /// Names between commas.
     fn words(&self) -> Result<Vec<String>, ApiError> {
         let Some(text) = self.0.get("words") else { return Ok(Vec::new()) };
@@ -192,6 +206,20 @@ impl Query {
                 Ok(match options == WakewordOptions::default() {
                     true => OperationOptions::Default,
                     false => OperationOptions::Wakeword(options),
+                })
+            }
+            Operation::Diarization => {
+                let options = DiarizationOptions {
+                    num_speakers: self.speakers("num_speakers")?,
+                    min_speakers: self.speakers("min_speakers")?,
+                    max_speakers: self.speakers("max_speakers")?,
+                    threshold: self.get("threshold", "a number from 0 to 2", |distance| {
+                        (0.0..=2.0).contains(distance)
+                    })?,
+                };
+                Ok(match options == DiarizationOptions::default() {
+                    true => OperationOptions::Default,
+                    false => OperationOptions::Diarization(options),
                 })
             }
             Operation::Embed | Operation::Rerank | Operation::Asr | Operation::Tts | Operation::Speaker => {
@@ -336,6 +364,24 @@ mod tests {
         {
             assert_eq!(field(query(text).unwrap().options(Operation::Wakeword)), name, "{text}");
         }
+        let speakers = query("?num_speakers=2&threshold=1.5&response_format=rttm").unwrap();
+        let options = DiarizationOptions {
+            num_speakers: Some(2),
+            threshold: Some(1.5),
+            ..DiarizationOptions::default()
+        };
+        assert_eq!(speakers.options(Operation::Diarization), Ok(OperationOptions::Diarization(options)));
+        assert_eq!((speakers.rttm(), defaults.rttm()), (Ok(true), Ok(false)));
+        assert_eq!(defaults.options(Operation::Diarization), Ok(OperationOptions::Default));
+        for (text, name) in [
+            ("?num_speakers=0", "num_speakers"),
+            ("?min_speakers=101", "min_speakers"),
+            ("?max_speakers=two", "max_speakers"),
+            ("?threshold=2.1", "threshold"),
+        ] {
+            assert_eq!(field(query(text).unwrap().options(Operation::Diarization)), name, "{text}");
+        }
+        assert_eq!(field(query("?response_format=xml").unwrap().rttm()), "response_format");
         let many = format!("?words={}", vec!["a"; MAX_WAKEWORDS + 1].join(","));
         assert_eq!(field(query(&many).unwrap().options(Operation::Wakeword)), "words");
         assert_eq!(query("?threshold=-0.5").unwrap().cosine(), Ok(Some(-0.5)));

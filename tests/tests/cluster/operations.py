@@ -2,6 +2,7 @@
 
     python operations.py http://HOST:PORT same         speech as a recording and as sessions: the same numbers
     python operations.py http://HOST:PORT voices       wake words and voices, as recordings and as sessions
+    python operations.py http://HOST:PORT speakers     which speaker speaks when, as a recording and as a session
     python operations.py http://HOST:PORT lost PID     kills the only worker that offers vad during a session
     python operations.py http://HOST:PORT drained PID  drains that worker instead
     python operations.py http://HOST:PORT limits KEY OTHER_KEY
@@ -334,4 +335,60 @@ def voices():
     print("scores", same["score"], other["score"])
 
 
-{"same": same, "voices": voices, "lost": lost, "drained": drained, "limits": limits}[MODE]()
+def speakers():
+    texts = ["Good morning, and thank you for coming to our weekly meeting.", "I have a question about the last one."]
+    ann, bob = (spoken(text, voice) for text, voice in zip(texts, ("en-us", "en-us+f4")))
+    silence = [0] * (RATE // 2)
+    samples = array.array("h", silence + ann + silence + bob + silence + ann + silence)
+    answer = call("/v1/audio/diarization", samples)
+    found = [(s["start"], s["end"], s["speaker"]) for s in answer["segments"]]
+    assert [speaker for *_, speaker in found] == ["SPEAKER_00", "SPEAKER_01", "SPEAKER_00"], found
+    assert answer["speakers"] == 2 and answer["samples"] == len(samples), answer
+    print("speakers", [(s["start_s"], s["end_s"], s["speaker"]) for s in answer["segments"]])
+    one = call("/v1/audio/diarization?max_speakers=1", samples)
+    assert one["speakers"] == 1 and len(one["segments"]) == 3, one
+    address = BASE + "/v1/audio/diarization?response_format=rttm"
+    request = urllib.request.Request(address, wav(samples), {"Content-Type": "audio/wav"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as rttm:
+        lines = rttm.read().decode().splitlines()
+    expected = [
+        f"SPEAKER audio 1 {start / RATE:.3f} {(end - start) / RATE:.3f} <NA> <NA> {speaker} <NA> <NA>"
+        for start, end, speaker in found
+    ]
+    assert lines == expected, lines
+    # In a session, speakers keep their numbers, and the last report is the recording's.
+    with open_session("/v1/realtime/diarization") as session:
+        opened = event(session)
+        assert (opened["operation"], opened["window"]) == ("diarization", 160_000), opened
+        stream(session, samples[:RATE], 320)
+        session.send('{"type": "reset"}')
+        until(session, "reset")
+        half = len(silence + ann) + len(silence) // 2
+        stream(session, samples[:half], 777)
+        session.send('{"type": "segment"}')
+        first = until(session, "speakers")
+        assert [s["speaker"] for s in first["segments"]] == ["SPEAKER_00"] and not first["more"], first
+        assert until(session, "segmented")["at"] == half
+        stream(session, samples[half:], 1600)
+        session.send('{"type": "finish"}')
+        events, code = rest(session)
+    [last] = [e for e in events if e["type"] == "speakers"]
+    assert [(s["start"], s["end"], s["speaker"]) for s in last["segments"]] == found, last
+    assert code == 1000, code
+    # Faults are named.
+    for path, body, name in [
+        ("?num_speakers=0", wav(samples[:RATE]), "num_speakers"),
+        ("?num_speakers=2&max_speakers=3", wav(samples[:RATE]), "num_speakers"),
+        ("?sample=1", wav(samples[:0]), "body"),
+        ("", wav(samples)[:20], "body"),
+        ("", b"", "body"),
+    ]:
+        request = urllib.request.Request(BASE + "/v1/audio/diarization" + path, body, {"Content-Type": "audio/wav"})
+        try:
+            raise AssertionError(urllib.request.urlopen(request, timeout=PATIENCE).read())
+        except urllib.error.HTTPError as refusal:
+            error = json.load(refusal)["error"]
+            assert (refusal.code, error["param"]) == (400, name), (path, error)
+
+
+{"same": same, "voices": voices, "speakers": speakers, "lost": lost, "drained": drained, "limits": limits}[MODE]()

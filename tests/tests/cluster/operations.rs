@@ -1,4 +1,4 @@
-//! Voice activity, turn detection, wake words and speakers, with a WebSocket library's client.
+//! Voice activity, turn detection, wake words, speakers and diarization, with a WebSocket library's client.
 
 use crate::openai_client::{python, run};
 use crate::tiny_model;
@@ -90,6 +90,18 @@ fn wake_words_and_voices_are_known_in_sessions_and_recordings() {
         );
         assert!(cluster.metric(&finished).unwrap() >= 2.0, "{operation}");
     }
+}
+
+#[test]
+fn speakers_are_told_apart_in_sessions_and_recordings() {
+    let cluster = Cluster::builder("operations-speakers", &tiny_model())
+        .flag("--operation", "pyannote-diarization")
+        .flag("--workers", "1")
+        .start()
+        .unwrap();
+    script(&cluster, &["speakers"]);
+    let shown = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
+    assert!(shown.contains("diarization (pyannote-diarization by kernels"), "{shown}");
 }
 
 #[test]

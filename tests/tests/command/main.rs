@@ -34,6 +34,7 @@ mod adapters;
 mod bill_of_materials;
 mod checkpoints;
 mod convert;
+mod diarization;
 mod download;
 mod embed;
 mod fixture_set;

@@ -13,7 +13,7 @@ use crate::silero::Silero;
 use crate::smart_turn::SmartTurn;
 use crate::speaker::{SpeakerModel, resemblyzer};
 use crate::wakeword::Wakewords;
-use crate::{onnx, onnx::the_file, wakeword, whisper};
+use crate::{diarization, onnx, onnx::the_file, wakeword, whisper};
 use kernels::registry::{Operation as Served, Provider, Refusal, Registry};
 use proto::operation::Operation;
 use std::num::NonZeroUsize;
@@ -50,6 +50,8 @@ operations! {
     Wakeword = "wakeword";
     /// [`Operation::Speaker`].
     Speaker = "speaker";
+    /// [`Operation::Diarization`].
+    Diarization = "diarization";
 }
 
 /// A way to serve one operation.
@@ -161,12 +163,27 @@ fn wakeword() -> Registry<Wakeword> {
 
 fn speaker(cpus: NonZeroUsize) -> Registry<Speaker> {
     let mut registry = Registry::empty();
-    let load: Box<LoadAudioModel> =
-        Box::new(move |bundle| Ok(Arc::new(SpeakerModel::new(resemblyzer::load(bundle, cpus)?))));
+    let load: Box<LoadAudioModel> = Box::new(move |bundle| {
+        Ok(Arc::new(SpeakerModel::new(resemblyzer::load(&bundle.folder(Operation::Speaker), cpus)?)))
+    });
     registry.register(Box::new(Backend {
         name: KERNELS,
         rank: KERNELS_RANK,
         can_serve: |bundle: &Bundle| resemblyzer::is_in(&bundle.folder(Operation::Speaker)),
+        service: load,
+    }));
+    registry
+}
+
+fn diarization(cpus: NonZeroUsize) -> Registry<Diarization> {
+    let mut registry = Registry::empty();
+    let load: Box<LoadAudioModel> = Box::new(move |bundle| {
+        Ok(Arc::new(diarization::Diarization::load(&bundle.folder(Operation::Diarization), cpus)?))
+    });
+    registry.register(Box::new(Backend {
+        name: KERNELS,
+        rank: KERNELS_RANK,
+        can_serve: |bundle: &Bundle| diarization::is_in(&bundle.folder(Operation::Diarization)),
         service: load,
     }));
     registry
@@ -199,6 +216,7 @@ pub fn load_audio_model(
         Operation::Tts => load(&Registry::<Tts>::empty(), bundle, environment),
         Operation::Wakeword => load(&wakeword(), bundle, environment),
         Operation::Speaker => load(&speaker(cpus), bundle, environment),
+        Operation::Diarization => load(&diarization(cpus), bundle, environment),
         Operation::Embed | Operation::Rerank => {
             let reason = format!("{operation} is for texts: it is served with the model of a worker");
             Err(Error::Config { option: "operation", reason })

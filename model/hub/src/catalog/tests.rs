@@ -277,7 +277,7 @@ fn the_catalog_is_sound() {
         match &entry.origin {
             Origin::Packages { parts, .. } => {
                 let formats: &[&str] = match entry.operation() {
-                    Some("asr") => &[".bin"],
+                    Some("asr" | "diarization") => &[".bin"],
                     Some("speaker") => &[".pt"],
                     Some(_) => &[".onnx"],
                     None => &[".gguf", ".safetensors"],
@@ -305,7 +305,7 @@ fn the_catalog_is_sound() {
     let of = |name| find(name).and_then(Entry::operation);
     assert_eq!((of("silero-vad"), of("smart-turn")), (Some("vad"), Some("turn_detection")));
     assert_eq!((of("whisper-base"), of("openwakeword")), (Some("asr"), Some("wakeword")));
-    assert_eq!(of("resemblyzer"), Some("speaker"));
+    assert_eq!((of("resemblyzer"), of("pyannote-diarization")), (Some("speaker"), Some("diarization")));
     assert_eq!((of("minilm-l6"), of("smollm2-135m")), (None, None));
     let listed = Store::at("/no/such/directory").list();
     assert_eq!(listed.len(), CATALOG.len());

@@ -303,6 +303,10 @@ fn operation_outputs() -> Vec<OperationOutput> {
         }]),
         OperationOutput::Wakeword(HeardWord { word: "alexa".into(), at: 70_400, probability: 0.75 }),
         OperationOutput::Speaker(SpeakerVector { at: 70_144, values: vec![0.5, -0.5], threshold: 0.75 }),
+        OperationOutput::Speakers(SpeakerSegments {
+            segments: vec![SpeakerSegment { start: 495, end: 70_144, speaker: 1 }],
+            more: true,
+        }),
     ]
 }
 
@@ -712,6 +716,12 @@ pub(crate) fn all() -> Vec<Samples> {
                     words: vec!["alexa".into()],
                     debounce_ms: Some(300),
                     windows: true,
+                }),
+                OperationOptions::Diarization(DiarizationOptions {
+                    num_speakers: Some(2),
+                    min_speakers: Some(1),
+                    max_speakers: Some(4),
+                    threshold: Some(0.75),
                 }),
             ],
         ),

@@ -36,6 +36,7 @@ fn chosen(operation: Operation, bundle: &Bundle, environment: &[(&str, &str)]) -
         Operation::Tts => of(&Registry::<Tts>::empty(), bundle, look_up),
         Operation::Wakeword => of(&wakeword(), bundle, look_up),
         Operation::Speaker => of(&speaker(NonZeroUsize::MIN), bundle, look_up),
+        Operation::Diarization => of(&diarization(NonZeroUsize::MIN), bundle, look_up),
         Operation::Embed | Operation::Rerank => panic!("{operation} is for texts"),
     }
 }
@@ -50,13 +51,16 @@ const SMART_TURN: &[&str] = &["turn_detection/smart-turn-v3.2-cpu.onnx"];
 const WAKEWORD: &[&str] =
     &["wakeword/melspectrogram.onnx", "wakeword/embedding_model.onnx", "wakeword/alexa_v0.1.onnx"];
 
-const TABLE: [Row; 6] = [
+const DIARIZATION: &[&str] = &["diarization/pytorch_model.bin", "diarization/pretrained.pt"];
+
+const TABLE: [Row; 7] = [
     (Operation::Vad, &["vad/silero_vad.onnx"], onnx::NAME, None, Some(onnx::NAME)),
     (Operation::TurnDetection, SMART_TURN, onnx::NAME, None, Some(onnx::NAME)),
     (Operation::Asr, WHISPER, KERNELS, None, Some(KERNELS)),
     (Operation::Tts, &[], onnx::NAME, None, None),
     (Operation::Wakeword, WAKEWORD, onnx::NAME, None, Some(onnx::NAME)),
     (Operation::Speaker, &["speaker/pretrained.pt"], KERNELS, None, Some(KERNELS)),
+    (Operation::Diarization, DIARIZATION, KERNELS, None, Some(KERNELS)),
 ];
 
 #[test]

