@@ -116,7 +116,7 @@ async fn run_session(
         OperationOptions::Speech(options) => (options.threshold.unwrap_or(0.5), options.windows),
         OperationOptions::Turn(options) => (options.threshold.unwrap_or(0.5), false),
         OperationOptions::Wakeword(options) => (options.threshold.unwrap_or(0.5), options.windows),
-        OperationOptions::Default | OperationOptions::Transcribe(_) => (0.5, false),
+        _ => (0.5, false),
     };
     let turns = request.operation == Operation::TurnDetection;
     let (mut samples, mut all, mut speaking) = (Vec::<f32>::new(), 0, false);
