@@ -263,6 +263,7 @@ impl Logits {
             adapter,
             tenant: TenantShare::of_root(root),
             prompt: prompt.to_vec(),
+            images: Vec::new(),
             emitted: Vec::new(),
             sampling: Sampling::default(),
             stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },

@@ -116,6 +116,7 @@ impl Perplexity {
                 adapter: None,
                 tenant: TenantShare::of_root(local.root),
                 prompt: chunk.clone(),
+                images: Vec::new(),
                 emitted: Vec::new(),
                 sampling: Sampling::default(),
                 stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },

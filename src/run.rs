@@ -93,6 +93,7 @@ impl Run {
             adapter,
             tenant: TenantShare::of_root(root),
             prompt,
+            images: Vec::new(),
             emitted: Vec::new(),
             sampling: Sampling {
                 temperature: self.temperature,

@@ -174,6 +174,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, sender: Sender<Token>
         adapter: None,
         tenant: TenantShare::of_root(root),
         prompt,
+        images: Vec::new(),
         emitted: Vec::new(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens: tokens as u32, ignore_eos: true, ..Stop::default() },

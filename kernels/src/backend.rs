@@ -312,6 +312,11 @@ pub trait Backend: Send {
         }
     }
 
+    /// Whether the device serves [`Self::place_rows`].
+    fn places_rows(&self) -> bool {
+        false
+    }
+
     /// Sets the places of the rows of the next step. Rows of the steps after it have their ordinary ones.
     ///
     /// # Errors

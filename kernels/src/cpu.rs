@@ -363,6 +363,10 @@ impl Backend for CpuBackend {
         self.adapters.use_for(rows)
     }
 
+    fn places_rows(&self) -> bool {
+        true
+    }
+
     fn place_rows(&mut self, places: &RowPlaces<'_>) -> Result<(), Error> {
         self.step.place(places);
         Ok(())

@@ -4,6 +4,7 @@
 //! [`StepInput`]. The outputs are the residual stream, rows of logits or pooled vectors.
 
 use crate::Error;
+use crate::images::StepImages;
 use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
 use assistant::Assistant;
 #[cfg(doc)]
@@ -20,6 +21,7 @@ use std::ops::Range;
 mod adapter;
 mod assistant;
 mod feed_forward;
+mod images;
 mod layer_ops;
 mod layout;
 mod mixer;
@@ -67,6 +69,8 @@ pub struct Decoder {
     assistant: Option<Assistant>,
     /// MTP head behind the last layer.
     mtp_head: Option<MtpHead>,
+    /// Of the next step, then of the one that runs.
+    images: StepImages,
     /// Rows of the last step whose logits are in the buffer, in order. Empty if unknown.
     computed_rows: Vec<u32>,
 }
@@ -133,6 +137,7 @@ impl Decoder {
             kv_locations,
             assistant: None,
             mtp_head: None,
+            images: StepImages::default(),
             computed_rows: Vec::new(),
         })
     }
@@ -241,9 +246,16 @@ impl Decoder {
         if self.config.layers.start > 0 {
             return Err(Error::Invariant("a later stage starts from activations".to_owned()));
         }
-        self.begin(copies, step)?;
-        self.run(true, between_layers)?;
-        self.follow(step)
+        let images = std::mem::take(&mut self.images);
+        self.place(&images)?;
+        let tokens = images.without_ids(step.tokens);
+        let step = StepInput { tokens: &tokens, ..*step };
+        self.begin(copies, &step)?;
+        self.images = images;
+        let ran = self.run(true, between_layers);
+        self.images = StepImages::default();
+        ran?;
+        self.follow(&step)
     }
 
     /// Like [`Decoder::forward_with`], for a range that begins after the first layer. `activations` is the
@@ -363,6 +375,7 @@ impl Decoder {
                 out: b.x,
             };
             backend.embed(&op)?;
+            images::write(backend, b.x, &self.images, self.spec.hidden)?;
             for (table, index) in
                 [(embedding.positions, EmbedIndex::Position), (embedding.token_types, EmbedIndex::Segment)]
             {
@@ -528,10 +541,10 @@ impl Decoder {
             backend.matmul(b.slice, &[job(&own.projection, b.branch, false)])?;
             backend.add(b.x, b.branch, Some(&own.norm), 1.0)?;
         }
-        match layer.output_scale {
-            Some(factor) => Ok(backend.scale(b.x, factor)?),
-            None => Ok(()),
+        if let Some(factor) = layer.output_scale {
+            backend.scale(b.x, factor)?;
         }
+        images::add(backend, b.x, &self.images, number, self.spec.hidden)
     }
 }
 

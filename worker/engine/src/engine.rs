@@ -8,12 +8,11 @@ use crate::decoder::{Decoder, LayerState};
 use crate::energy;
 use crate::executor::{Executor, LocalExecutor, StepRequest, StepResult};
 use crate::grammar::Guide;
+use crate::images::PlacedImage;
 use crate::kv_events::EventLog;
 use crate::pieces::Namer;
 pub use crate::progress::EngineLoad;
 use crate::pull::Source;
-use crate::sampling::Sampler;
-use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{LogitRows, PlannedSequence, Scheduler, SeqId, SequenceRequest, StepPlan};
 use crate::share::DeviceShare;
 use crate::snapshot::Origin;
@@ -28,6 +27,8 @@ use drafting::{NewestRows, RemoteDrafts};
 use draw::{Drawn, Targets};
 use equal_prompts::EqualPrompts;
 use guided::Guided;
+use images::Images;
+pub use images::{ImageEncoder, ImageSource};
 use kv_receive::KvReceiver;
 use kv_send::KvReads;
 use parking_lot::Mutex;
@@ -53,6 +54,7 @@ mod draw;
 mod elastic;
 mod equal_prompts;
 mod guided;
+mod images;
 mod kv_receive;
 pub mod kv_send;
 mod output;
@@ -80,6 +82,8 @@ pub struct EngineRequest {
     pub tenant: TenantShare,
     /// Prompt tokens; not empty.
     pub prompt: Vec<u32>,
+    /// The images whose rows are in the prompt.
+    pub images: Vec<EngineImage>,
     /// Tokens that an earlier attempt drew and sent. They are replayed and not sent again.
     pub emitted: Vec<u32>,
     pub sampling: Sampling,
@@ -94,6 +98,13 @@ pub struct EngineRequest {
     /// The grammar of the output, if any. It has already accepted `emitted`.
     pub guide: Option<Guide>,
     pub sink: Box<dyn Sink>,
+}
+
+/// An image of a request.
+#[derive(Debug, Clone)]
+pub struct EngineImage {
+    pub place: PlacedImage,
+    pub source: ImageSource,
 }
 
 /// Receives the results of a request. Called on the engine's thread, so implementations must not block.
@@ -200,6 +211,7 @@ pub struct Engine {
     /// Draft tokens of the last rank that no step has verified yet.
     draft_tokens: HashMap<SeqId, Vec<u32>>,
     draft_model: Option<DraftModel>,
+    images: Images,
     /// Cloned by every traced request: the reference count shows whether there is one.
     recorded: Arc<()>,
     /// The arena was too small, and the device had no memory for a larger one.
@@ -266,6 +278,7 @@ impl Engine {
             newest_rows: NewestRows::new(),
             draft_tokens: HashMap::new(),
             draft_model: None,
+            images: Images::default(),
             recorded: Arc::new(()),
             lacks_memory: false,
             share: None,
@@ -329,6 +342,7 @@ impl Engine {
             adapter,
             tenant,
             prompt,
+            images,
             emitted,
             sampling,
             mut stop,
@@ -349,8 +363,11 @@ impl Engine {
         // A completion ends at the context limit.
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
-        let prepared = self.prepare(&prompt, &emitted, sampling, stop);
-        let (sampler, text, ending) = match prepared {
+        let placed = self.place_images(&prompt, &images);
+        let prepared = placed.and_then(|placed| {
+            Ok((placed, self.prepare(&prompt, &emitted, sampling, stop, !images.is_empty())?))
+        });
+        let (placed, (sampler, text, ending)) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 sink.frame(GenerateFrame::Failed(error));
@@ -376,6 +393,7 @@ impl Engine {
             max_new_tokens: left,
             logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
             boundaries,
+            images: None,
             tenant,
             priority: 0,
             position: Some(self.scheduler.next_position()),
@@ -388,6 +406,7 @@ impl Engine {
             adapter,
             sampler,
             guide: guide.map(Guided::new),
+            has_images: placed.is_some(),
             text,
             sink,
             prompt_len,
@@ -402,7 +421,13 @@ impl Engine {
             usage,
         };
         self.requests.insert(id, live);
-        self.schedule_or_wait(now, request, pull, together);
+        match placed {
+            None => self.schedule_or_wait(now, request, pull, together),
+            Some(placed) => {
+                let sources = images.into_iter().map(|image| image.source).collect();
+                self.encode_or_schedule(now, request, pull, together, (placed, sources));
+            }
+        }
         self.requests.contains_key(&id).then_some(id)
     }
 
@@ -444,48 +469,6 @@ impl Engine {
             }
             Err(rejected) => self.remove(id, Removal::Rejected(rejected)),
         }
-    }
-
-    /// Checks a request and replays the tokens that were already sent. Returns the ending as well if they
-    /// were all.
-    fn prepare(
-        &self,
-        prompt: &[u32],
-        emitted: &[u32],
-        sampling: Sampling,
-        stop: Stop,
-    ) -> Result<(Sampler, OutputText, Option<Ending>), GenerateError> {
-        let vocab = self.executor.decoder().spec().vocab;
-        let refuse = |field: &str, reason: String| {
-            Err(GenerateError::InvalidField { field: field.to_owned(), reason })
-        };
-        if prompt.is_empty() {
-            return refuse("prompt", "it is empty".to_owned());
-        }
-        if prompt.len() >= self.max_model_len {
-            return Err(GenerateError::ContextLength {
-                need: prompt.len() as u64 + 1,
-                limit: self.max_model_len as u64,
-            });
-        }
-        if stop.max_tokens == 0 {
-            // Nothing would ever end the request.
-            return refuse("max_tokens", "it is 0".to_owned());
-        }
-        if let Some(token) = prompt.iter().chain(emitted).find(|token| **token as usize >= vocab) {
-            return refuse("prompt", format!("token {token} is outside the vocabulary of {vocab}"));
-        }
-        let mut text = OutputText::new(self.tokenizer.clone(), stop.clone())?;
-        let mut sampler = Sampler::new(sampling, &stop, prompt, text.ending_tokens(), vocab)?;
-        let mut ending = None;
-        for &token in emitted {
-            if ending.is_some() {
-                return refuse("emitted", format!("token {token} follows the one that ends the generation"));
-            }
-            sampler.accept(token);
-            ending = text.push(token).1;
-        }
-        Ok((sampler, text, ending))
     }
 
     /// The last ends of chat turns: the same conversation continues there, or another one diverges.
@@ -589,6 +572,7 @@ impl Engine {
         let saves = self.copy_saved();
         self.finish_tier_loads(now);
         self.finish_transfers(now);
+        self.finish_encodings(now);
         for orphan in self.equal_prompts.take_orphans() {
             if let Some(RequestState::WaitingForLeader { request, .. }) = self.take_state(orphan) {
                 self.schedule_or_wait(now, request, None, 1);

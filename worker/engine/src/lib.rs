@@ -15,6 +15,7 @@ pub mod engine;
 mod error;
 pub mod executor;
 pub mod grammar;
+pub mod images;
 pub mod kv_cache;
 pub mod kv_events;
 pub mod memory;

@@ -26,6 +26,7 @@ pub use request::{
 };
 pub use resume::ForkRefused;
 
+use crate::images::SequenceImages;
 use crate::kv_cache::{
     BlockLayout, BlockTable, Broken, CacheSpec, CheckpointPolicy, KvCache, PlannedUnits, SpecError,
 };
@@ -204,7 +205,9 @@ impl Scheduler {
     pub fn shrink_arena(&mut self, bytes: u64) -> Vec<(u32, u64)> {
         let mut places = self.cache.shrink(bytes.div_ceil(self.cache.slab_bytes().max(1)) as usize);
         let longest = self.sequences.iter().flatten().map(Sequence::longest).max().unwrap_or(0);
-        while !places.is_empty() && !self.cache.possible(longest, self.step_tokens()) {
+        let rows = self.sequences.iter().flatten().map(|sequence| self.step_tokens_of(sequence));
+        let rows = rows.max().unwrap_or(0);
+        while !places.is_empty() && !self.cache.possible(longest, rows) {
             self.cache.grow(1);
             places.pop();
         }
@@ -223,7 +226,11 @@ impl Scheduler {
         if waiting >= self.config.max_waiting {
             return Err(Rejected::QueueFull { waiting });
         }
-        self.check_length(request.prompt.len(), request.max_new_tokens)?;
+        let span = request.images.as_ref().map_or(0, |images| images.longest_span());
+        if span > self.config.max_batch_tokens {
+            return Err(Rejected::Span { rows: span, limit: self.config.max_batch_tokens });
+        }
+        self.check_length(request.prompt.len(), request.max_new_tokens, span)?;
         let share = request.tenant;
         let position = request.position.unwrap_or_else(|| self.next_position());
         let key = self.config.prefix_cache.then_some(&self.key);
@@ -268,9 +275,9 @@ impl Scheduler {
         slot
     }
 
-    fn check_length(&self, prompt: usize, max_new_tokens: u32) -> Result<(), Rejected> {
+    fn check_length(&self, prompt: usize, max_new_tokens: u32, span: u32) -> Result<(), Rejected> {
         let need = prompt as u64 + u64::from(max_new_tokens.max(1)) - 1;
-        match u32::try_from(need).is_ok_and(|need| self.cache.possible(need, self.step_tokens())) {
+        match u32::try_from(need).is_ok_and(|need| self.cache.possible(need, self.step_tokens().max(span))) {
             true => Ok(()),
             false => Err(Rejected::TooLong { need, limit: u64::from(self.max_sequence_tokens()) }),
         }
@@ -475,6 +482,17 @@ impl Scheduler {
             0 => self.config.max_batch_tokens,
             chunk => chunk.min(self.config.max_batch_tokens),
         }
+    }
+
+    /// Like `step_tokens`, for a sequence whose spans may be longer.
+    fn step_tokens_of(&self, sequence: &Sequence) -> u32 {
+        let span = sequence.images.as_ref().map_or(0, |images| images.longest_span());
+        self.step_tokens().max(span)
+    }
+
+    /// The images of a planned sequence.
+    pub fn images(&self, slot: SeqSlot) -> Option<&SequenceImages> {
+        self.get(slot.0)?.images.as_deref()
     }
 
     fn get(&self, slot: u32) -> Option<&Sequence> {

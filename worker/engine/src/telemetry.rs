@@ -14,6 +14,7 @@ mod device;
 mod gpu_health;
 mod grammar;
 mod host_memory;
+mod images;
 mod node;
 mod shards;
 mod traces;
@@ -25,6 +26,7 @@ pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
 pub use gpu_health::{GPU_HEALTH_EVERY, GpuHealthMetrics};
 pub use grammar::{GrammarMetrics, MaskHistogram, Refused, RefusedLabel};
 pub use host_memory::HostMetrics;
+pub use images::ImageMetrics;
 pub use node::CPUS_SLEEP;
 pub use node::{CertificateLabel, NodeMetrics};
 pub use shards::{ShardMetrics, StageLabel};
@@ -197,6 +199,7 @@ pub struct EngineMetrics {
     pub shards: ShardMetrics,
     /// Grammars that constrain answers.
     pub grammars: GrammarMetrics,
+    pub images: ImageMetrics,
     pub device: DeviceMetrics,
     pub usage: UsageMetrics,
 }
@@ -274,6 +277,7 @@ impl EngineMetrics {
         self.transfers.register(registry);
         self.shards.register(registry);
         self.grammars.register(registry);
+        self.images.register(registry);
         self.device.register(registry);
         self.usage.register(registry);
         registry.register_collector(Box::new(traces::SpanCounts));

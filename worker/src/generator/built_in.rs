@@ -56,6 +56,7 @@ impl Generator for EngineHandle {
             adapter,
             tenant: request.tenant,
             prompt: request.prompt.to_vec(),
+            images: Vec::new(),
             emitted: request.emitted.to_vec(),
             sampling: request.sampling,
             stop: request.stop,

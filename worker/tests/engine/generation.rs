@@ -157,6 +157,7 @@ fn a_request_without_a_receiver_is_cancelled() {
         adapter: None,
         tenant: TenantShare { tenant: 1, weight: 1 },
         prompt: prompt(1, 20),
+        images: Vec::new(),
         emitted: Vec::new(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens: 400, ignore_eos: true, ..Stop::default() },

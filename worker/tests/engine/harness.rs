@@ -182,9 +182,9 @@ impl Request {
     }
 }
 
-struct RecordingSink {
-    wants_logits: bool,
-    output: Arc<Mutex<Output>>,
+pub(crate) struct RecordingSink {
+    pub(crate) wants_logits: bool,
+    pub(crate) output: Arc<Mutex<Output>>,
 }
 
 impl Sink for RecordingSink {
@@ -274,6 +274,7 @@ fn submit_with(
         adapter: None,
         tenant: TenantShare::of_root(ROOT),
         prompt: request.prompt.clone(),
+        images: Vec::new(),
         emitted: request.emitted.clone(),
         sampling: request.sampling.clone(),
         stop: request.stop.clone(),

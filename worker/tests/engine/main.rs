@@ -9,6 +9,7 @@ mod exactness;
 mod generation;
 mod guided;
 mod harness;
+mod images;
 mod instruction_sets;
 mod mtp_head;
 mod mtp_head_file;

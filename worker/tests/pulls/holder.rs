@@ -91,6 +91,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
         adapter: None,
         tenant: TenantShare::of_root(ROOT),
         prompt: prompt.to_vec(),
+        images: Vec::new(),
         emitted: Vec::new(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },

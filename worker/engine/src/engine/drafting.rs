@@ -22,11 +22,12 @@ pub(super) struct RemoteDrafts {
     pub(super) took: Duration,
 }
 
-/// Disables draft tokens for sequences with a grammar: the mask after a draft token is known only after the
-/// token has been accepted.
-fn unguided<'a>(requests: &HashMap<SeqId, Request>, decoding: Decoding<'a>) -> Decoding<'a> {
-    let guided = requests.get(&decoding.id).is_some_and(|request| request.guide.is_some());
-    Decoding { max_draft_tokens: if guided { 0 } else { decoding.max_draft_tokens }, ..decoding }
+/// Disables draft tokens for sequences with a grammar, since the mask after a draft token is known only after the token
+/// has been accepted, and for those with images, which drafters do not see.
+fn drafted<'a>(requests: &HashMap<SeqId, Request>, decoding: Decoding<'a>) -> Decoding<'a> {
+    let alone = |request: &Request| request.guide.is_some() || request.has_images;
+    let alone = requests.get(&decoding.id).is_some_and(alone);
+    Decoding { max_draft_tokens: if alone { 0 } else { decoding.max_draft_tokens }, ..decoding }
 }
 
 impl Engine {
@@ -49,7 +50,7 @@ impl Engine {
             self.set_remote_drafts();
             return Ok(());
         }
-        let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.requests, decoding));
+        let decoding = self.scheduler.decoding().map(|decoding| drafted(&self.requests, decoding));
         for (id, draft_tokens) in speculation.draft(decoding) {
             self.scheduler.set_draft_tokens(id, draft_tokens);
         }
@@ -69,7 +70,7 @@ impl Engine {
 
     /// Sets the draft tokens from the last rank for the next step.
     fn set_remote_drafts(&mut self) {
-        let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.requests, decoding));
+        let decoding = self.scheduler.decoding().map(|decoding| drafted(&self.requests, decoding));
         let limits: Vec<(SeqId, u32)> =
             decoding.map(|decoding| (decoding.id, decoding.max_draft_tokens)).collect();
         for (id, max_draft_tokens) in limits {
@@ -96,7 +97,9 @@ impl Engine {
         for (index, sequence) in (0u32..).zip(&plan.sequences) {
             let alone = sequence.samples && self.equal_prompts.followers(sequence.id).is_empty();
             let request = self.requests.get(&sequence.id);
-            let Some(request) = request.filter(|request| alone && request.guide.is_none()) else {
+            let Some(request) =
+                request.filter(|request| alone && request.guide.is_none() && !request.has_images)
+            else {
                 continue;
             };
             let draws = sequence.rows.end - 1 - sequence.draft_tokens..sequence.rows.end;
@@ -145,7 +148,7 @@ impl Engine {
         let drafts = |decoding: &Decoding<'_>| {
             decoding.max_draft_tokens > 0 && (self.draft_model.is_some() || newest.contains_key(&decoding.id))
         };
-        let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.requests, decoding));
+        let decoding = self.scheduler.decoding().map(|decoding| drafted(&self.requests, decoding));
         let decoding: Vec<Decoding<'_>> = decoding.filter(drafts).collect();
         let sequences: Vec<(SeqId, u32)> = decoding.iter().map(|d| (d.id, d.max_draft_tokens)).collect();
         let Some(speculation) = &mut self.speculation else { return Ok(()) };

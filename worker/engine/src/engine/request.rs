@@ -2,12 +2,14 @@
 //! whatever it waits for and for whatever reason it ends.
 
 use super::guided::Guided;
+use super::images::Encoding;
 use super::kv_receive::TransferResult;
 use super::resume::SequenceKey;
 use super::tiering::{TierLoad, Tiering};
 use super::trace::Traced;
 use super::{Engine, Sink};
 use crate::Error;
+use crate::images::IMAGE_ID;
 use crate::pull::Source;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
@@ -16,7 +18,7 @@ use crate::telemetry::{FinishedLabel, Reason, Refused};
 use crate::usage::RequestUsage;
 use kernels::backend::AdapterId;
 use proto::block::BlockId;
-use proto::message::{FinishReason, Finished, GenerateError, GenerateFrame};
+use proto::message::{FinishReason, Finished, GenerateError, GenerateFrame, Sampling, Stop};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -28,6 +30,8 @@ pub(super) struct Request {
     pub(super) sampler: Sampler,
     /// The grammar of the output, if any.
     pub(super) guide: Option<Guided>,
+    /// Nothing drafts tokens for it: drafters do not see images.
+    pub(super) has_images: bool,
     pub(super) text: OutputText,
     pub(super) sink: Box<dyn Sink>,
     pub(super) prompt_len: usize,
@@ -46,6 +50,8 @@ pub(super) struct Request {
 pub(super) enum RequestState {
     /// `leader` computes an equal prompt, from whose end this request continues.
     WaitingForLeader { leader: SeqId, request: SequenceRequest },
+    /// Its images are being encoded.
+    EncodingImages(Box<Encoding>),
     /// Files of a tier that hold a prefix are being read.
     LoadingTier(TierLoad),
     /// Another worker sends a prefix. `source` may have more than that transfer brings.
@@ -65,6 +71,8 @@ pub(super) enum Removal {
     NotFinite,
     /// The mask of its grammar cannot be computed, for this reason.
     NoMask(String),
+    /// An image cannot be encoded, for this reason.
+    BadImage(String),
     /// The scheduler refused it.
     Rejected(Rejected),
 }
@@ -76,6 +84,51 @@ impl RequestState {
 }
 
 impl Engine {
+    /// Checks a request and replays the tokens that were already sent. Returns the ending as well if they
+    /// were all.
+    pub(super) fn prepare(
+        &self,
+        prompt: &[u32],
+        emitted: &[u32],
+        sampling: Sampling,
+        stop: Stop,
+        has_images: bool,
+    ) -> Result<(Sampler, OutputText, Option<Ending>), GenerateError> {
+        let vocab = self.executor.decoder().spec().vocab;
+        let refuse = |field: &str, reason: String| {
+            Err(GenerateError::InvalidField { field: field.to_owned(), reason })
+        };
+        if prompt.is_empty() {
+            return refuse("prompt", "it is empty".to_owned());
+        }
+        if prompt.len() >= self.max_model_len {
+            return Err(GenerateError::ContextLength {
+                need: prompt.len() as u64 + 1,
+                limit: self.max_model_len as u64,
+            });
+        }
+        if stop.max_tokens == 0 {
+            // Nothing would ever end the request.
+            return refuse("max_tokens", "it is 0".to_owned());
+        }
+        // Rows of images have been checked before.
+        let words = prompt.iter().filter(|token| **token < IMAGE_ID || !has_images);
+        if let Some(token) = words.chain(emitted).find(|token| **token as usize >= vocab) {
+            return refuse("prompt", format!("token {token} is outside the vocabulary of {vocab}"));
+        }
+        let mut text = OutputText::new(self.tokenizer.clone(), stop.clone())?;
+        let mut sampler = Sampler::new(sampling, &stop, prompt, text.ending_tokens(), vocab)?;
+        let mut ending = None;
+        for &token in emitted {
+            if ending.is_some() {
+                return refuse("emitted", format!("token {token} follows the one that ends the generation"));
+            }
+            sampler.accept(token);
+            ending = text.push(token).1;
+        }
+        Ok((sampler, text, ending))
+    }
+
     pub(super) fn set_state(&mut self, id: SeqId, state: RequestState) {
         if let Some(request) = self.requests.get_mut(&id) {
             request.state = state;
@@ -91,17 +144,19 @@ impl Engine {
 
     /// Checks that the tables of waiting requests name exactly the requests that wait.
     pub(super) fn check_waiting(&self) -> Result<(), Error> {
-        let mut waiting = [const { Vec::new() }; 3];
+        let mut waiting = [const { Vec::new() }; 4];
         for (id, request) in &self.requests {
             match request.state {
                 RequestState::WaitingForLeader { .. } => waiting[0].push(*id),
                 RequestState::LoadingTier(_) => waiting[1].push(*id),
                 RequestState::ReceivingKv { .. } => waiting[2].push(*id),
+                RequestState::EncodingImages(_) => waiting[3].push(*id),
                 RequestState::Scheduled => {}
             }
         }
         let loading = self.tiering.as_ref().map_or(&[][..], Tiering::loading);
-        let tables = [self.equal_prompts.waiting(), loading.to_vec(), self.kv_receiver.waiting()];
+        let receiving = self.kv_receiver.waiting();
+        let tables = [self.equal_prompts.waiting(), loading.to_vec(), receiving, self.images.waiting()];
         for (mut states, mut table) in waiting.into_iter().zip(tables) {
             states.sort_unstable();
             table.sort_unstable();
@@ -140,6 +195,10 @@ impl Engine {
             }
             RequestState::ReceivingKv { .. } => {
                 self.kv_receiver.remove(id);
+                None
+            }
+            RequestState::EncodingImages(_) => {
+                self.images.remove(id);
                 None
             }
             RequestState::Scheduled => None,
@@ -188,6 +247,10 @@ impl Engine {
                     request.guide.as_ref().map_or_else(String::new, |guided| guided.field().to_owned());
                 GenerateError::InvalidField { field, reason }
             }
+            Removal::BadImage(reason) => {
+                request.fail("images");
+                GenerateError::InvalidField { field: "images".to_owned(), reason }
+            }
             Removal::Rejected(rejected) => {
                 request.fail("refused");
                 rejection(rejected)
@@ -232,6 +295,9 @@ fn rejection(rejected: Rejected) -> GenerateError {
         Rejected::QueueFull { .. } => GenerateError::QueueFull,
         Rejected::EmptyPrompt => {
             GenerateError::InvalidField { field: "prompt".to_owned(), reason: rejected.to_string() }
+        }
+        Rejected::Span { .. } => {
+            GenerateError::InvalidField { field: "images".to_owned(), reason: rejected.to_string() }
         }
         Rejected::Duplicate(_) => GenerateError::Internal,
     }

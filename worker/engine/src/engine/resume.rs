@@ -9,6 +9,7 @@ mod remembered;
 mod saving;
 
 use super::Engine;
+use crate::images::IMAGE_ID;
 use crate::kv_cache::{PinId, PinRefused, ResumePoint};
 use crate::scheduler::{LogitRows, Rejected, SeqId, SequenceRequest};
 pub use crate::snapshot::store::SequenceKey;
@@ -358,6 +359,10 @@ impl Engine {
 
     /// Computes a prompt without output.
     fn warm(&mut self, root: BlockId, tokens: Arc<[u32]>, then: Then) {
+        if tokens.iter().any(|token| *token >= IMAGE_ID) {
+            return then
+                .refuse(field("sequence", "it has images, whose rows cannot be computed again".to_owned()));
+        }
         self.next_id += 1;
         let id = SeqId(self.next_id);
         let submitted = self.scheduler.submit(SequenceRequest {
@@ -368,6 +373,7 @@ impl Engine {
             logit_rows: LogitRows::LastOnly,
             // Keep a state at the very end too: longer prompts continue from there.
             boundaries: vec![tokens.len() as u32],
+            images: None,
             tenant: TenantShare::of_root(root),
             priority: 0,
             position: None,
@@ -378,7 +384,9 @@ impl Engine {
             Err(Rejected::TooLong { need, .. }) => {
                 then.refuse(SequenceError::NoRoom { tokens: need.try_into().unwrap_or(u32::MAX) });
             }
-            Err(Rejected::EmptyPrompt | Rejected::Duplicate(_)) => then.refuse(SequenceError::Internal),
+            Err(Rejected::EmptyPrompt | Rejected::Duplicate(_) | Rejected::Span { .. }) => {
+                then.refuse(SequenceError::Internal)
+            }
         }
     }
 

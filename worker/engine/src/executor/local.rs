@@ -3,6 +3,7 @@
 use super::{DecoderRows, Executor, KvBlocks, StepRequest, StepResult, StepRows};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder, LayerState};
+use crate::images::StepImages;
 use crate::kv_cache::BlockTable as Table;
 use crate::scheduler::{Demand, PlannedSequence, Scheduler, SequenceState, StepLimits, StepPlan};
 use crate::telemetry::StageCounts;
@@ -129,6 +130,14 @@ fn run(
         plan.sequences.iter().filter_map(|sequence| sequence.state.as_ref()).map(step_state).collect();
     let copies: Vec<KvCopy> =
         plan.copies.iter().map(|copy| KvCopy { group: copy.group, from: copy.src, to: copy.dst }).collect();
+    if plan.sequences.iter().any(|sequence| scheduler.images(sequence.slot).is_some()) {
+        let mut images = StepImages::default();
+        for sequence in &plan.sequences {
+            let rows = sequence.rows.end - sequence.rows.start;
+            images.push(scheduler.images(sequence.slot), sequence.context_before, rows);
+        }
+        decoder.use_images(images);
+    }
     let input = StepInput { tokens: &plan.tokens, sequences: &sequences, tables: &tables, states: &states };
     decoder.forward_with(&copies, &input, between_layers)
 }

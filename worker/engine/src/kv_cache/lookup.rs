@@ -111,7 +111,15 @@ impl KvCache {
     /// The longest prefix of at most `cap` units that every group can serve to a sequence which already has
     /// `sequence.len()` tokens. `ids` and `tokens` are those of the whole sequence. Scheduled units count as
     /// cached. The result is a monotone fixed point: groups shorten the candidate until none of them does.
-    pub(crate) fn find(&self, sequence: &SequenceCache, ids: &[BlockId], tokens: &[u32], cap: usize) -> Hit {
+    /// `last` returns the last position up to one, in tokens, at which the hit may end.
+    pub(crate) fn find(
+        &self,
+        sequence: &SequenceCache,
+        ids: &[BlockId],
+        tokens: &[u32],
+        cap: usize,
+        last: &dyn Fn(u32) -> u32,
+    ) -> Hit {
         let from = sequence.len() as usize / HASH_UNIT_TOKENS;
         let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
         let at_boundary = (sequence.len() as usize).is_multiple_of(HASH_UNIT_TOKENS);
@@ -144,6 +152,12 @@ impl KvCache {
         let mut end = path.len();
         loop {
             let before = end;
+            let found = ((from + end) * HASH_UNIT_TOKENS) as u32;
+            let allowed = last(found);
+            if end > 0 && allowed < found {
+                stop = HitStop::NotCached { group: 0, token: allowed };
+                end = (allowed as usize / HASH_UNIT_TOKENS).saturating_sub(from);
+            }
             for (group, &need) in self.tree.needs().iter().enumerate() {
                 let served = self.served(group, need, &path[..end]);
                 if served < end {

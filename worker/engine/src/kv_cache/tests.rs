@@ -34,7 +34,7 @@ fn store(cache: &mut KvCache, ids: &[BlockId], tokens: &[u32], step: u64) {
 
 fn lookup(cache: &mut KvCache, ids: &[BlockId], tokens: &[u32]) -> (usize, HitStop) {
     let mut sequence = cache.open(Some(id(0)));
-    let hit = cache.find(&sequence, ids, tokens, ids.len());
+    let hit = cache.find(&sequence, ids, tokens, ids.len(), &|end| end);
     cache.close(&mut sequence);
     (hit.end(), hit.stop)
 }

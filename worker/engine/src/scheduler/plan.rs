@@ -5,7 +5,7 @@ mod draft_tokens;
 mod follow;
 mod states;
 
-use super::sequence::{Sequence, State};
+use super::sequence::{Sequence, State, hit_end};
 use super::{
     LogitRows, PlannedSequence, PlannedStep, Scheduler, SeqSlot, SequenceState, StepLimits, StepPlan,
 };
@@ -170,6 +170,9 @@ impl Scheduler {
         let tenant = self.get(slot).map(|sequence| sequence.tenant);
         let mut share = tenant.and_then(|tenant| shares.as_mut()?.get_mut(&tenant));
         let max_rows = share.as_ref().map_or(max_rows, |share| max_rows.min(**share));
+        // Rows that see each other are in one step, also if others get fewer.
+        let span = self.get(slot).map_or(0, Sequence::next_span);
+        let max_rows = if max_rows > 0 { max_rows.max(span).min(builder.budget) } else { 0 };
         let before = builder.budget;
         self.schedule(slot, max_rows, builder);
         if let Some(share) = &mut share {
@@ -228,7 +231,13 @@ impl Scheduler {
         if prefill {
             rows = rows.min(self.step_tokens());
             joins_at = self.next_followed(sequence, slot, rows, builder.step);
-            rows = joins_at.unwrap_or(rows);
+            rows = sequence.uncut(joins_at.unwrap_or(rows));
+            if rows == 0 {
+                rows = sequence.uncut(sequence.next_span().min(max_rows));
+            }
+            if rows == 0 {
+                return GrowOutcome::Over;
+            }
         }
         let room = loop {
             if self.cache.extend(&mut sequence.cache, from + rows) {
@@ -240,6 +249,7 @@ impl Scheduler {
                 Some(victim) => self.preempt(victim, builder),
                 None => {
                     let room = self.cache.room(&mut sequence.cache).min(rows);
+                    let room = sequence.uncut(room);
                     if room == 0 {
                         let stuck = oldest && builder.entries.is_empty() && self.in_flight.is_empty();
                         return if stuck { GrowOutcome::Stuck } else { GrowOutcome::Over };
@@ -388,12 +398,19 @@ impl Scheduler {
         }
         let share = self.config.prefix_cache && self.alone.is_none();
         let mut cache = self.cache.open(share.then_some(sequence.root));
-        let step_tokens = self.step_tokens();
+        let step_tokens = self.step_tokens_of(sequence);
         let len = if self.running.is_empty() { sequence.len() } else { self.ahead(sequence) };
-        let hit = self.cache.find(&cache, &sequence.units, &sequence.tokens, sequence.unit_cap());
+        let hit = self.cache.find(&cache, &sequence.units, &sequence.tokens, sequence.unit_cap(), &|end| {
+            hit_end(sequence.images.as_deref(), end, self.cache.spec().block_tokens)
+        });
         let mut needs = self.cache.admission_needs(&hit, len, step_tokens);
         for other in self.running.iter().filter_map(|&slot| self.get(slot)) {
-            self.cache.add_outstanding(&other.cache, self.ahead(other), step_tokens, &mut needs);
+            self.cache.add_outstanding(
+                &other.cache,
+                self.ahead(other),
+                self.step_tokens_of(other),
+                &mut needs,
+            );
         }
         if !self.cache.fits(&needs) {
             self.cache.close(&mut cache);

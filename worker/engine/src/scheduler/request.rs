@@ -1,9 +1,11 @@
 //! The scheduler's input and output: requests, refusals, step plans, statistics.
 
+use crate::images::SequenceImages;
 use crate::kv_cache::{CopyBlock, HitStop};
 use proto::block::BlockId;
 use proto::message::TenantShare;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Id of a sequence, chosen by the engine. Unique among live sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -33,6 +35,8 @@ pub struct SequenceRequest {
     /// Positions in the prompt, in tokens, at which other prompts are likely to diverge or to continue: the
     /// ends of the system prompt and of chat turns. Used only with recurrent layers.
     pub boundaries: Vec<u32>,
+    /// The images whose rows are in the prompt.
+    pub images: Option<Arc<SequenceImages>>,
     pub tenant: TenantShare,
     /// Higher goes first within a tenant. Ties go to the earlier arrival.
     pub priority: i32,
@@ -61,6 +65,9 @@ pub enum Rejected {
     /// The waiting queue is full. The same request may be accepted later.
     #[error("the queue is full: {waiting} sequences are waiting")]
     QueueFull { waiting: usize },
+    /// Rows of an image that see each other must be in one step.
+    #[error("an image has {rows} rows in a row, at most {limit} fit into a step")]
+    Span { rows: u32, limit: u32 },
     #[error("sequence {0:?} exists already")]
     Duplicate(SeqId),
 }

@@ -51,7 +51,7 @@ impl Scheduler {
         let parent = parent.ok_or(ForkRefused::NotHere(of))?;
         let (len, priority) = (parent.cache.len(), parent.rank.0.0);
         let tenant = self.tenants.share_of(parent.tenant);
-        self.check_length(len as usize, max_new_tokens)?;
+        self.check_length(len as usize, max_new_tokens, 0)?;
         if self.alone.is_some() || self.running.len() >= self.config.max_seqs {
             return Err(ForkRefused::NoRoom);
         }
@@ -62,6 +62,7 @@ impl Scheduler {
             max_new_tokens,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
+            images: parent.images.clone(),
             tenant,
             priority,
             position: None,
@@ -74,7 +75,7 @@ impl Scheduler {
         let mut needs = vec![0; self.cache.spec().groups.len()];
         let running = self.running.iter().filter_map(|&slot| self.get(slot));
         for live in running.chain(std::iter::once(&fork)) {
-            self.cache.add_outstanding(&live.cache, self.ahead(live), self.step_tokens(), &mut needs);
+            self.cache.add_outstanding(&live.cache, self.ahead(live), self.step_tokens_of(live), &mut needs);
         }
         if !self.cache.fits(&needs) {
             self.cache.close(&mut fork.cache);

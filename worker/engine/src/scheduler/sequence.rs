@@ -1,8 +1,10 @@
 //! The scheduler's state of a live sequence.
 
 use super::request::{LogitRows, QueuePosition, SeqId, SequenceInfo, SequenceRequest};
+use crate::images::SequenceImages;
 use crate::kv_cache::{CheckpointKind, HitStop, SequenceCache};
 use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
+use std::sync::Arc;
 
 /// Queue order: higher priority first, then earlier arrival. The smaller rank goes first.
 pub(super) type Rank = (std::cmp::Reverse<i32>, QueuePosition);
@@ -20,6 +22,7 @@ pub(super) struct Sequence {
     pub(super) prompt_len: u32,
     pub(super) max_new_tokens: u32,
     pub(super) logit_rows: LogitRows,
+    pub(super) images: Option<Arc<SequenceImages>>,
     /// Where its state is to be kept, in ascending order: (units before it, kind).
     pub(super) requested_checkpoints: Vec<(u32, CheckpointKind)>,
     pub(super) cache: SequenceCache,
@@ -71,6 +74,7 @@ impl Sequence {
             units,
             max_new_tokens: request.max_new_tokens,
             logit_rows: request.logit_rows,
+            images: request.images,
             requested_checkpoints: Vec::new(),
             cache: SequenceCache::default(),
             state: State::Waiting,
@@ -129,6 +133,16 @@ impl Sequence {
         (self.tokens.len() - 1) / HASH_UNIT_TOKENS
     }
 
+    /// Number of the next `rows` rows that may be computed together: they end in no span.
+    pub(super) fn uncut(&self, rows: u32) -> u32 {
+        self.images.as_ref().map_or(rows, |images| images.uncut(self.cache.len(), rows))
+    }
+
+    /// Rows up to the end of the span that begins next; 0 if none does.
+    pub(super) fn next_span(&self) -> u32 {
+        self.images.as_ref().map_or(0, |images| images.at_least(self.cache.len(), 0))
+    }
+
     /// Units that are not yet computed or taken over.
     pub(super) fn units_ahead(&self) -> &[BlockId] {
         self.units.get(self.cache.len() as usize / HASH_UNIT_TOKENS..).unwrap_or_default()
@@ -169,5 +183,22 @@ impl Sequence {
         self.info.computed_tokens += new;
         self.info.recomputed_tokens += again;
         (new, again)
+    }
+}
+
+/// The last position up to `end`, in tokens, at which a prefix hit may end. Before rows of spans that is the end of a
+/// block, so that no copy of a part of a block requires a row.
+pub(super) fn hit_end(images: Option<&SequenceImages>, end: u32, block_tokens: u32) -> u32 {
+    let Some(images) = images else { return end };
+    let mut end = end;
+    loop {
+        let before = end;
+        end = images.hit_end(end);
+        if images.longest_span() > 0 {
+            end -= end % block_tokens;
+        }
+        if end == before {
+            return end;
+        }
     }
 }

@@ -25,6 +25,7 @@ impl KvCache {
         hit: Hit,
         ids: &[BlockId],
         tokens: &[u32],
+        last: &dyn Fn(u32) -> u32,
     ) -> Option<Hit> {
         let units = self.spec.units_per_block();
         let mut hit = hit;
@@ -33,7 +34,7 @@ impl KvCache {
             if end == hit.end() {
                 return Some(hit);
             }
-            hit = self.find(sequence, ids, tokens, end);
+            hit = self.find(sequence, ids, tokens, end, last);
         }
         None
     }

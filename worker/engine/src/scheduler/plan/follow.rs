@@ -2,6 +2,7 @@
 
 use super::{Scheduler, Sequence, State, StepBuilder};
 use crate::kv_cache::{CheckpointKind, HitStop, NotAdvanced};
+use crate::scheduler::sequence::hit_end;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
 impl Scheduler {
@@ -30,14 +31,18 @@ impl Scheduler {
             sequence.progressed_in = step;
             return self.wait(builder);
         }
-        let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
+        let block_tokens = self.cache.spec().block_tokens;
+        let images = sequence.images.clone();
+        let last = move |end| hit_end(images.as_deref(), end, block_tokens);
+        let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap, &last);
         let (end, kv_units) = (hit.end(), hit.kv_units);
         if sequence.info.computed_tokens == 0 {
             sequence.info.hit_stop = hit.stop;
         }
         // A state is kept only on request, so request it before anything is taken over.
         let awaited = self.cache.has_states() && self.request_state(sequence, slot, end, kv_units, builder);
-        if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
+        if let Some(whole) =
+            self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens, &last)
         {
             // Nothing is copied here: only a state can be one that this very step writes.
             match self.cache.advance(&mut sequence.cache, &whole, step, &mut builder.copies) {
@@ -64,7 +69,7 @@ impl Scheduler {
             return false;
         }
         // The rest of the hit is in part of a block.
-        let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end);
+        let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end, &last);
         match self.cache.advance(&mut sequence.cache, &rest, step, &mut builder.copies) {
             Ok(()) => {
                 self.record_takeover(sequence, slot, rest.from(), step);

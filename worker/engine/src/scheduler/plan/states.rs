@@ -94,7 +94,7 @@ impl Scheduler {
         let others = self.running.iter().filter_map(|&slot| self.get(slot));
         for live in others.chain(std::iter::once(sequence)) {
             let len = if kind == CheckpointKind::Junction { live.cache.len() } else { self.ahead(live) };
-            self.cache.add_outstanding(&live.cache, len, self.step_tokens(), &mut needs);
+            self.cache.add_outstanding(&live.cache, len, self.step_tokens_of(live), &mut needs);
         }
         self.cache.fits(&needs)
     }
