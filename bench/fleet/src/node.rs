@@ -184,6 +184,7 @@ impl Node {
             id,
             root,
             prompt: request.prompt.to_vec(),
+            images: None,
             max_new_tokens: out,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
