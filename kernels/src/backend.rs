@@ -103,8 +103,8 @@ pub struct StepInput<'a> {
     pub states: &'a [StepState],
 }
 
-/// What the rows of a step have instead of the position that [`StepSequence`] gives them. A list is empty, or has an
-/// entry for each row.
+/// Places of a step's rows, instead of the positions that [`StepSequence`] gives them. A list is empty, or has an entry
+/// for each row.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RowPlaces<'a> {
     /// Positions on the axes of rotary embeddings with [`RopeSource::axes`]. A table holds all positions up to the

@@ -23,7 +23,7 @@ use serde::Serialize;
 use std::convert::Infallible;
 use std::sync::Arc;
 
-/// What a request asks for.
+/// A parsed request.
 #[derive(Debug, Default, PartialEq)]
 struct Call {
     file: Bytes,

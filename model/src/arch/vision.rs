@@ -86,7 +86,7 @@ fn check_tensors(header: &ModelHeader, spec: &VisionSpec) -> Result<(), Error> {
     }
 }
 
-/// What stands for absent settings of a tower.
+/// Values of absent settings of a tower.
 struct Defaults {
     layers: (&'static str, usize),
     heads: (&'static str, usize),

@@ -44,8 +44,8 @@ pub(crate) fn decode(file: &[u8]) -> Result<Rgb, Error> {
         return Err(Error::Ratio { width, height });
     }
     let pixels = u64::from(width) * u64::from(height);
-    // What is held beside the decoder's result, a pixel: coefficients of all scans, planes or a second frame; and the
-    // colours of what has other channels.
+    // Bytes a pixel beside the decoder's result: coefficients of all scans, planes or a second frame; and the
+    // colours of files with other channels.
     let beside = match format {
         ImageFormat::Jpeg if progressive => 6,
         ImageFormat::WebP | ImageFormat::Gif => 4,

@@ -145,7 +145,7 @@ impl ImageProcessor {
         }
     }
 
-    /// What replaces one marker of the prompt.
+    /// The pieces that replace one marker of the prompt.
     pub fn expand(&self, image: &ProcessedImage) -> Vec<Piece> {
         let text = |text: &str| Piece::Text(text.to_owned());
         let per_tile = image.rows / image.tiles.len();

@@ -42,7 +42,7 @@ fn path(file: &str) -> String {
     MADE.0.path().join(file).to_str().unwrap().to_owned()
 }
 
-/// What the command prints for a file of the reference.
+/// Output of the command for a file of the reference.
 fn printed(file: &str, flags: &[&str]) -> String {
     binary::stdout(&[&["operation", "diarization", "--audio", &path(file)], flags].concat()).unwrap()
 }

@@ -41,7 +41,7 @@ impl PlacedImage {
     }
 }
 
-/// What images mean to a model.
+/// Rules of a model's rows of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageRules {
     /// The rows of a run see each other in both directions.
@@ -213,7 +213,7 @@ impl SequenceImages {
     }
 }
 
-/// What the rows of a step have of images. Empty without images.
+/// Embeddings and places of a step's rows of images. Empty without images.
 #[derive(Debug, Default)]
 pub struct StepImages {
     /// See [`kernels::backend::RowPlaces`].

@@ -89,7 +89,7 @@ pub(super) enum Event<'a> {
         embedding: &'a [f32],
         scores: Vec<Score>,
     },
-    /// Who speaks when in all audio so far. Replaces earlier messages of this type.
+    /// The speakers' segments in all audio so far. Replaces earlier messages of this type.
     Speakers {
         segments: Vec<Segment>,
         /// The next message continues the list.

@@ -19,7 +19,7 @@ impl StepImages {
 }
 
 impl Decoder {
-    /// What images mean to the model. `None`: its layers or its device cannot have rows of images.
+    /// Rules of rows of images. `None`: its layers or its device cannot have rows of images.
     pub fn image_rules(&self) -> Option<ImageRules> {
         let whole = self.config.layers == (0..self.spec.layers.len());
         let plain = self.spec.per_layer_input.is_none() && self.spec.embedding.positions.is_none();

@@ -236,7 +236,7 @@ impl Widths {
         widths
     }
 
-    /// What layers need themselves.
+    /// Widths that the layers need.
     pub(super) fn of_layers(hidden: usize, layers: &[LayerSpec]) -> Self {
         let mut widths = Self::default();
         for layer in layers {

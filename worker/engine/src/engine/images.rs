@@ -20,7 +20,7 @@ pub trait ImageEncoder: Send {
     /// The embedding of the image in `file`.
     ///
     /// # Errors
-    /// What is wrong with the file, or that it is not the image of the place's digest.
+    /// The file's fault in words, or that it is not the image of the place's digest.
     fn encode(&mut self, file: &[u8], place: &PlacedImage) -> Result<EncodedImage, String>;
 }
 
@@ -173,7 +173,7 @@ impl Engine {
         Ok(self)
     }
 
-    /// What images mean to this engine. `None`: it serves none.
+    /// Rules of rows of images. `None`: it serves none.
     pub fn image_rules(&self) -> Option<ImageRules> {
         self.executor.decoder().image_rules().filter(|_| self.executor.ranks() == 1)
     }
