@@ -9,7 +9,7 @@ pub use vision::IMAGE_ID;
 /// First rows of an image at which no prefix hit may end: fewer ids do not identify the image.
 const IDENTIFYING_ROWS: u32 = 8;
 
-/// What the vision tower makes of an image.
+/// Embedding of an image, from the vision tower.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct EncodedImage {
     /// `[rows, hidden]`: take the place of embedded tokens.
@@ -91,7 +91,8 @@ impl SequenceImages {
     /// Places images in a prompt.
     ///
     /// # Errors
-    /// What is wrong with a place: it is outside the prompt, has other tokens than those of images, or overlaps another.
+    /// # Errors
+    /// The fault of a place, in words: it is outside the prompt, has other tokens than those of images, or overlaps another.
     pub fn new(rules: ImageRules, prompt: &[u32], images: Vec<PlacedImage>) -> Result<Self, String> {
         let mut runs = Vec::new();
         for (image, placed) in images.iter().enumerate() {
@@ -126,7 +127,9 @@ impl SequenceImages {
     /// Sets the embedding of each image, and with the grids the positions.
     ///
     /// # Errors
-    /// What has another shape than the image's rows of `hidden` values, or another number of rows in its grid.
+    /// # Errors
+    /// In words: an embedding has another shape than the image's rows of `hidden` values, or another number of rows in
+    /// its grid.
     pub fn embed(&mut self, hidden: usize, embeddings: Vec<Arc<EncodedImage>>) -> Result<(), String> {
         let (expected, found) = (self.images.len(), embeddings.len());
         if expected != found {

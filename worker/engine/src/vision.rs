@@ -36,7 +36,7 @@ pub struct Pixels<'a> {
     pub grid: Option<[u32; 3]>,
 }
 
-/// What the tower makes of an image.
+/// Embedding of an image.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ImageEmbedding {
     /// `[rows, hidden]`: take the place of embedded tokens.
@@ -92,7 +92,7 @@ struct Work {
     stride: u32,
 }
 
-/// What a row sees in a layer.
+/// Range of rows that a row sees in a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sight {
     Picture,

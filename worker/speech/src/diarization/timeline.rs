@@ -1,4 +1,4 @@
-//! Who speaks when, from the local speakers of overlapping windows and their clusters: as many speakers at a
+//! Segments of speakers, from the local speakers of overlapping windows and their clusters: as many speakers at a
 //! time as the windows have on average, those with the most windows. As pyannote's pipeline.
 
 use super::segmentation::{FRAME_FIELD, FRAME_STEP, FRAMES, LocalSpeakers, SPEAKERS, WINDOW};
