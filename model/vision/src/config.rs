@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::resize::Filter;
 use metadata::Metadata;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
 /// Upper limit of each size in the files.
@@ -178,8 +179,13 @@ impl Config {
         let config = Fields { file: "config.json", fields: &config };
         let preprocessor = Fields { file: "preprocessor_config.json", fields: &preprocessor };
         let tokens = metadata.get::<&metadata::Strings>("tokenizer.ggml.tokens")?;
+        let added = match tokens {
+            Some(_) => Vec::new(),
+            None => added_tokens(metadata)?,
+        };
         let token = |key: &str, id: u32| {
-            let token = tokens.and_then(|tokens| tokens.get(id as usize));
+            let of_file = || added.iter().find(|token| token.id == id).map(|token| token.content.as_str());
+            let token = tokens.map_or_else(of_file, |tokens| tokens.get(id as usize));
             token.map(str::to_owned).ok_or_else(|| config.error(key, format!("is {id}, which is no token")))
         };
         Self::read(&config, &preprocessor, &token).map(Some)
@@ -248,6 +254,27 @@ impl Config {
             global: text("global_image_token", "<global-img>"),
         })
     }
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
+}
+
+/// The tokens that a folder's tokenizer.json adds to its vocabulary; those of images are among them.
+fn added_tokens(metadata: &Metadata) -> Result<Vec<AddedToken>, Error> {
+    #[derive(Deserialize)]
+    struct Tokenizer {
+        #[serde(default)]
+        added_tokens: Vec<AddedToken>,
+    }
+    const KEY: &str = "tokenizer.huggingface.json";
+    let Some(text) = metadata.get::<&str>(KEY)? else { return Ok(Vec::new()) };
+    let read = serde_json::from_str::<Tokenizer>(text);
+    let read =
+        read.map_err(|cause| Error::Config { key: KEY.to_owned(), detail: format!("is not read: {cause}") })?;
+    Ok(read.added_tokens)
 }
 
 fn object(key: &str, text: &str) -> Result<Map<String, Value>, Error> {

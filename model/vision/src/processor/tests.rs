@@ -44,11 +44,13 @@ fn of_folder(folder: &Path) -> ImageProcessor {
             preprocessor.extend(json_of(&folder.join(name)).as_object().unwrap().clone());
         }
     }
-    let tokens = json_of(&folder.join("tokenizer_config.json"));
-    let tokens = tokens["added_tokens_decoder"].as_object().unwrap().iter();
-    let tokens: Vec<_> =
-        tokens.map(|(id, token)| (id.parse().unwrap(), token["content"].as_str().unwrap())).collect();
-    processor(&json_of(&folder.join("config.json")), &Json::Object(preprocessor), &tokens).unwrap()
+    let text = |json: Json| Value::String(json.to_string());
+    let metadata = Metadata::from_iter([
+        ("vision.config", text(json_of(&folder.join("config.json")))),
+        ("vision.preprocessor", text(Json::Object(preprocessor))),
+        ("tokenizer.huggingface.json", text(json_of(&folder.join("tokenizer.json")))),
+    ]);
+    ImageProcessor::from_metadata(&metadata).unwrap().unwrap()
 }
 
 #[test]
@@ -186,6 +188,28 @@ fn markers_become_the_tokens_and_rows_of_transformers() {
     assert_eq!(whole, [Piece::Text(format!("{around}<global-img>")), Piece::Rows(4), text(around)]);
     let patches = json!({"patch_size": 2, "min_pixels": 16, "max_pixels": 64});
     assert_eq!(expand("qwen3_vl", patches), ("<image>".to_owned(), vec![Piece::Rows(4)]));
+}
+
+#[test]
+fn tokens_are_found_in_the_files_of_a_folder() {
+    let config =
+        json!({"model_type": "gemma3", "image_token_index": 3, "boi_token_index": 1, "eoi_token_index": 2});
+    let read = |tokenizer: &str| {
+        let metadata = Metadata::from_iter([
+            ("vision.config", Value::String(config.to_string())),
+            ("tokenizer.huggingface.json", Value::String(tokenizer.to_owned())),
+        ]);
+        ImageProcessor::from_metadata(&metadata).map(Option::unwrap)
+    };
+    let token = |id: u32, content: &str| json!({"id": id, "content": content, "special": true});
+    let tokens = [token(3, "<row>"), token(1, "<begin>"), token(2, "<end>")];
+    let processor = read(&json!({"model": {"vocab": {}}, "added_tokens": tokens}).to_string()).unwrap();
+    assert_eq!((processor.marker(), processor.row_token()), ("<begin>", 3));
+    let begin = "the model's vision configuration: ";
+    let refused = read(&json!({"added_tokens": &tokens[..1]}).to_string()).unwrap_err().to_string();
+    assert_eq!(refused, format!("{begin}config.json: boi_token_index is 1, which is no token"));
+    let refused = read("{").unwrap_err().to_string();
+    assert!(refused.starts_with(&format!("{begin}tokenizer.huggingface.json is not read: ")), "{refused}");
 }
 
 #[test]
