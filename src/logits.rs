@@ -19,7 +19,10 @@ use proto::stage::ActivationType;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use worker::load;
+use worker::load::{self, EngineOptions};
+
+mod images;
+use images::Prompt;
 
 /// Writes the logits of every prompt token
 #[derive(Debug, clap::Args)]
@@ -29,9 +32,17 @@ use worker::load;
 pub(crate) struct Logits {
     /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
-    /// JSON file: an array of arrays of token ids, run in order
-    #[arg(long, value_name = "IDS.json")]
-    tokens: PathBuf,
+    /// JSON file: an array of arrays of token ids, run in order [default: `v{i}.ids` of --pixels]
+    #[arg(long, value_name = "IDS.json", required_unless_present = "pixels")]
+    tokens: Option<PathBuf>,
+    /// Preprocessed images of the prompts: `v{i}.pixel_values` f32, and `v{i}.image_grid_thw` of models that see images
+    /// of all sizes. Their rows take the places of the model's image tokens
+    #[arg(long, value_name = "F.safetensors", conflicts_with_all = ["shards", "image"])]
+    pixels: Option<PathBuf>,
+    /// PNG, JPEG, WebP or GIF file whose rows take the places of the image tokens of all prompts; may be given several
+    /// times. Also writes `p{i}.pixel_values.{k}`
+    #[arg(long, value_name = "FILE", conflicts_with = "shards")]
+    image: Vec<PathBuf>,
     /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN),
     /// `p{i}.preemptions` i32 `[1]`
     #[arg(long, value_name = "F.safetensors")]
@@ -171,14 +182,7 @@ impl Logits {
         if shards > 1 {
             self.check_shards(&path, &speculative_method, shards)?;
         }
-        let text = std::fs::read_to_string(&self.tokens)
-            .with_context(|| format!("cannot read {}", self.tokens.display()))?;
-        let prompts: Vec<Vec<u32>> = serde_json::from_str(&text).with_context(|| {
-            format!("{}: expected an array of arrays of token ids", self.tokens.display())
-        })?;
-        if prompts.is_empty() {
-            bail!("{}: no prompts", self.tokens.display());
-        }
+        let prompts = self.token_ids()?;
         let adapters = self.adapters()?;
         let mut options = self.engine.options()?;
         self.lora.apply(&mut options);
@@ -192,7 +196,9 @@ impl Logits {
         }
         options.kv_bytes = self.kv_bytes;
         options.prefix_cache = !self.no_prefix_cache;
-        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
+        let prompts = self.prompts(&path, &options, prompts)?;
+        let longest =
+            prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0) + self.greedy as usize;
         let at_once = if self.together { prompts.len() } else { 1 };
         options.max_rows = (self.chunk == 0).then_some((longest * at_once).max(512));
         // Dropped after the engine, which uses these processes.
@@ -234,6 +240,37 @@ impl Logits {
         Ok(load::check_shards(path, speculative_method, shards)?)
     }
 
+    fn token_ids(&self) -> Result<Vec<Vec<u32>>> {
+        let (path, prompts) = match (&self.tokens, &self.pixels) {
+            (Some(path), _) => {
+                let text = std::fs::read_to_string(path)
+                    .with_context(|| format!("cannot read {}", path.display()))?;
+                let prompts = serde_json::from_str(&text).with_context(|| {
+                    format!("{}: expected an array of arrays of token ids", path.display())
+                })?;
+                (path, prompts)
+            }
+            (None, Some(path)) => (path, images::prompts(path)?),
+            (None, None) => bail!("--tokens is missing"),
+        };
+        if prompts.is_empty() {
+            bail!("{}: no prompts", path.display());
+        }
+        Ok(prompts)
+    }
+
+    /// The prompts with their images.
+    fn prompts(&self, path: &Path, options: &EngineOptions, prompts: Vec<Vec<u32>>) -> Result<Vec<Prompt>> {
+        if let Some(pixels) = &self.pixels {
+            return images::with_pixels(&mut images::open(path, options)?, prompts, pixels);
+        }
+        if self.image.is_empty() {
+            return Ok(prompts.into_iter().map(Prompt::from).collect());
+        }
+        let vision = images::open(path, options)?;
+        prompts.into_iter().map(|tokens| images::with_files(&vision, tokens, &self.image)).collect()
+    }
+
     /// The adapters that the prompts use in turns.
     fn adapters(&self) -> Result<Vec<Option<ModelId>>> {
         if self.adapter.is_empty() {
@@ -250,20 +287,20 @@ impl Logits {
     fn submit(
         &self,
         local: &mut LocalEngine,
-        prompt: &[u32],
+        prompt: &Prompt,
         adapter: Option<&ModelId>,
         vocab: usize,
     ) -> Arc<Mutex<Collected>> {
         let (root, adapter) = local.with_adapter(adapter);
-        let rows = vec![f32::NAN; prompt.len() * vocab];
+        let rows = vec![f32::NAN; prompt.tokens.len() * vocab];
         let into = Arc::new(Mutex::new(Collected { rows, ..Collected::default() }));
         local.submit(EngineRequest {
             name: None,
             root,
             adapter,
             tenant: TenantShare::of_root(root),
-            prompt: prompt.to_vec(),
-            images: Vec::new(),
+            prompt: prompt.tokens.clone(),
+            images: prompt.images.clone(),
             emitted: Vec::new(),
             sampling: Sampling::default(),
             stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },
@@ -274,25 +311,29 @@ impl Logits {
             sink: Box::new(Collector {
                 vocab,
                 states: self.states,
-                prompt_len: prompt.len(),
+                prompt_len: prompt.tokens.len(),
                 into: into.clone(),
             }),
         });
         into
     }
 
-    fn write(&self, prompts: &[Vec<u32>], vocab: usize, collected: &[Arc<Mutex<Collected>>]) -> Result<()> {
+    fn write(&self, prompts: &[Prompt], vocab: usize, collected: &[Arc<Mutex<Collected>>]) -> Result<()> {
         let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
         for (i, (prompt, collected)) in prompts.iter().zip(collected).enumerate() {
             let collected = collected.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(reason) = &collected.failed {
-                bail!("prompt {i} ({} tokens): {reason}", prompt.len());
+                bail!("prompt {i} ({} tokens): {reason}", prompt.tokens.len());
             }
             if !collected.finished {
-                bail!("prompt {i} ({} tokens): did not finish", prompt.len());
+                bail!("prompt {i} ({} tokens): did not finish", prompt.tokens.len());
             }
             let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
-            tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.len(), vocab], floats));
+            tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.tokens.len(), vocab], floats));
+            for (k, (shape, values)) in prompt.pixels.iter().enumerate() {
+                let floats = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                tensors.push((format!("p{i}.pixel_values.{k}"), Dtype::F32, shape.clone(), floats));
+            }
             let mut counts = vec![("cached", collected.cached), ("preemptions", collected.preemptions)];
             if self.spec != SpecArg::Off {
                 counts.extend([("drafted", collected.drafted), ("accepted", collected.accepted)]);

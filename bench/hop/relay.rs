@@ -86,6 +86,7 @@ impl Relay {
             emitted: TokenIds::default(),
             sampling: Sampling::default(),
             stop: Stop::default(),
+            images: Vec::new(),
             predicted_cached: 0,
             deadline_ms: 60_000,
             pull: None,

@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 pub enum Cap {
     /// Hellos, RPC requests and replies: 16 MiB.
     Control,
-    /// A [`GenerateRequest`](crate::message::GenerateRequest): 8 MiB.
+    /// A [`GenerateRequest`](crate::message::GenerateRequest), with the files of its images: 32 MiB.
     GenerateRequest,
     /// Frames of KV events and snapshots: 4 MiB.
     Events,
@@ -32,7 +32,7 @@ impl Cap {
     pub const fn bytes(self) -> usize {
         match self {
             Self::Control => 16 * MIB,
-            Self::GenerateRequest => 8 * MIB,
+            Self::GenerateRequest => 32 * MIB,
             Self::Events => 4 * MIB,
             Self::Stream => MIB,
         }

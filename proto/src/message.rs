@@ -6,12 +6,14 @@ use serde::{Deserialize, Serialize};
 
 mod encode;
 mod grammar;
+mod images;
 mod prefix;
 mod tokens;
 mod transfer;
 
 pub use encode::{EncodeReply, EncodeRequest, EncodeText, EncodedHead, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH};
 pub use grammar::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, OPTIONAL_TOOLS};
+pub use images::{FileBytes, MAX_IMAGE_RUNS, MAX_PROMPT_IMAGES, PromptImage};
 pub use prefix::{NumberedPrefix, PrefixNote};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
 pub use transfer::{GenerateRequest, PullCost, PullReport, TenantShare, WorkPart};

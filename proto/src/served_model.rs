@@ -54,4 +54,6 @@ pub struct ServedModel {
     /// Prefix hits end at multiples of this many tokens.
     pub hit_tokens: u32,
     pub task: ModelTask,
+    /// Prompts may have images.
+    pub images: bool,
 }

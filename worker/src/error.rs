@@ -26,6 +26,9 @@ pub enum Error {
     /// The model's tokenizer is not usable.
     #[error(transparent)]
     Text(#[from] text::Error),
+    /// The preprocessing of the model's images is not supported.
+    #[error(transparent)]
+    Vision(#[from] vision::Error),
     /// The model does not support the requested task.
     #[error("this model {does}: {instead}")]
     WrongTask {

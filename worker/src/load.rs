@@ -3,11 +3,11 @@
 
 use crate::Error;
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
-use engine::decoder::{CacheGroup, Decoder, DecoderConfig, StateType, Widths};
+use engine::decoder::{CacheGroup, Decoder, DecoderConfig, Widths};
 use engine::engine::{AdapterLimits, Engine, EngineAdapter};
 use engine::executor::{Executor, LocalExecutor};
 use engine::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
-use engine::kv_cache::{BlockLayout, CacheSpec, GroupKind, GroupSpec};
+use engine::kv_cache::{CacheSpec, GroupKind, GroupSpec};
 use engine::kv_events::EventLog;
 use engine::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
 use engine::share::{DeviceShare, ElasticArena};
@@ -15,13 +15,12 @@ use engine::snapshot::Origin;
 use engine::speculation::{Speculation, SpeculativeMethod};
 use engine::tiers::{Tiers, TiersConfig};
 use engine::weights::{Packs, TensorSource};
-use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, KvTypes, MemoryUse, SharedBytes};
+use kernels::backend::{Backend, BackendInfo, KvTypes, MemoryUse, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use metadata::Metadata;
 use model::costs::{DrafterCosts, ModelCosts};
-use model::file::DigestCache;
-use model::shard::{ShardStore, TensorMemory};
+use model::shard::TensorMemory;
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, ModelSpec};
 use model::{ModelFile, TensorBytes};
 use pipeline::weight_distribution::Arrivals;
@@ -42,6 +41,8 @@ mod device;
 mod drafter;
 mod encoder;
 mod hosted;
+mod images;
+mod options;
 mod reading;
 mod staged;
 mod stages;
@@ -57,6 +58,8 @@ pub use encoder::encoder;
 pub(crate) use hosted::pinned_files;
 pub use hosted::{HostedLoad, SharedDevice, facts, needed_bytes, process_bytes};
 use hosted::{HostedSource, elastic_floor};
+pub use images::ModelVision;
+pub use options::{EngineOptions, IMAGE_CACHE_BYTES};
 use reading::Reading;
 use staged::Staged;
 pub(crate) use stages::{admit_kv, prepare_replica, range_bytes, range_cache, stage};
@@ -66,107 +69,6 @@ pub use stages::{check_shards, open_replica};
 const EVENT_RING_UNITS: usize = 256 * 1024;
 /// Rows whose logits are computed together.
 const LOGIT_ROWS: usize = 64;
-
-/// How to run a model.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineOptions {
-    /// Compute threads. `None`: as many as there are usable CPUs.
-    pub threads: Option<usize>,
-    /// CPU of each thread. `None`: the operating system places the threads.
-    pub cpus: Option<Vec<usize>>,
-    /// Element type of the KV cache.
-    pub kv_type: KvTypes,
-    /// Element type of recurrent states.
-    pub state_type: StateType,
-    /// Type that quantized matrices are multiplied with.
-    pub activations: ActivationMode,
-    /// Tokens per KV block: 16, 32 or 64.
-    pub block_tokens: usize,
-    /// Bytes of the KV arena. `None`: computed.
-    pub kv_bytes: Option<u64>,
-    /// Rows of one prompt in a step. `None`: computed; 0: the whole prompt.
-    pub chunk: Option<usize>,
-    /// Maximum rows of a step. `None`: computed.
-    pub max_rows: Option<usize>,
-    /// Maximum number of sequences that are admitted at once. `None`: computed.
-    pub max_sequences: Option<usize>,
-    /// Maximum tokens of a sequence. `None`: the model's own limit, which a larger number does not raise.
-    pub max_model_len: Option<usize>,
-    pub prefix_cache: bool,
-    /// Bytes of the KV arena that pinned prefixes may hold. `None`: a quarter.
-    pub pin_bytes: Option<u64>,
-    /// Tiers for resume points below the arena.
-    pub tiers: TiersConfig,
-    /// How long a request waits for a KV transfer. `None`: as long as computing the prefix would take.
-    pub pull_timeout: Option<Duration>,
-    pub block_layout: BlockLayout,
-    /// Number of workers that are started together on this machine, this one included.
-    pub workers: usize,
-    /// Store for repacked weights, shared with other processes of this host and later runs. `None`: repacked
-    /// weights are only kept in memory.
-    pub packed: Option<ShardStore>,
-    /// Chunks of a model in the shard store that are still being fetched. Loading waits for them.
-    pub arrivals: Option<Arrivals>,
-    /// Cache of model digests. `None`: every tensor is read to compute the digest.
-    pub digests: Option<DigestCache>,
-    pub device: DeviceChoice,
-    /// Index of the GPU, as the driver numbers those that `CUDA_VISIBLE_DEVICES` leaves.
-    pub gpu: u32,
-    /// Number of workers that use that GPU, this one included. `None`: all of `workers`.
-    pub gpu_workers: Option<usize>,
-    /// The drafter.
-    pub speculative_method: SpeculativeMethod,
-    /// Adapters that are loaded at the start.
-    pub lora: Vec<LoraSource>,
-    pub lora_limits: AdapterLimits,
-    /// Directory for compiled GPU kernels. `None`: kernels are compiled at every start.
-    pub cubins: Option<PathBuf>,
-    /// The device, if the model shares it with others. `None`: it has the device for itself.
-    pub hosted: Option<HostedLoad>,
-}
-
-impl Default for EngineOptions {
-    fn default() -> Self {
-        Self {
-            threads: None,
-            cpus: None,
-            kv_type: KvType::F16.into(),
-            state_type: StateType::F32,
-            activations: ActivationMode::Int8,
-            block_tokens: 16,
-            kv_bytes: None,
-            chunk: None,
-            max_rows: None,
-            max_sequences: None,
-            max_model_len: None,
-            prefix_cache: true,
-            pin_bytes: None,
-            tiers: TiersConfig::default(),
-            pull_timeout: None,
-            block_layout: BlockLayout::Paged,
-            workers: 1,
-            packed: None,
-            arrivals: None,
-            digests: None,
-            device: DeviceChoice::Cpu,
-            gpu: 0,
-            gpu_workers: None,
-            speculative_method: SpeculativeMethod::Off,
-            lora: Vec::new(),
-            lora_limits: AdapterLimits::default(),
-            cubins: None,
-            hosted: None,
-        }
-    }
-}
-
-impl EngineOptions {
-    /// The GPU that computes, as the driver numbers it. `None`: the CPU or a server of another project
-    /// computes, and no GPU is this worker's own.
-    pub(crate) fn own_gpu(&self) -> Option<u32> {
-        (self.device == DeviceChoice::Cuda).then_some(self.gpu)
-    }
-}
 
 /// A loaded model. It becomes an engine once the cluster key is known.
 pub struct Prepared {
@@ -185,6 +87,8 @@ pub struct Prepared {
     drafter: LoadedDrafter,
     adapters: Vec<EngineAdapter>,
     lora_limits: AdapterLimits,
+    /// The part that sees images, and bytes of its cache.
+    vision: Option<(ModelVision, u64)>,
     /// The model's file.
     path: PathBuf,
     /// Declared last, because its memory is free only when all other fields are.
@@ -374,6 +278,10 @@ fn prepare_on(
         }
     };
     let adapters = adapters::load_all(options, &gguf, &mut decoder)?;
+    let vision = match joining {
+        None => images::of_model(&gguf, &decoder, options)?,
+        Some(_) => None,
+    };
     let scheduler = SchedulerConfig {
         max_batch_tokens: rows as u32,
         max_seqs: max_sequences,
@@ -408,7 +316,9 @@ fn prepare_on(
     }
     let arena_bytes = smallest_arena.unwrap_or(cache.arena_bytes);
     let memory = memory.behind(decoder.backend().memory(), options)?;
-    floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
+    let vision_bytes = vision.as_ref().map_or(0, |vision| vision.buffer_bytes() + options.image_cache_bytes);
+    let bytes = arena_bytes + decoder.spare_bytes() as u64 + vision_bytes;
+    floor.admit(&memory, "the KV cache", bytes).map_err(refused)?;
     cache.validate().map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
     let downstream = match joining {
         None => {
@@ -422,7 +332,11 @@ fn prepare_on(
         let reason = format!("{arena_bytes} bytes hold no sequence of two tokens");
         return Err(engine::Error::KvMemory { reason }.into());
     }
-    let used = MemoryUse { kv: arena_bytes as usize, ..decoder.backend().memory() };
+    let mut used = MemoryUse { kv: arena_bytes as usize, ..decoder.backend().memory() };
+    if let Some(vision) = &vision {
+        used.weights += vision.memory().weights;
+        used.activations += vision_bytes as usize;
+    }
     let share = match (admitted, smallest_arena) {
         (Some(admitted), Some(smallest)) => Some(
             admitted
@@ -446,6 +360,7 @@ fn prepare_on(
         drafter,
         adapters,
         lora_limits: options.lora_limits,
+        vision: vision.map(|vision| (vision, options.image_cache_bytes)),
         path: path.to_owned(),
         share,
     })
@@ -456,7 +371,8 @@ impl Prepared {
     pub fn served(&self, id: ModelId) -> ServedModel {
         let digests = (self.model_digest, self.tokenizer.digest());
         let lengths = (self.max_model_len, self.cache.block_tokens as usize);
-        describe(id, &self.decoder, digests, lengths, self.kv_type)
+        let described = describe(id, &self.decoder, digests, lengths, self.kv_type);
+        ServedModel { images: self.vision.is_some(), ..described }
     }
 
     /// The adapters that are loaded with it.
@@ -529,6 +445,10 @@ impl Prepared {
             LoadedDrafter::InDecoder => engine.with_drafter(None),
             LoadedDrafter::DraftModel(model) => engine.with_drafter(Some(*model)),
         };
+        let engine = match self.vision {
+            Some((vision, cache_bytes)) => engine.with_images(Box::new(vision), cache_bytes as usize)?,
+            None => engine,
+        };
         let engine = match self.pull_timeout {
             Some(limit) => engine.with_transfer_time(limit),
             None => engine,
@@ -565,6 +485,7 @@ fn describe(
         engine: BUILT_IN.to_owned(),
         hit_tokens: HASH_UNIT_TOKENS as u32,
         task: engine::encoder::task(decoder.spec()),
+        images: false,
     }
 }
 
@@ -760,9 +681,10 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     let bytes = |name: &str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
     let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
     let weights = gguf.total_tensor_bytes();
+    let vision = images::needed_bytes(gguf, options).unwrap_or(0);
     let costs = ModelCosts::of_file(spec, gguf).range(0..spec.layers.len());
     let needs = ModelNeeds {
-        weight_bytes: weights + weights / 10,
+        weight_bytes: weights + weights / 10 + vision,
         // Prompt rows use the layers and only the experts that they are routed to. The head is read once a
         // step.
         active_weight_bytes: costs.token_bytes.saturating_sub(head),

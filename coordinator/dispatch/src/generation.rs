@@ -313,6 +313,7 @@ impl Generation {
             emitted: self.emitted.as_slice().into(),
             sampling: self.job.sampling.clone(),
             stop: self.job.stop.clone(),
+            images: Vec::new(),
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             pull: assignment.pull.clone(),

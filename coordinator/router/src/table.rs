@@ -244,6 +244,7 @@ pub(crate) mod tests {
             numeric_class: "test".into(),
             block_tokens: 16,
             task: ModelTask::Generate,
+            images: false,
         };
         WorkerInfo {
             node: NodeId::new(name).unwrap(),

@@ -270,6 +270,7 @@ impl Shared {
             numeric_class: "fake".into(),
             block_tokens: 16,
             task: self.setup.task,
+            images: false,
         }]
     }
 

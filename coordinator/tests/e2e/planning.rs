@@ -45,6 +45,7 @@ impl Planner {
                 numeric_class: "none".into(),
                 block_tokens: 16,
                 task: ModelTask::Generate,
+                images: false,
             })
         };
         let (caller, models, popularity) = (&self.caller, &self.models, &self.popularity);

@@ -1,6 +1,7 @@
 //! config.json and preprocessor_config.json, read within limits.
 
 use crate::error::Error;
+use crate::limits::MAX_PATCHES;
 use crate::resize::Filter;
 use metadata::Metadata;
 use serde::Deserialize;
@@ -303,6 +304,7 @@ fn qwen(preprocessor: &Fields<'_>) -> Result<Family, Error> {
         let detail = format!("is {min_pixels} pixels, more than max_pixels, {max_pixels}");
         return Err(preprocessor.error("min_pixels", detail));
     }
+    let max_pixels = max_pixels.min(MAX_PATCHES * patch * patch).max(min_pixels);
     Ok(Family::Qwen { patch, temporal, merge, min_pixels, max_pixels })
 }
 

@@ -8,3 +8,5 @@ pub const MAX_SIDE: u32 = 16_384;
 pub const MAX_DECODE_BYTES: u64 = 144 << 20;
 /// The longer side divided by the shorter one.
 pub const MAX_RATIO: u32 = 200;
+/// Patches of an image of a model that sees images of all sizes. Larger images are resized to so many.
+pub const MAX_PATCHES: usize = 16_384;

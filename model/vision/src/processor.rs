@@ -75,6 +75,16 @@ impl ImageProcessor {
         self.config.row_token
     }
 
+    /// Pixels of the largest picture or tile that the tower gets.
+    pub fn largest_picture(&self) -> usize {
+        match &self.config.family {
+            Family::Qwen { max_pixels, .. } => *max_pixels,
+            Family::Gemma { height, width, .. } => height * width,
+            Family::Idefics { tile, .. } => tile * tile,
+            Family::Llava(Llava { crop: (height, width), .. }) => height * width,
+        }
+    }
+
     /// Decodes and preprocesses a PNG, JPEG, WebP or GIF file.
     pub fn process(&self, file: &[u8]) -> Result<ProcessedImage, Error> {
         let image = decode(file)?;

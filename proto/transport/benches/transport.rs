@@ -88,6 +88,7 @@ fn request(max_tokens: u32) -> GenerateRequest {
         emitted: TokenIds::default(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens, ..Stop::default() },
+        images: Vec::new(),
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,

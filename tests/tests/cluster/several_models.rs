@@ -193,6 +193,7 @@ impl Site {
                 emitted: TokenIds::default(),
                 sampling: Sampling::default(),
                 stop: Stop { max_tokens: 4, ignore_eos: true, ..Stop::default() },
+                images: Vec::new(),
                 predicted_cached: 0,
                 deadline_ms: 0,
                 pull: None,

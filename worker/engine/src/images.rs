@@ -91,7 +91,6 @@ impl SequenceImages {
     /// Places images in a prompt.
     ///
     /// # Errors
-    /// # Errors
     /// The fault of a place, in words: it is outside the prompt, has other tokens than those of images, or overlaps another.
     pub fn new(rules: ImageRules, prompt: &[u32], images: Vec<PlacedImage>) -> Result<Self, String> {
         let mut runs = Vec::new();
@@ -126,7 +125,6 @@ impl SequenceImages {
 
     /// Sets the embedding of each image, and with the grids the positions.
     ///
-    /// # Errors
     /// # Errors
     /// In words: an embedding has another shape than the image's rows of `hidden` values, or another number of rows in
     /// its grid.

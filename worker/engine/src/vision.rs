@@ -5,7 +5,8 @@
 //! rows of an image depend on no other image. All values are f32.
 
 use crate::Error;
-use crate::decoder::LayerOps;
+use crate::decoder::{LayerOps, Widths};
+use crate::images::EncodedImage;
 use crate::weights::{LayerWeights, Linear, Loader, Packs, TensorSource, gate_activation};
 use kernels::backend::{
     Backend, BlockTable, BufferId, GateActivation, GateOp, KvLayerId, KvShape, KvType, MatmulJob, MemoryUse,
@@ -34,15 +35,6 @@ pub struct Pixels<'a> {
     pub shape: &'a [usize],
     /// Frames, and patches in height and width, of an image that comes as patches.
     pub grid: Option<[u32; 3]>,
-}
-
-/// Embedding of an image.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct ImageEmbedding {
-    /// `[rows, hidden]`: take the place of embedded tokens.
-    pub rows: Vec<f32>,
-    /// `[rows, hidden]` each: list `k` is added to the rows after layer `k`.
-    pub deepstack: Vec<Vec<f32>>,
 }
 
 /// A loaded vision tower.
@@ -112,6 +104,20 @@ impl VisionTower {
         Ok(Self { spec, weights, backend, work, step_rows })
     }
 
+    /// Bytes of the buffers and caches of a tower whose pictures have at most `step_rows` patches.
+    pub fn scratch_bytes(spec: &VisionSpec, step_rows: usize) -> u64 {
+        let attention = spec.layers.first().and_then(|layer| layer.attention());
+        let cached = attention.map_or(0, |attention| 2 * attention.heads * attention.head_dim);
+        let most = |of: fn(&ProjectorSpec) -> usize| spec.projectors().map(of).max().unwrap_or(0);
+        let merged = most(|projector| projector.up.cols) + most(|projector| projector.up.rows) + spec.out;
+        let row = Widths::of_layers(spec.hidden, &spec.layers).total()
+            + 3 * spec.hidden
+            + cached
+            + spec.patches.frame_values()
+            + merged.div_ceil(spec.merge_side().pow(2));
+        (step_rows as u64).saturating_mul(4 * row as u64)
+    }
+
     pub fn spec(&self) -> &VisionSpec {
         &self.spec
     }
@@ -147,15 +153,19 @@ impl VisionTower {
     ///
     /// # Errors
     /// [`Error::Image`] for pixels that the tower does not serve; errors of the device.
-    pub fn encode(&mut self, images: &[Pixels<'_>]) -> Result<Vec<ImageEmbedding>, Error> {
+    pub fn encode(&mut self, images: &[Pixels<'_>]) -> Result<Vec<EncodedImage>, Error> {
         let mut all = Vec::new();
         for (image, pixels) in images.iter().enumerate() {
             let pictures = pictures(&self.spec, self.step_rows, pixels)?;
             all.extend(pictures.into_iter().map(|picture| (image, picture)));
         }
-        let lists = self.spec.deepstack.len();
-        let mut embeddings =
-            vec![ImageEmbedding { rows: Vec::new(), deepstack: vec![Vec::new(); lists] }; images.len()];
+        let (lists, side) = (self.spec.deepstack.len(), self.spec.merge_side() as u32);
+        let empty = |pixels: &Pixels<'_>| EncodedImage {
+            rows: Vec::new(),
+            deepstack: vec![Vec::new(); lists],
+            grid: pixels.grid.map(|[frames, height, width]| [frames, height / side, width / side]),
+        };
+        let mut embeddings: Vec<EncodedImage> = images.iter().map(empty).collect();
         let class = usize::from(self.spec.class.is_some());
         let mut rest = all.as_slice();
         while !rest.is_empty() {
@@ -288,7 +298,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn encode(&mut self) -> Result<Vec<ImageEmbedding>, Error> {
+    fn encode(&mut self) -> Result<Vec<EncodedImage>, Error> {
         self.begin(Sight::Picture)?;
         self.embed()?;
         let (mut sight, mut features, mut deepstack) = (Sight::Picture, Vec::new(), Vec::new());
@@ -320,7 +330,8 @@ impl Run<'_> {
         }
         let rows = self.project(None, &features)?;
         let out = self.tower.spec.out;
-        let embedding = |(number, picture): (usize, &&Picture<'_>)| ImageEmbedding {
+        let embedding = |(number, picture): (usize, &&Picture<'_>)| EncodedImage {
+            grid: None,
             rows: picture.in_order(&rows[number], out),
             deepstack: deepstack
                 .iter()

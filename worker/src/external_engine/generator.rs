@@ -482,6 +482,10 @@ impl Job {
             shared.metrics.unsupported.inc();
             GenerateError::Unsupported { field, reason }
         };
+        if !request.images.is_empty() {
+            let reason = format!("{} gets prompts as tokens, which have no images", shared.kind);
+            return Err(unsupported("images".to_owned(), reason));
+        }
         if let Err(error) = shared.engine.can_serve(&engine_request) {
             return Err(unsupported(error.argument, format!("{} {}", error.engine, error.reason)));
         }

@@ -71,6 +71,7 @@ fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
         emitted: TokenIds::default(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
+        images: Vec::new(),
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,

@@ -3,7 +3,8 @@
 use super::{Generator, RunningGeneration};
 use engine::Error;
 use engine::engine::thread::EngineHandle;
-use engine::engine::{EngineLoad, EngineRequest, Sink};
+use engine::engine::{EngineImage, EngineLoad, EngineRequest, ImageSource, Sink};
+use engine::images::PlacedImage;
 use engine::kv_events::EventLog;
 use engine::pull::Source;
 use engine::scheduler::SeqId;
@@ -11,7 +12,9 @@ use engine::usage::RequestUsage;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use proto::message::{GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, PullReport};
+use proto::message::{
+    FileBytes, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, PromptImage, PullReport,
+};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;
 use std::sync::Arc;
@@ -56,7 +59,7 @@ impl Generator for EngineHandle {
             adapter,
             tenant: request.tenant,
             prompt: request.prompt.to_vec(),
-            images: Vec::new(),
+            images: request.images.into_iter().map(engine_image).collect(),
             emitted: request.emitted.to_vec(),
             sampling: request.sampling,
             stop: request.stop,
@@ -120,6 +123,11 @@ impl Generator for EngineHandle {
     fn built_in(&self) -> Option<&EngineHandle> {
         Some(self)
     }
+}
+
+fn engine_image(image: PromptImage) -> EngineImage {
+    let PromptImage { file: FileBytes(file), digest, runs } = image;
+    EngineImage { place: PlacedImage { runs, digest }, source: ImageSource::File(file) }
 }
 
 /// Submits the request once its grammar is compiled.

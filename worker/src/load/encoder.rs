@@ -109,6 +109,7 @@ pub(super) fn onnx_encoder(
         hit_tokens: HASH_UNIT_TOKENS as u32,
         block_tokens: options.block_tokens as u32,
         task: task(&spec),
+        images: false,
     };
     let threads = options.threads.unwrap_or_else(|| engine::cgroup::cpus().get());
     let threads = (threads, options.cpus.as_deref());

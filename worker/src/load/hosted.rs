@@ -454,6 +454,7 @@ pub fn facts(path: &Path, options: &EngineOptions) -> Result<ModelFacts, Error> 
         digest,
         tokenizer_digest: tokenizer.digest(),
         task: task(&spec),
+        images: super::images::needed_bytes(&file, options).is_some(),
         context: full.context_length.min(MAX_CONTEXT) as u32,
         needed_bytes: bytes.peak(),
     })

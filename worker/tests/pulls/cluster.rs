@@ -224,6 +224,7 @@ impl Worker {
             emitted: TokenIds::default(),
             sampling: Sampling { logprobs: Some(20), ..Sampling::default() },
             stop: Stop { max_tokens: 12, ignore_eos: true, ..Stop::default() },
+            images: Vec::new(),
             predicted_cached: 0,
             deadline_ms: 0,
             pull,

@@ -152,6 +152,7 @@ fn request(tokens: u32) -> GenerateRequest {
         emitted: TokenIds::default(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens: tokens, ignore_eos: true, ..Stop::default() },
+        images: Vec::new(),
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,

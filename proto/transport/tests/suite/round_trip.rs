@@ -83,15 +83,25 @@ prop_compose! {
 }
 
 prop_compose! {
+    fn image()(
+        file in vec(any::<u8>(), 0..200), digest: [u8; 32], runs in vec(any::<(u32, u32)>(), 0..3),
+    ) -> PromptImage {
+        let runs = runs.into_iter().map(|(start, end)| start..end).collect();
+        PromptImage { file: file.into(), digest, runs }
+    }
+}
+
+prop_compose! {
     fn request()(
         id in "[A-Za-z0-9._:-]{1,128}", choice: u32, attempt: u32, model in model_id(), root in block(),
         prompt in vec(any::<u32>(), 0..200), emitted in vec(any::<u32>(), 0..20), sampling in sampling(),
         (stop, (pull, together, trace, tenant_share)) in (stop(), origin()), numbers: (u32, u64),
+        images in vec(image(), 0..3),
     ) -> GenerateRequest {
         let (predicted_cached, deadline_ms) = numbers;
         GenerateRequest {
             request_id: RequestId::new(id).unwrap(), choice, attempt: Attempt(attempt), model, root,
-            prompt: prompt.into(), emitted: emitted.into(), sampling, stop, predicted_cached, deadline_ms,
+            prompt: prompt.into(), images, emitted: emitted.into(), sampling, stop, predicted_cached, deadline_ms,
             pull, together, trace, grammar: None, tenant: tenant_share,
         }
     }
@@ -185,9 +195,9 @@ prop_compose! {
     fn served()(
         id in model_id(), model_digest: [u8; 32], tokenizer_digest: [u8; 32], max_model_len: u32,
         layers: (u32, u32), numeric_class in ".*", block_tokens: u32, engine in ".*",
-        hit_tokens: u32, task in task(),
+        hit_tokens: u32, (task, images) in (task(), any::<bool>()),
     ) -> ServedModel {
-        ServedModel { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, engine, hit_tokens, task }
+        ServedModel { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, engine, hit_tokens, task, images }
     }
 }
 

@@ -87,6 +87,7 @@ pub(crate) fn request() -> GenerateRequest {
         text: "start: \"a\"".into(),
         trigger: Some("<tool_call>".into()),
     };
+    let image = PromptImage { file: b"GIF89a".to_vec().into(), digest: [4; 32], runs: vec![1..2, 4..7] };
     GenerateRequest {
         request_id: RequestId::new("req-1").unwrap(),
         choice: 1,
@@ -102,6 +103,7 @@ pub(crate) fn request() -> GenerateRequest {
             ..Sampling::default()
         },
         stop: Stop { max_tokens: 16, strings: vec!["\n\n".into()], token_ids: vec![2], ..Stop::default() },
+        images: vec![image],
         predicted_cached: 1488,
         deadline_ms: 30_000,
         pull: Some(pull),
@@ -124,6 +126,7 @@ fn model() -> ServedModel {
         numeric_class: "cpu".into(),
         block_tokens: 16,
         task: ModelTask::Generate,
+        images: true,
     }
 }
 

@@ -237,7 +237,7 @@ impl Widths {
     }
 
     /// Widths that the layers need.
-    pub(super) fn of_layers(hidden: usize, layers: &[LayerSpec]) -> Self {
+    pub(crate) fn of_layers(hidden: usize, layers: &[LayerSpec]) -> Self {
         let mut widths = Self::default();
         for layer in layers {
             layer.mixers().for_each(|mixer| widths.mixer(mixer));
