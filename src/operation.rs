@@ -7,7 +7,8 @@ use engine::cgroup::cpus;
 use hound::{SampleFormat, WavReader};
 use proto::operation::{
     DiarizationOptions, MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeakerSegment,
-    SpeakerVector, SpeechOptions, TranscribeOptions, TurnOptions, VoiceWindow, WakewordOptions, WordWindow,
+    SpeakerVector, SpeechOptions, SpokenWord, TranscribeOptions, TurnOptions, VoiceWindow, WakewordOptions,
+    WordWindow,
 };
 use serde_json::{Value, json};
 use speech::{encode_speech, load_audio_model};
@@ -53,6 +54,12 @@ pub(crate) struct OperationCommand {
     /// For asr: preceding text, which sets style and spelling
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
+    /// For asr: also print the times of words
+    #[arg(long)]
+    word_times: bool,
+    /// For asr: temperature of the draws, 0 to 1 [default: 0, with higher ones for texts that are no good]
+    #[arg(long, value_name = "T")]
+    temperature: Option<f32>,
     /// For asr: write the encoder's output for the first 30 s as 32-bit floats, and exit
     #[arg(long, value_name = "F", hide = true)]
     encoded: Option<PathBuf>,
@@ -106,6 +113,8 @@ impl OperationCommand {
             (asr, "--language", self.language.is_some()),
             (asr, "--translate", self.translate),
             (asr, "--prompt", self.prompt.is_some()),
+            (asr, "--word-times", self.word_times),
+            (asr, "--temperature", self.temperature.is_some()),
             (asr, "--encoded", self.encoded.is_some()),
             (wakeword, "--words", !self.words.is_empty()),
             (wakeword, "--debounce", self.debounce.is_some()),
@@ -155,6 +164,8 @@ impl OperationCommand {
                 language: self.language.clone(),
                 translate: self.translate,
                 prompt: self.prompt.clone().unwrap_or_default(),
+                words: self.word_times,
+                temperature: self.temperature.unwrap_or_default(),
             }),
             Operation::Wakeword => OperationOptions::Wakeword(WakewordOptions {
                 threshold: self.threshold,
@@ -269,6 +280,11 @@ fn read(path: &Path) -> Result<(u32, Vec<f32>)> {
     }
 }
 
+fn word_event(word: &SpokenWord) -> Value {
+    let SpokenWord { text, start, end, probability } = word;
+    json!({"word": text, "start": start, "end": end, "probability": probability})
+}
+
 fn events(output: &OperationOutput) -> Vec<Value> {
     match output {
         OperationOutput::Windows(windows) => {
@@ -293,6 +309,9 @@ fn events(output: &OperationOutput) -> Vec<Value> {
                 "tokens": text.tokens,
                 "avg_logprob": text.mean_log,
                 "no_speech_prob": text.silence,
+                "temperature": text.temperature,
+                "compression_ratio": text.repetition,
+                "words": text.words.iter().map(word_event).collect::<Vec<_>>(),
             })]
         }
         OperationOutput::Language(language) => {
@@ -337,7 +356,12 @@ fn write_text(out: &mut impl Write, output: &OperationOutput, rate: u32) -> std:
             let word = if turn.complete { "complete" } else { "incomplete" };
             writeln!(out, "{:9.3} s  turn {word} ({:.3})", seconds(turn.at), turn.probability)?;
         }
-        OperationOutput::Text(text) => writeln!(out, "{:9.3} s  {}", seconds(text.start), text.text)?,
+        OperationOutput::Text(text) => {
+            writeln!(out, "{:9.3} s  {}", seconds(text.start), text.text)?;
+            for SpokenWord { text, start, end, .. } in &text.words {
+                writeln!(out, "{:9.3} s - {:9.3} s {text}", seconds(*start), seconds(*end))?;
+            }
+        }
         OperationOutput::WordWindows(windows) => {
             for WordWindow { start, word, probability } in windows {
                 writeln!(out, "{:9.3} s  {word} {probability:.3}", seconds(*start))?;

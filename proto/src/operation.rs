@@ -189,13 +189,17 @@ pub struct TurnOptions {
 }
 
 /// Options of speech recognition.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct TranscribeOptions {
     /// Code of the spoken language (`en`). `None` detects it.
     pub language: Option<String>,
     pub translate: bool,
     /// Preceding text, from which the model takes style and spelling; may be empty.
     pub prompt: String,
+    /// Whether words get times.
+    pub words: bool,
+    /// 0 to 1. At 0, texts that are no good are tried again at higher temperatures.
+    pub temperature: f32,
 }
 
 /// Options of wake words.
@@ -481,6 +485,26 @@ pub struct SpokenText {
     pub mean_log: f32,
     /// Probability that nobody speaks in the window.
     pub silence: f32,
+    /// Temperature at which the window was decoded.
+    pub temperature: f32,
+    /// zlib's compression ratio of the window's text.
+    pub repetition: f32,
+    /// Words with their times, if requested; at most [`MAX_SPOKEN_TOKENS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SPOKEN_TOKENS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SPOKEN_TOKENS>"
+    )]
+    pub words: Vec<SpokenWord>,
+}
+
+/// A word of a transcript, with the space before it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SpokenWord {
+    pub text: String,
+    pub start: u64,
+    pub end: u64,
+    /// Mean probability of its tokens.
+    pub probability: f32,
 }
 
 /// See [`OperationOutput::Language`].

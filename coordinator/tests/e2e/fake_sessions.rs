@@ -4,7 +4,7 @@
 use parking_lot::Mutex;
 use proto::operation::{
     Language, MAX_FRAME_WINDOWS, OpenedOperation, Operation, OperationError, OperationInput,
-    OperationOptions, OperationOutput, OperationRequest, SpokenText, TurnScore, VoiceWindow,
+    OperationOptions, OperationOutput, OperationRequest, SpokenText, SpokenWord, TurnScore, VoiceWindow,
 };
 use tokio::sync::watch;
 use transport::{OperationCall, OperationInputs, OperationReplier};
@@ -179,6 +179,14 @@ async fn run_session(
                         tokens: vec![7],
                         mean_log: -0.25,
                         silence: 0.125,
+                        temperature: 0.0,
+                        repetition: 1.5,
+                        words: vec![SpokenWord {
+                            text: " heard".into(),
+                            start: 0,
+                            end: at,
+                            probability: 0.5,
+                        }],
                     };
                     reply.send(&OperationOutput::Text(text)).await?;
                 }

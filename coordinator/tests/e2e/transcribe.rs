@@ -59,7 +59,7 @@ async fn a_transcript_is_returned_in_every_format() {
     let verbose = post_form(&rig, ENGLISH, &[], form(&second(), &fields)).await.json();
     assert_eq!((&verbose["task"], &verbose["language"]), (&json!("translate"), &json!("english")));
     assert_eq!((&verbose["duration"], &verbose["segments"][0]["end"]), (&json!(1.0), &json!(1.0)));
-    let options = TranscribeOptions { language: None, translate: true, prompt: "Hm.".into() };
+    let options = TranscribeOptions { translate: true, prompt: "Hm.".into(), ..TranscribeOptions::default() };
     assert_eq!(worker.sessions().requests()[1].options, OperationOptions::Transcribe(options));
     let fields = [("response_format", "vtt"), ("language", "german")];
     let captions = post_form(&rig, WORDS, &[], form(&second(), &fields)).await;
@@ -68,6 +68,15 @@ async fn a_transcript_is_returned_in_every_format() {
         panic!()
     };
     assert_eq!(options.language.as_deref(), Some("de"));
+    let fields =
+        [("response_format", "verbose_json"), ("timestamp_granularities[]", "word"), ("temperature", "0.5")];
+    let timed = post_form(&rig, WORDS, &[], form(&second(), &fields)).await.json();
+    assert_eq!(timed["words"], json!([{"word": "heard", "start": 0.0, "end": 1.0}]));
+    assert!(timed.get("segments").is_none(), "{timed}");
+    let OperationOptions::Transcribe(options) = worker.sessions().requests()[3].options.clone() else {
+        panic!()
+    };
+    assert_eq!((options.words, options.temperature), (true, 0.5));
     assert_eq!(rig.metric("kvasir_operation_client_sessions{operation=\"asr\"}").await, 0.0);
 }
 
@@ -75,7 +84,7 @@ async fn a_transcript_is_returned_in_every_format() {
 async fn unsupported_fields_are_refused_by_name() {
     let (rig, worker) = rig(|_| {}).await;
     for (fields, code, param) in [
-        (&[("temperature", "1")][..], "invalid_field", "temperature"),
+        (&[("temperature", "1.5")][..], "invalid_field", "temperature"),
         (&[("stream", "true")], "invalid_field", "stream"),
         (&[("colour", "red")], "invalid_field", "colour"),
         (&[("model", "whisper-1")], "model_not_found", "model"),

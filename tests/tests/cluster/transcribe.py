@@ -41,6 +41,13 @@ def words():
     assert first.start == 0 and 2 < first.end <= told.duration + 0.5 and first.tokens[0] >= 50364, first
     assert 0 <= first.no_speech_prob < 0.6 and first.avg_logprob < 0 and 0.5 < first.compression_ratio < 2, first
     assert audio.transcriptions.create(model="whisper-base", file=fox, response_format="text").strip() == plain.text
+    timed = audio.transcriptions.create(
+        model="whisper-base", file=fox, response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert "".join(" " + word.word for word in timed.words) == " " + timed.text, timed
+    assert [word.start for word in timed.words] == sorted(word.start for word in timed.words), timed.words
+    assert all(0 <= word.start <= word.end <= timed.duration for word in timed.words), timed.words
+    assert (timed.segments[0].start, timed.segments[-1].end) == (timed.words[0].start, timed.words[-1].end), timed
     captions = audio.transcriptions.create(model="whisper-base", file=fox, response_format="srt", language="en")
     assert captions.startswith("1\n00:00:00,000 --> 00:00:0") and plain.text in captions, captions
     town = ("town.wav", spoken("Guten Morgen. Heute ist ein schöner Tag, und wir gehen in die Stadt.", "-v", "de"))
@@ -49,8 +56,8 @@ def words():
     assert english.text and english.text != audio.transcriptions.create(model="whisper-base", file=town).text, english
     print(plain.text, "|", english.text)
     for arguments, name in [
-        ({"temperature": 0.5}, "temperature"),
-        ({"timestamp_granularities": ["word"], "response_format": "verbose_json"}, "timestamp_granularities[]"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"timestamp_granularities": ["word"], "response_format": "json"}, "timestamp_granularities[]"),
         ({"file": ("a.mp3", b"ID3 and what follows")}, "file"),
     ]:
         try:

@@ -1,10 +1,12 @@
 //! Speech to text with Whisper's network, in CTranslate2's file format ([`file`]), on this engine's own
 //! kernels.
 
+mod align;
 mod file;
 mod network;
 mod rules;
 mod transcript;
+mod window;
 mod words;
 
 use crate::Error;
@@ -44,6 +46,8 @@ pub(crate) struct Whisper {
     words: Words,
     mel: LogMel,
     compute: Compute,
+    /// Layer and number of the decoder's heads that align words.
+    heads: Vec<[usize; 2]>,
 }
 
 /// A model that sessions share.
@@ -69,8 +73,27 @@ impl Whisper {
         let network = Network::load(&mut Weights::open(&folder.join(FILES[0]))?, threads.get())?;
         let words = Words::load(folder, network.shape.tokens)?;
         let mel = LogMel::new(network.shape.bands);
-        Ok(Self { network, words, mel, compute })
+        let heads = alignment_heads(&words.alignment_heads, network.decoder_heads())
+            .map_err(|reason| Error::Artefact { path: folder.join(FILES[1]), reason })?;
+        Ok(Self { network, words, mel, compute, heads })
     }
+}
+
+/// The heads that align words, in the order of their layers. Without a list these are all of the upper half
+/// of the layers, as in OpenAI's reference.
+fn alignment_heads(listed: &[[usize; 2]], [layers, heads]: [usize; 2]) -> Result<Vec<[usize; 2]>, String> {
+    if let Some([layer, head]) = listed.iter().find(|[layer, head]| *layer >= layers || *head >= heads) {
+        return Err(format!(
+            "alignment_heads has head {head} of layer {layer}, of {heads} heads of {layers} layers"
+        ));
+    }
+    let mut chosen = match listed {
+        [] => (layers / 2..layers).flat_map(|layer| (0..heads).map(move |head| [layer, head])).collect(),
+        listed => listed.to_vec(),
+    };
+    chosen.sort_unstable();
+    chosen.dedup();
+    Ok(chosen)
 }
 
 /// Encodes the first thirty seconds of audio with the encoder of a bundle's model: 1500 vectors,
@@ -135,6 +158,9 @@ impl AudioModel for Shared {
             let reason = format!("it has {} bytes, the limit is {MAX_PROMPT}", options.prompt.len());
             return Err(invalid("prompt", reason));
         }
+        if !(0.0..=1.0).contains(&options.temperature) {
+            return Err(invalid("temperature", format!("{}, it must be 0 to 1", options.temperature)));
+        }
         let prompt = match options.prompt.trim() {
             "" => Vec::new(),
             prompt => words.encode(&format!(" {prompt}")),
@@ -144,6 +170,8 @@ impl AudioModel for Shared {
             task: if options.translate { words.translate } else { words.transcribe },
             prompt,
             rate,
+            words: options.words,
+            temperature: options.temperature,
         };
         let resampler = Resampler::new(rate, RATE);
         Ok(Box::new(Recording {

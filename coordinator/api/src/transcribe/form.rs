@@ -17,7 +17,11 @@ use std::convert::Infallible;
 pub(super) enum Format {
     Json,
     Text,
-    Verbose,
+    /// With segments, words or both.
+    Verbose {
+        segments: bool,
+        words: bool,
+    },
     Srt,
     Vtt,
 }
@@ -54,7 +58,7 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
     let mut file = None;
     let (mut model, mut options, mut format) = (None, TranscribeOptions::default(), Format::Json);
     options.translate = task == Task::Translate;
-    let mut granular = false;
+    let (mut segments, mut words) = (false, false);
     let mut seen = HashSet::new();
     for fields in 0.. {
         let Some(field) = form.next_field().await.map_err(torn)? else { break };
@@ -102,24 +106,33 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
                 format = match text {
                     "json" => Format::Json,
                     "text" => Format::Text,
-                    "verbose_json" => Format::Verbose,
+                    "verbose_json" => Format::Verbose { segments: true, words: false },
                     "srt" => Format::Srt,
                     "vtt" => Format::Vtt,
                     _ => return wrong("is none of json, text, verbose_json, srt and vtt"),
                 };
             }
-            "temperature" if text.trim().parse() == Ok(0.0f64) => {}
-            "temperature" => return wrong("is not 0: only greedy decoding is served"),
+            "temperature" => match text.trim().parse() {
+                Ok(temperature) if (0.0..=1.0).contains(&temperature) => options.temperature = temperature,
+                _ => return wrong("is not a number from 0 to 1"),
+            },
             "stream" if text == "false" => {}
             "stream" => return wrong("is not false: the answer is sent whole"),
-            "timestamp_granularities[]" if text == "segment" => granular = true,
-            "timestamp_granularities[]" => return wrong("is not segment: words have no times"),
+            "timestamp_granularities[]" => match text {
+                "segment" => segments = true,
+                "word" => words = true,
+                _ => return wrong("is neither segment nor word"),
+            },
             _ => return Err(ApiError::field(name, "is not a known field")),
         }
     }
-    if granular && format != Format::Verbose {
-        let rule = "only a response_format of verbose_json has times of segments";
-        return Err(ApiError::field("timestamp_granularities[]", rule));
+    if segments || words {
+        if !matches!(format, Format::Verbose { .. }) {
+            let rule = "only a response_format of verbose_json has times";
+            return Err(ApiError::field("timestamp_granularities[]", rule));
+        }
+        format = Format::Verbose { segments, words };
+        options.words = words;
     }
     let file = file.ok_or_else(|| ApiError::field("file", "is missing: a WAV file"))?;
     Ok(Form { file, model, options, format })
@@ -160,15 +173,21 @@ mod tests {
             ("language", "German"),
             ("prompt", "Käse"),
             ("response_format", "verbose_json"),
-            ("temperature", "0.0"),
+            ("temperature", "0.25"),
             ("stream", "false"),
             ("timestamp_granularities[]", "segment"),
+            ("timestamp_granularities[]", "word"),
         ];
         let all = form(Task::Transcribe, &fields).unwrap();
         assert_eq!(all.model.unwrap().as_str(), "whisper-base");
-        let options =
-            TranscribeOptions { language: Some("de".into()), translate: false, prompt: "Käse".into() };
-        assert_eq!((all.options, all.format), (options, Format::Verbose));
+        let options = TranscribeOptions {
+            language: Some("de".into()),
+            translate: false,
+            prompt: "Käse".into(),
+            words: true,
+            temperature: 0.25,
+        };
+        assert_eq!((all.options, all.format), (options, Format::Verbose { segments: true, words: true }));
         assert!(form(Task::Translate, &[]).unwrap().options.translate);
     }
 
@@ -176,10 +195,12 @@ mod tests {
     fn unsupported_fields_are_refused_by_name() {
         let long = "x".repeat(MAX_FORM_TEXT + 1);
         for (name, value) in [
-            ("temperature", "0.2"),
+            ("temperature", "1.2"),
+            ("temperature", "-0.5"),
             ("temperature", "NaN"),
             ("language", "klingon"),
             ("response_format", "xml"),
+            ("timestamp_granularities[]", "letter"),
             ("timestamp_granularities[]", "word"),
             ("timestamp_granularities[]", "segment"),
             ("stream", "true"),

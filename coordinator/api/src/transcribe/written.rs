@@ -2,7 +2,7 @@
 
 use super::form::Format;
 use super::{Task, languages};
-use proto::operation::SpokenText;
+use proto::operation::{SpokenText, SpokenWord};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -11,8 +11,6 @@ const PLAIN: &str = "text/plain; charset=utf-8";
 const VTT: &str = "text/vtt; charset=utf-8";
 /// Frames of features per second, the unit of window positions.
 const FRAMES: f64 = 100.0;
-/// Compression level: zlib's default.
-const LEVEL: u8 = 6;
 
 /// The text of a recording.
 #[derive(Debug)]
@@ -44,8 +42,18 @@ struct Verbose<'a> {
     language: &'a str,
     duration: f64,
     text: String,
-    segments: Vec<Segment<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    segments: Option<Vec<Segment<'a>>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    words: Option<Vec<Word<'a>>>,
     usage: Usage,
+}
+
+#[derive(Debug, Serialize)]
+struct Word<'a> {
+    word: &'a str,
+    start: f64,
+    end: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -56,9 +64,9 @@ struct Segment<'a> {
     end: f64,
     text: &'a str,
     tokens: &'a [u32],
-    temperature: f64,
+    temperature: f32,
     avg_logprob: f32,
-    compression_ratio: f64,
+    compression_ratio: f32,
     no_speech_prob: f32,
 }
 
@@ -67,7 +75,7 @@ impl Transcript {
     pub(super) fn render(&self, format: Format) -> (&'static str, String) {
         match format {
             Format::Json => (JSON, json(&Short { text: self.text(), usage: self.usage() })),
-            Format::Verbose => (JSON, json(&self.verbose())),
+            Format::Verbose { segments, words } => (JSON, json(&self.verbose(segments, words))),
             Format::Text => (PLAIN, self.text() + "\n"),
             Format::Srt => (PLAIN, self.captions("", ',', true)),
             Format::Vtt => (VTT, self.captions("WEBVTT\n\n", '.', false)),
@@ -93,7 +101,10 @@ impl Transcript {
         (at.saturating_mul(1000) + rate / 2) / rate
     }
 
-    fn verbose(&self) -> Verbose<'_> {
+    fn verbose(&self, segments: bool, words: bool) -> Verbose<'_> {
+        let all = || self.texts.iter().enumerate().map(|(id, spoken)| self.segment(id, spoken)).collect();
+        let timed =
+            || self.texts.iter().flat_map(|spoken| &spoken.words).map(|word| self.word(word)).collect();
         Verbose {
             task: match self.task {
                 Task::Transcribe => "transcribe",
@@ -102,9 +113,14 @@ impl Transcript {
             language: languages::name(&self.language),
             duration: self.duration,
             text: self.text(),
-            segments: self.texts.iter().enumerate().map(|(id, spoken)| self.segment(id, spoken)).collect(),
+            segments: segments.then(all),
+            words: words.then(timed),
             usage: self.usage(),
         }
+    }
+
+    fn word<'a>(&self, word: &'a SpokenWord) -> Word<'a> {
+        Word { word: word.text.trim(), start: self.seconds(word.start), end: self.seconds(word.end) }
     }
 
     fn segment<'a>(&self, id: usize, spoken: &'a SpokenText) -> Segment<'a> {
@@ -115,19 +131,11 @@ impl Transcript {
             end: self.seconds(spoken.end),
             text: &spoken.text,
             tokens: &spoken.tokens,
-            temperature: 0.0,
+            temperature: spoken.temperature,
             avg_logprob: spoken.mean_log,
-            compression_ratio: self.repetition(spoken.window),
+            compression_ratio: spoken.repetition,
             no_speech_prob: spoken.silence,
         }
-    }
-
-    /// zlib's compression ratio of a window's text. Repeated text has a high ratio.
-    fn repetition(&self, window: u64) -> f64 {
-        let of_window = self.texts.iter().filter(|spoken| spoken.window == window);
-        let text: String = of_window.map(|spoken| spoken.text.as_str()).collect();
-        let text = text.trim().as_bytes();
-        text.len() as f64 / miniz_oxide::deflate::compress_to_vec_zlib(text, LEVEL).len() as f64
     }
 
     fn captions(&self, head: &str, point: char, numbered: bool) -> String {
@@ -168,6 +176,9 @@ mod tests {
             tokens: vec![50_364, 7],
             mean_log: -0.25,
             silence: 0.125,
+            temperature: 0.2,
+            repetition: 1.5,
+            words: vec![SpokenWord { text: text.into(), start, end, probability: 0.5 }],
         };
         Transcript {
             task: Task::Transcribe,
@@ -194,7 +205,7 @@ mod tests {
         assert_eq!(render(Format::Srt), (PLAIN, captions.to_owned()));
         let captions = "WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nOne.\n\n00:00:02.500 --> 01:02:05.502\nTwo -> three.\n\n";
         assert_eq!(render(Format::Vtt), (VTT, captions.to_owned()));
-        let (_, body) = render(Format::Verbose);
+        let (_, body) = render(Format::Verbose { segments: true, words: false });
         let value: Value = serde_json::from_str(&body).unwrap();
         assert_eq!((&value["task"], &value["language"]), (&json!("transcribe"), &json!("english")));
         let segment = &value["segments"][1];
@@ -203,16 +214,12 @@ mod tests {
             (&json!(1), &json!(3000), &json!(2.5), &json!(3725.502))
         );
         assert_eq!(segment["tokens"], json!([50_364, 7]));
-        // Too short to compress.
-        assert!(segment["compression_ratio"].as_f64().unwrap() < 1.0);
-    }
-
-    #[test]
-    fn repeated_text_has_a_high_compression_ratio() {
-        let mut repeats = transcript();
-        repeats.texts[0].text = " so it goes".repeat(40);
-        assert!(repeats.repetition(0) > 10.0);
-        assert!(repeats.repetition(240_000) < 1.0, "of its own window");
+        assert_eq!((&segment["compression_ratio"], &segment["temperature"]), (&json!(1.5), &json!(0.2)));
+        assert!(value.get("words").is_none());
+        let (_, body) = render(Format::Verbose { segments: false, words: true });
+        let value: Value = serde_json::from_str(&body).unwrap();
+        assert!(value.get("segments").is_none());
+        assert_eq!(value["words"][0], json!({"word": "One.", "start": 0.0, "end": 2.5}));
         let silent = Transcript { texts: vec![], ..transcript() };
         assert_eq!(silent.render(Format::Text).1, "\n");
     }

@@ -636,6 +636,8 @@ pub(crate) fn all() -> Vec<Samples> {
                     language: Some("de".into()),
                     translate: true,
                     prompt: "so".into(),
+                    words: true,
+                    temperature: 0.5,
                 }),
                 OperationOptions::Wakeword(WakewordOptions {
                     threshold: Some(0.5),

@@ -6,9 +6,10 @@ operation asr`.
 Writes to OUT_DIR: sound as WAV files, the encoder's output for the first one (`encoded.f32`), and
 transcripts.json:
 
-    [{"file", "flags": [..], "language": CODE, "segments": [{"start", "end", "text", "tokens", "avg_logprob", "no_speech_prob"}..]}..]
+    [{"file", "flags": [..], "language": CODE, "segments": [{"start", "end", "text", "tokens", "avg_logprob",
+      "no_speech_prob", "temperature", "compression_ratio", "words": [{"word", "start", "end", "probability"}..]}..]}..]
 
-Decoding is greedy, at temperature 0 alone, without the text of the previous window.
+Decoding is greedy, at higher temperatures if a text is no good, and with the text of the previous window.
 """
 
 import json
@@ -34,12 +35,26 @@ RATE = 16_000
 pause = np.zeros(2 * RATE)
 fox = sound.spoken(OUT, "The quick brown fox jumps over the lazy dog.", "en-us")
 call = sound.spoken(OUT, "Please call me back tomorrow at five o'clock, and bring the documents.", "en-us")
+letter = [
+    "Dear Mister Miller, thank you very much for your letter of the second of May.",
+    "We are sorry that the machine you ordered from us arrived without its handle.",
+    "Our driver will bring you a new one on Monday morning, before ten o'clock.",
+    "If nobody is at home, he will leave it with your neighbors across the street.",
+    "Please do not hesitate to call me, should there be any other questions.",
+    "With kind regards, and a happy new year to you and your family!",
+]
+letter = np.concatenate([part for text in letter for part in (sound.spoken(OUT, text, "en-us"), pause)])
+shop = sound.spoken(OUT, 'She asked: "Why?" Well, it costs $4.50 (or 20%), and then - after a while - he paid.', "en-us")
 town = sound.spoken(OUT, "Guten Morgen. Heute ist ein schöner Tag, und wir gehen in die Stadt.", "de")
 CASES = [
     ("one", np.concatenate([fox, call]), [], {}),
     # More than one window, with a prompt.
-    ("two", np.concatenate([call, pause, fox] * 4), ["--prompt", "A dog."], {"initial_prompt": "A dog."}),
-    ("german", town, [], {}),
+    ("two", letter, ["--prompt", "A dog."], {"initial_prompt": "A dog."}),
+    ("words", letter, ["--word-times"], {"word_timestamps": True}),
+    ("signs", np.concatenate([shop, pause]), ["--word-times"], {"word_timestamps": True}),
+    ("german", town, ["--word-times"], {"word_timestamps": True}),
+    # The sentence repeats, so the first text is compressed too much and others are drawn.
+    ("repeats", np.concatenate([call, pause, fox] * 4), ["--language", "en"], {"language": "en"}),
     ("english", town, ["--translate", "--language", "de"], {"task": "translate", "language": "de"}),
     ("silence", np.zeros(3 * RATE), ["--language", "en"], {"language": "en"}),
 ]
@@ -56,12 +71,15 @@ for name, samples, flags, options in CASES:
     segments, told = model.transcribe(
         heard,
         beam_size=1,
-        temperature=0.0,
-        condition_on_previous_text=False,
         suppress_tokens=suppressed,
         **options,
     )
-    keys = ("start", "end", "text", "tokens", "avg_logprob", "no_speech_prob")
-    segments = [{key: getattr(segment, key) for key in keys} for segment in segments]
+    keys = ("start", "end", "text", "tokens", "avg_logprob", "no_speech_prob", "temperature", "compression_ratio")
+    words = ("word", "start", "end", "probability")
+    segments = [
+        {key: getattr(segment, key) for key in keys}
+        | {"words": [{key: getattr(word, key) for key in words} for word in segment.words or []]}
+        for segment in segments
+    ]
     answers.append({"file": f"{name}.wav", "flags": flags, "language": told.language, "segments": segments})
 (OUT / "transcripts.json").write_text(json.dumps(answers))

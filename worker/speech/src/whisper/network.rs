@@ -20,6 +20,8 @@ pub(super) const FRAMES: usize = 2 * POSITIONS;
 const TAPS: usize = 3;
 /// Queries of one work item in the encoder's attention.
 const QUERIES: usize = 100;
+/// Rows whose logits are computed together.
+const OUTPUT_ROWS: usize = 16;
 /// Value of GELU with the error function in the file.
 const GELU: i32 = 3;
 const MAX_LAYERS: usize = 128;
@@ -91,6 +93,12 @@ struct Head {
 pub(super) struct Cache {
     layers: Vec<[Vec<f32>; 2]>,
     tokens: usize,
+}
+
+/// Receives the attention of some heads.
+struct Sink<'a> {
+    heads: &'a [[usize; 2]],
+    scores: &'a mut dyn FnMut(Vec<f32>),
 }
 
 impl Cache {
@@ -269,41 +277,132 @@ impl Network {
         tokens: &[u32],
         output_rows: &[usize],
     ) -> Result<Vec<Vec<f32>>, Error> {
+        let width = self.shape.width;
+        let x = self.hidden(compute, memory, &mut [(cache, tokens)], None)?;
+        let rows: Vec<f32> =
+            output_rows.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect();
+        self.logits(compute, &rows)
+    }
+
+    /// Decodes one token of each sequence. Returns the logits of each sequence's next token. They do not
+    /// depend on the other sequences.
+    ///
+    /// # Errors
+    /// As [`Self::decode`].
+    pub(super) fn decode_each(
+        &self,
+        compute: &Compute,
+        memory: &Memory,
+        sequences: &mut [(&mut Cache, &[u32])],
+    ) -> Result<Vec<Vec<f32>>, Error> {
+        let x = self.hidden(compute, memory, sequences, None)?;
+        self.logits(compute, &x)
+    }
+
+    /// The attention of tokens to the audio, which `scores` receives for each of `heads` (layer and head):
+    /// `[token][position]` before the softmax. Returns the probability of each token from `first` on, but the
+    /// last, among the tokens below `end`.
+    ///
+    /// # Errors
+    /// As [`Self::decode`].
+    pub(super) fn attention(
+        &self,
+        compute: &Compute,
+        memory: &Memory,
+        tokens: &[u32],
+        (first, end): (usize, u32),
+        heads: &[[usize; 2]],
+        scores: &mut dyn FnMut(Vec<f32>),
+    ) -> Result<Vec<f32>, Error> {
+        let width = self.shape.width;
+        let x =
+            self.hidden(compute, memory, &mut [(&mut self.cache(), tokens)], Some(Sink { heads, scores }))?;
+        let predicted = tokens.get(first..tokens.len().saturating_sub(1)).unwrap_or_default();
+        let mut shares = Vec::with_capacity(predicted.len());
+        for (tokens, x) in predicted
+            .chunks(OUTPUT_ROWS)
+            .zip(x[first.saturating_sub(1) * width..].chunks(OUTPUT_ROWS * width))
+        {
+            for (token, logits) in tokens.iter().zip(self.logits(compute, x)?) {
+                let mut texts = logits.get(..end as usize).unwrap_or(&logits).to_vec();
+                softmax(compute.isa, &mut texts);
+                shares.push(texts.get(*token as usize).copied().unwrap_or(0.0));
+            }
+        }
+        Ok(shares)
+    }
+
+    /// The output of the decoder's last layer for the next tokens of some sequences, concatenated.
+    fn hidden(
+        &self,
+        compute: &Compute,
+        memory: &Memory,
+        sequences: &mut [(&mut Cache, &[u32])],
+        mut sink: Option<Sink<'_>>,
+    ) -> Result<Vec<f32>, Error> {
         let Shape { width, context, heads: [_, heads], .. } = self.shape;
-        let before = cache.tokens;
-        let end = before + tokens.len();
-        if end > context {
-            return Err(kernels::Error::OutOfRange { what: "position", index: end, len: context }.into());
+        let mut x = Vec::new();
+        for (cache, tokens) in sequences.iter() {
+            let end = cache.tokens + tokens.len();
+            if end > context {
+                return Err(kernels::Error::OutOfRange { what: "position", index: end, len: context }.into());
+            }
+            let from = x.len();
+            x.resize(from + tokens.len() * width, 0.0);
+            for (token, x) in tokens.iter().zip(x[from..].chunks_mut(width)) {
+                self.embeddings.weight.row(compute.kernels, *token as usize, x)?;
+            }
+            let positions = &self.decoder_positions[cache.tokens * width..];
+            x[from..].iter_mut().zip(positions).for_each(|(x, position)| *x += position);
         }
-        let mut x = vec![0.0; tokens.len() * width];
-        for (token, x) in tokens.iter().zip(x.chunks_mut(width)) {
-            self.embeddings.weight.row(compute.kernels, *token as usize, x)?;
-        }
-        x.iter_mut().zip(&self.decoder_positions[before * width..]).for_each(|(x, position)| *x += position);
         let (mut h, mut wide) = (Vec::new(), Vec::new());
-        for ((layer, memory), cached) in self.decoder.iter().zip(&memory.0).zip(&mut cache.layers) {
+        for (number, (layer, memory)) in self.decoder.iter().zip(&memory.0).enumerate() {
             let attention = &layer.attention;
             compute.norm(&x, &attention.norm, &mut h)?;
             compute.linear(&h, &attention.qkv, false, &mut wide)?;
-            for row in wide.chunks(3 * width) {
-                cached[0].extend_from_slice(&row[width..2 * width]);
-                cached[1].extend_from_slice(&row[2 * width..]);
+            let (mut attended, mut rows) = (Vec::with_capacity(x.len()), &wide[..]);
+            for (cache, tokens) in sequences.iter_mut() {
+                let (own, others) = rows.split_at(tokens.len() * 3 * width);
+                rows = others;
+                let before = cache.tokens;
+                let cached = &mut cache.layers[number];
+                for row in own.chunks(3 * width) {
+                    cached[0].extend_from_slice(&row[width..2 * width]);
+                    cached[1].extend_from_slice(&row[2 * width..]);
+                }
+                attended.extend(attend_to_past(compute, own, cached, before, width, heads)?);
             }
-            let attended = attend_to_past(compute, &wide, cached, before, width, heads)?;
             compute.linear(&attended, &attention.out, true, &mut x)?;
             compute.norm(&x, &layer.cross_norm, &mut h)?;
             compute.linear(&h, &layer.cross_query, false, &mut wide)?;
+            if let Some(Sink { heads, scores }) = &mut sink {
+                for [_, head] in heads.iter().filter(|[layer, _]| *layer == number) {
+                    let dims = width / memory.len();
+                    scores(memory[*head].scores(compute, &columns(&wide, width, head * dims, dims), dims)?);
+                }
+            }
             let attended = attend_to_memory(compute, &wide, memory, width)?;
             compute.linear(&attended, &layer.cross_out, true, &mut x)?;
             layer.feed_forward.add(compute, &mut x, &mut h, &mut wide)?;
         }
-        cache.tokens = end;
-        let rows: Vec<f32> =
-            output_rows.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect();
-        compute.norm(&rows, &self.decoder_norm, &mut h)?;
+        for (cache, tokens) in sequences {
+            cache.tokens += tokens.len();
+        }
+        Ok(x)
+    }
+
+    /// The logits of rows of the last layer.
+    fn logits(&self, compute: &Compute, rows: &[f32]) -> Result<Vec<Vec<f32>>, Error> {
+        let (mut h, mut wide) = (Vec::new(), Vec::new());
+        compute.norm(rows, &self.decoder_norm, &mut h)?;
         compute.linear(&h, &self.embeddings, false, &mut wide)?;
         finite("logits are", &wide)?;
         Ok(wide.chunks(self.embeddings.weight.rows()).map(<[f32]>::to_vec).collect())
+    }
+
+    /// Number of layers and of heads of the decoder.
+    pub(super) fn decoder_heads(&self) -> [usize; 2] {
+        [self.decoder.len(), self.shape.heads[1]]
     }
 }
 
@@ -418,11 +517,17 @@ fn heads_of(
 }
 
 impl Head {
-    /// Attention of some queries, `[query][dimension]`, to all keys.
-    fn attend(&self, compute: &Compute, queries: &[f32], dims: usize) -> Result<Vec<f32>, Error> {
+    /// Scores of some queries, `[query][dimension]`, for all keys.
+    fn scores(&self, compute: &Compute, queries: &[f32], dims: usize) -> Result<Vec<f32>, Error> {
         let rows = queries.len() / dims;
         let mut scores = vec![0.0; rows * self.keys.rows()];
         self.keys.multiply(compute.kernels, queries, scale(dims), &mut scores)?;
+        Ok(scores)
+    }
+
+    /// Attention of some queries to all keys.
+    fn attend(&self, compute: &Compute, queries: &[f32], dims: usize) -> Result<Vec<f32>, Error> {
+        let mut scores = self.scores(compute, queries, dims)?;
         scores.chunks_mut(self.keys.rows()).for_each(|row| softmax(compute.isa, row));
         let mut out = vec![0.0; queries.len()];
         self.values.multiply(compute.kernels, &scores, 1.0, &mut out)?;

@@ -1,5 +1,4 @@
-//! Selects the next token: the rules of OpenAI's reference for transcripts with timestamps, at temperature 0.
-//! Sans-IO.
+//! Selects the next token: the rules of OpenAI's reference for transcripts with timestamps. Sans-IO.
 
 use kernels::Isa;
 use kernels::ops::{argmax, log_softmax};
@@ -24,6 +23,44 @@ pub(super) struct ChosenToken {
     pub(super) log: f32,
 }
 
+/// Draws tokens at a temperature above 0. Equal seeds give equal draws.
+#[derive(Debug, Clone)]
+pub(super) struct Sampler {
+    pub(super) temperature: f32,
+    state: u64,
+}
+
+impl Sampler {
+    pub(super) fn new(temperature: f32, seed: u64) -> Self {
+        Self { temperature, state: seed }
+    }
+
+    /// A number in 0 to 1, without 1 (SplitMix64).
+    fn uniform(&mut self) -> f64 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Draws a token by its log-probability.
+    fn draw(&mut self, logs: &[f32]) -> usize {
+        let best = logs.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |log: f32| (f64::from(log - best) / f64::from(self.temperature)).exp();
+        let weights: Vec<f64> = logs.iter().map(|log| weight(*log)).collect();
+        let mut left = self.uniform() * weights.iter().sum::<f64>();
+        for (token, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0) {
+            left -= weight;
+            if left < 0.0 {
+                return token;
+            }
+        }
+        // The subtractions are rounded.
+        weights.iter().rposition(|weight| *weight > 0.0).unwrap_or(0)
+    }
+}
+
 impl Rules {
     /// The token of timestamp 0. Each following token is 20 ms later.
     pub(super) fn first_time(&self) -> u32 {
@@ -35,8 +72,15 @@ impl Rules {
         token >= self.first_time()
     }
 
-    /// Selects the token that follows the tokens `previous` in this window. Overwrites `logits`.
-    pub(super) fn next_token(&self, isa: Isa, logits: &mut [f32], previous: &[u32]) -> ChosenToken {
+    /// Selects the token that follows the tokens `previous` in this window: the most likely one without a
+    /// sampler. Overwrites `logits`.
+    pub(super) fn next_token(
+        &self,
+        isa: Isa,
+        logits: &mut [f32],
+        previous: &[u32],
+        sampler: Option<&mut Sampler>,
+    ) -> ChosenToken {
         let first_time = (self.first_time() as usize).min(logits.len());
         let end = (self.end as usize).min(logits.len());
         for token in self.suppressed.iter().chain([&self.no_times]) {
@@ -70,8 +114,9 @@ impl Rules {
                 }
             }
         }
-        let token = argmax(isa, logits);
+        let best = argmax(isa, logits);
         log_softmax(isa, logits);
+        let token = sampler.map_or(best, |sampler| sampler.draw(logits));
         ChosenToken { token: token as u32, log: logits.get(token).copied().unwrap_or(f32::NEG_INFINITY) }
     }
 }
@@ -109,7 +154,7 @@ mod tests {
     }
 
     fn token_after(high: &[(usize, f32)], before: &[u32]) -> u32 {
-        rules().next_token(Isa::detect(), &mut logits(high), before).token
+        rules().next_token(Isa::detect(), &mut logits(high), before, None).token
     }
 
     #[test]
@@ -147,8 +192,29 @@ mod tests {
 
     #[test]
     fn the_probability_is_relative_to_allowed_tokens() {
-        let ChosenToken { token, log } = rules().next_token(Isa::detect(), &mut logits(&[(3, 50.0)]), &[]);
+        let ChosenToken { token, log } =
+            rules().next_token(Isa::detect(), &mut logits(&[(3, 50.0)]), &[], None);
         // 51 timestamps are equally likely.
         assert!(token == 14 && (log + 51f32.ln()).abs() < 1e-5, "{token} {log}");
+    }
+
+    #[test]
+    fn draws_have_the_probabilities_of_their_temperature() {
+        let draws = |temperature| {
+            let mut sampler = Sampler::new(temperature, 7);
+            let mut counts = [0u32; 4];
+            for _ in 0..20_000 {
+                counts[sampler.draw(&[f32::NEG_INFINITY, 0.1f32.ln(), 0.3f32.ln(), 0.6f32.ln()])] += 1;
+            }
+            counts.map(|count| f64::from(count) / 20_000.0)
+        };
+        let near = |found: [f64; 4], expected: [f64; 4]| {
+            found.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 0.01)
+        };
+        assert!(near(draws(1.0), [0.0, 0.1, 0.3, 0.6]), "{:?}", draws(1.0));
+        // Squares of the probabilities.
+        assert!(near(draws(0.5), [0.0, 0.01 / 0.46, 0.09 / 0.46, 0.36 / 0.46]), "{:?}", draws(0.5));
+        assert_eq!(draws(0.001), [0.0, 0.0, 0.0, 1.0]);
+        assert_eq!(draws(1.0), draws(1.0), "equal seeds");
     }
 }

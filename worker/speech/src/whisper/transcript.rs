@@ -1,25 +1,24 @@
 //! Transcribes a recording in windows of thirty seconds. Each window starts where the text of the previous
 //! one ended. The work is split into short steps, so that recordings take turns and a canceled one ends soon.
 //!
-//! Windows, features and the split into segments follow OpenAI's reference as implemented by
-//! `faster-whisper`, at temperature 0 and without the text of the previous window. Without retries at a
-//! higher temperature, that text could make a repeated sentence repeat forever.
+//! Windows, features, the text before a window and the split into segments follow OpenAI's reference as
+//! implemented by `faster-whisper`. With times of words, a window starts where the last word ended.
 
 use super::Whisper;
-use super::network::{Cache, FRAMES, Memory};
+use super::align::{Attention, Span, TimedWord, place_words, split_words, time_words};
+use super::network::{FRAMES, Memory, POSITIONS};
+use super::window::{Decoded, SILENCE, UNLIKELY, Window};
 use crate::Error;
 use crate::log_mel::{FRAME, Spectrogram};
 use kernels::ops::softmax;
-use proto::operation::{Language, OperationOutput, SpokenText};
+use proto::operation::{Language, OperationOutput, SpokenText, SpokenWord};
 
-/// Tokens of one step.
-const STEP: usize = 16;
-/// A window may be silence if the probability of silence is above this.
-const SILENCE: f32 = 0.6;
-/// A window that may be silence is silence if the mean log-probability of its tokens is at most this.
-const UNLIKELY: f32 = -1.0;
 /// Frames of one timestamp step.
 const TIME: usize = 2;
+/// Frames per second.
+const PER_SECOND: f64 = super::RATE as f64 / FRAME as f64;
+/// A window that was decoded at a higher temperature is not the text before the next one.
+const RESET: f32 = 0.5;
 
 /// Validated options of a transcription.
 #[derive(Debug, Clone)]
@@ -31,6 +30,10 @@ pub(super) struct Task {
     pub(super) prompt: Vec<u32>,
     /// Samples per second of the positions in the output.
     pub(super) rate: u32,
+    /// Whether words get times.
+    pub(super) words: bool,
+    /// 0: greedy, and higher temperatures for texts that are no good.
+    pub(super) temperature: f32,
 }
 
 /// A recording that is being transcribed.
@@ -40,22 +43,13 @@ pub(super) struct Transcript {
     /// Start of the current window in frames.
     seek: usize,
     window: Option<Window>,
+    /// Tokens of the text before the current window.
+    before: Vec<u32>,
+    /// End of the last word, in seconds.
+    last_speech: f64,
 }
 
-/// A window that is being decoded.
-struct Window {
-    memory: Memory,
-    cache: Cache,
-    tokens: Vec<u32>,
-    /// The last token, which the decoder has not processed yet.
-    next: Option<u32>,
-    /// Sum of the log-probabilities of all tokens and the end.
-    logs: f32,
-    silence: f32,
-    max_tokens: usize,
-}
-
-/// A segment of a window: its tokens, and its position in the window in timestamp steps.
+/// A segment of a window: its tokens, and its position in the window in frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct WindowPart<'a> {
     tokens: &'a [u32],
@@ -63,9 +57,20 @@ struct WindowPart<'a> {
     end: usize,
 }
 
+/// The segments of a window.
+#[derive(Debug, PartialEq, Eq)]
+struct Parts<'a> {
+    parts: Vec<WindowPart<'a>>,
+    /// Frames that are done. Audio after the last pair of timestamps is transcribed again.
+    consumed: usize,
+    /// No text follows the last timestamp.
+    complete: bool,
+}
+
 impl Transcript {
     pub(super) fn new(task: Task, features: Spectrogram) -> Self {
-        Self { task, features, seek: 0, window: None }
+        let before = task.prompt.clone();
+        Self { task, features, seek: 0, window: None, before, last_speech: 0.0 }
     }
 
     /// Runs one step. Returns whether more work is left.
@@ -74,11 +79,10 @@ impl Transcript {
     /// Errors of the network.
     pub(super) fn step(&mut self, whisper: &Whisper, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
         if let Some(window) = &mut self.window {
-            if window.step(whisper)? {
-                return Ok(true);
+            let Some(decoded) = window.step(whisper)? else { return Ok(true) };
+            if let Some(window) = self.window.take() {
+                self.close(whisper, &window.memory, &decoded, out)?;
             }
-            let window = self.window.take();
-            self.close(whisper, window.as_ref(), out);
             return Ok(self.seek < self.features.content());
         }
         let size = self.size();
@@ -93,8 +97,8 @@ impl Transcript {
             self.task.language = Some(language);
             out.push(OperationOutput::Language(detected));
         }
-        let prompt = self.prompt(whisper);
-        self.window = Some(Window::open(whisper, memory, &prompt)?);
+        let (prompt, seed) = (self.prompt(whisper), self.seek as u64);
+        self.window = Some(Window::open(whisper, memory, &prompt, self.task.temperature, seed)?);
         Ok(true)
     }
 
@@ -103,90 +107,118 @@ impl Transcript {
         self.features.content().saturating_sub(self.seek).min(FRAMES)
     }
 
+    /// The tokens that start a transcript.
+    fn start(&self, whisper: &Whisper) -> impl Iterator<Item = u32> {
+        [whisper.words.start].into_iter().chain(self.task.language).chain([self.task.task])
+    }
+
     fn prompt(&self, whisper: &Whisper) -> Vec<u32> {
-        let words = &whisper.words;
         let mut prompt = Vec::new();
-        if self.seek == 0 && !self.task.prompt.is_empty() {
+        if !self.before.is_empty() {
             let max_prompt = whisper.network.shape.context / 2 - 1;
-            prompt.push(words.before);
-            prompt.extend(&self.task.prompt[self.task.prompt.len().saturating_sub(max_prompt)..]);
+            prompt.push(whisper.words.before);
+            prompt.extend(&self.before[self.before.len().saturating_sub(max_prompt)..]);
         }
-        prompt.push(words.start);
-        prompt.extend(self.task.language);
-        prompt.push(self.task.task);
+        prompt.extend(self.start(whisper));
         prompt
     }
 
     /// Outputs the window's segments and moves on to the next window.
-    fn close(&mut self, whisper: &Whisper, window: Option<&Window>, out: &mut Vec<OperationOutput>) {
+    fn close(
+        &mut self,
+        whisper: &Whisper,
+        memory: &Memory,
+        decoded: &Decoded,
+        out: &mut Vec<OperationOutput>,
+    ) -> Result<(), Error> {
         let (from, size) = (self.seek, self.size());
         self.seek += size;
-        let Some(window) = window else { return };
-        let mean = window.logs / (window.tokens.len() + 1) as f32;
-        if window.silence > SILENCE && mean <= UNLIKELY {
-            return;
+        if decoded.silence > SILENCE && decoded.mean <= UNLIKELY {
+            return Ok(());
         }
-        let (segments, consumed) = split_segments(&window.tokens, whisper.words.rules.first_time(), size);
-        // Skip a window that makes no progress.
-        self.seek = from + if consumed == 0 { size } else { consumed };
-        let at = |frame: usize| {
-            let samples = frame as u64 * FRAME as u64 * u64::from(self.task.rate);
-            (samples + u64::from(super::RATE) / 2) / u64::from(super::RATE)
+        let rules = &whisper.words.rules;
+        let Parts { parts, consumed, complete } = split_segments(&decoded.tokens, rules.first_time(), size);
+        let seconds = |frame: usize| frame as f64 / PER_SECOND;
+        let text_of = |tokens: &[u32]| tokens.iter().filter(|token| **token < rules.end).count();
+        let span = |part: &WindowPart<'_>| Span {
+            start: seconds(from + part.start),
+            end: seconds(from + part.end),
+            tokens: text_of(part.tokens),
+            words: Vec::new(),
         };
-        for WindowPart { tokens, start, end } in segments {
+        let mut spans: Vec<Span> = parts.iter().map(span).collect();
+        let mut end = from + consumed;
+        if self.task.words {
+            let words = self.align(whisper, memory, &parts, size)?;
+            place_words(words, &mut spans, seconds(from), self.last_speech);
+            let last = spans.iter().rev().find_map(|span| span.words.last().map(|word| word.end));
+            if let Some(last) = last.or_else(|| spans.last().map(|span| span.end)) {
+                self.last_speech = last;
+                if !complete && last > seconds(from) {
+                    end = (last * PER_SECOND).round_ties_even() as usize;
+                }
+            }
+        }
+        // Skip a window that makes no progress.
+        self.seek = if end > from { end } else { from + size };
+        let at = |seconds: f64| (seconds * f64::from(self.task.rate)).round() as u64;
+        for (WindowPart { tokens, .. }, span) in parts.iter().zip(spans) {
             let text = whisper.words.decode(tokens);
-            if start == end || text.trim().is_empty() {
+            if span.start == span.end || text.trim().is_empty() {
                 continue;
             }
+            self.before.extend(*tokens);
+            let word = |TimedWord { text, start, end, probability, .. }| SpokenWord {
+                text,
+                start: at(start),
+                end: at(end),
+                probability,
+            };
             out.push(OperationOutput::Text(SpokenText {
                 text,
-                start: at(from + start),
-                end: at(from + end),
-                window: at(from),
+                start: at(span.start),
+                end: at(span.end),
+                window: at(seconds(from)),
                 tokens: tokens.to_vec(),
-                mean_log: mean,
-                silence: window.silence,
+                mean_log: decoded.mean,
+                silence: decoded.silence,
+                temperature: decoded.temperature,
+                repetition: decoded.repetition,
+                words: span.words.into_iter().map(word).collect(),
             }));
         }
-    }
-}
-
-impl Window {
-    fn open(whisper: &Whisper, memory: Memory, prompt: &[u32]) -> Result<Self, Error> {
-        let Whisper { network, compute, words, .. } = whisper;
-        let mut cache = network.cache();
-        let start = prompt.iter().position(|token| *token == words.start).unwrap_or(0);
-        let last = prompt.len().saturating_sub(1);
-        let rows = network.decode(compute, &memory, &mut cache, prompt, &[start, last])?;
-        let [mut at_start, mut at_last] = <[Vec<f32>; 2]>::try_from(rows).unwrap_or_default();
-        softmax(compute.isa, &mut at_start);
-        let silence = at_start.get(words.silence as usize).copied().unwrap_or(0.0);
-        let chosen = words.rules.next_token(compute.isa, &mut at_last, &[]);
-        let context = network.shape.context;
-        // The last token of the prompt counts as the first of the generated positions.
-        let max_tokens = (context / 2).min(context - last);
-        let next = Some(chosen.token);
-        Ok(Self { memory, cache, tokens: vec![chosen.token], next, logs: chosen.log, silence, max_tokens })
-    }
-
-    /// Generates some tokens. Returns whether more may follow.
-    fn step(&mut self, whisper: &Whisper) -> Result<bool, Error> {
-        let Whisper { network, compute, words, .. } = whisper;
-        for _ in 0..STEP {
-            let full = self.tokens.len() >= self.max_tokens || self.cache.tokens() >= network.shape.context;
-            let Some(next) = self.next.filter(|_| !full) else { return Ok(false) };
-            let rows = network.decode(compute, &self.memory, &mut self.cache, &[next], &[0])?;
-            let mut logits = rows.into_iter().next().unwrap_or_default();
-            let chosen = words.rules.next_token(compute.isa, &mut logits, &self.tokens);
-            self.logs += chosen.log;
-            if chosen.token == words.rules.end {
-                self.next = None;
-                return Ok(false);
-            }
-            self.tokens.push(chosen.token);
-            self.next = Some(chosen.token);
+        if decoded.temperature > RESET {
+            self.before.clear();
         }
-        Ok(true)
+        Ok(())
+    }
+
+    /// The words of a window of `size` frames, with times from its start.
+    fn align(
+        &self,
+        whisper: &Whisper,
+        memory: &Memory,
+        parts: &[WindowPart<'_>],
+        size: usize,
+    ) -> Result<Vec<TimedWord>, Error> {
+        let Whisper { network, compute, words, heads, .. } = whisper;
+        let texts = parts.iter().flat_map(|part| part.tokens).copied();
+        let texts: Vec<u32> = texts.filter(|token| *token < words.rules.end).collect();
+        if texts.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut tokens: Vec<u32> = self.start(whisper).collect();
+        let start = tokens.len();
+        tokens.push(words.rules.no_times);
+        tokens.extend(&texts);
+        tokens.push(words.rules.end);
+        let mut attention = Attention::new(compute.isa, size / TIME);
+        let mut add = |scores: Vec<f32>| attention.add(&scores, POSITIONS);
+        let predicted = (start + 1, words.rules.end);
+        let shares = network.attention(compute, memory, &tokens, predicted, heads, &mut add)?;
+        let spaces = self.task.language.is_none_or(|language| words.writes_spaces(language));
+        let split = split_words(&texts, spaces, |tokens| words.decode(tokens));
+        Ok(time_words(split, &attention.starts(start), &shares))
     }
 }
 
@@ -206,12 +238,11 @@ fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, Language), Erro
     Ok((token, Language { code: code.to_owned(), probability: shares[best] }))
 }
 
-/// Splits the tokens at pairs of timestamps. Also returns how many of the window's `size` frames are done;
-/// audio after the last pair is transcribed again.
-fn split_segments(window_tokens: &[u32], first_time: u32, size: usize) -> (Vec<WindowPart<'_>>, usize) {
+/// Splits the tokens of a window of `size` frames at pairs of timestamps.
+fn split_segments(window_tokens: &[u32], first_time: u32, size: usize) -> Parts<'_> {
     let is_time = |token: &u32| *token >= first_time;
     let step = |token: u32| token.saturating_sub(first_time) as usize;
-    let ends_alone = matches!(window_tokens, [.., text, time] if !is_time(text) && is_time(time));
+    let complete = matches!(window_tokens, [.., text, time] if !is_time(text) && is_time(time));
     let mut cuts: Vec<usize> = (1..window_tokens.len())
         .filter(|at| is_time(&window_tokens[*at]) && is_time(&window_tokens[*at - 1]))
         .collect();
@@ -219,26 +250,23 @@ fn split_segments(window_tokens: &[u32], first_time: u32, size: usize) -> (Vec<W
         let last =
             window_tokens.iter().rev().find(|token| is_time(token)).filter(|last| **last != first_time);
         let end = last.map_or(size, |last| step(*last) * TIME);
-        return (vec![WindowPart { tokens: window_tokens, start: 0, end }], size);
+        let parts = vec![WindowPart { tokens: window_tokens, start: 0, end }];
+        return Parts { parts, consumed: size, complete };
     }
-    if ends_alone {
+    if complete {
         cuts.push(window_tokens.len());
     }
-    let mut segments = Vec::with_capacity(cuts.len());
+    let mut parts = Vec::with_capacity(cuts.len());
     let mut from = 0;
     for cut in cuts {
         let tokens = &window_tokens[from..cut];
         if let [first, .., last] | [first @ last] = tokens {
-            segments.push(WindowPart { tokens, start: step(*first) * TIME, end: step(*last) * TIME });
+            parts.push(WindowPart { tokens, start: step(*first) * TIME, end: step(*last) * TIME });
         }
         from = cut;
     }
-    let consumed = match ends_alone {
-        // No text follows the last timestamp.
-        true => size,
-        false => step(window_tokens[from - 1]) * TIME,
-    };
-    (segments, consumed)
+    let consumed = if complete { size } else { step(window_tokens[from - 1]) * TIME };
+    Parts { parts, consumed, complete }
 }
 
 #[cfg(test)]
@@ -247,12 +275,9 @@ mod tests {
 
     /// Timestamps are the tokens from 100 on.
     fn cut(tokens: &[u32]) -> (Vec<(Vec<u32>, usize, usize)>, usize) {
-        let (segments, consumed) = split_segments(tokens, 100, 2500);
+        let Parts { parts, consumed, .. } = split_segments(tokens, 100, 2500);
         (
-            segments
-                .into_iter()
-                .map(|segment| (segment.tokens.to_vec(), segment.start, segment.end))
-                .collect(),
+            parts.into_iter().map(|segment| (segment.tokens.to_vec(), segment.start, segment.end)).collect(),
             consumed,
         )
     }

@@ -11,6 +11,8 @@ use text::tokenizer::Tokenizer;
 /// Maximum bytes of each file.
 const MAX_FILE: u64 = 64 << 20;
 const SUPPRESSED: usize = 1 << 16;
+/// Languages without spaces between words.
+const UNSPACED: [&str; 6] = ["zh", "ja", "th", "lo", "my", "yue"];
 
 pub(super) struct Words {
     tokenizer: Tokenizer,
@@ -23,10 +25,14 @@ pub(super) struct Words {
     pub(super) transcribe: u32,
     pub(super) translate: u32,
     pub(super) silence: u32,
+    /// Layer and number of the decoder's heads whose attention follows the audio. Empty if not known.
+    pub(super) alignment_heads: Vec<[usize; 2]>,
 }
 
 #[derive(Deserialize)]
 struct Config {
+    #[serde(default)]
+    alignment_heads: Vec<[usize; 2]>,
     #[serde(default)]
     suppress_ids: Vec<u32>,
     #[serde(default)]
@@ -110,9 +116,9 @@ impl Words {
             suppressed: config.suppress_ids,
             suppressed_first: config.suppress_ids_begin,
         };
-        let listed = [&rules.suppressed, &rules.suppressed_first, &config.lang_ids];
-        if listed.iter().any(|list| list.len() > SUPPRESSED) {
-            return Err(format!("config.json lists more than {SUPPRESSED} tokens"));
+        let listed = [rules.suppressed.len(), rules.suppressed_first.len(), config.lang_ids.len()];
+        if listed.iter().chain([&config.alignment_heads.len()]).any(|listed| *listed > SUPPRESSED) {
+            return Err(format!("a list of config.json has more than {SUPPRESSED} entries"));
         }
         // One token for each step of 20 ms in a window, and one for its end.
         if rules.first_time() as usize + super::network::POSITIONS + 1 != tokens {
@@ -160,6 +166,7 @@ impl Words {
             silence,
             rules,
             languages,
+            alignment_heads: config.alignment_heads,
         })
     }
 
@@ -171,6 +178,11 @@ impl Words {
     /// All languages: code and token.
     pub(super) fn languages(&self) -> impl Iterator<Item = (&str, u32)> {
         self.languages.iter().map(|(code, token)| (code.as_str(), *token))
+    }
+
+    /// Whether a language writes spaces between words.
+    pub(super) fn writes_spaces(&self, language: u32) -> bool {
+        !UNSPACED.iter().any(|code| self.language(code) == Some(language))
     }
 
     /// The tokens of a prompt.

@@ -190,7 +190,7 @@ impl Plain<'_> {
         self.norm(&x, "encoder")
     }
 
-    fn decode(&self, encoded: &Rows, tokens: &[u32]) -> Rows {
+    fn embed(&self, tokens: &[u32]) -> Rows {
         let (embeddings, positions) =
             (self.of("decoder/embeddings/weight"), self.of("decoder/position_encodings/encodings"));
         let row = |(at, token): (usize, &u32)| {
@@ -199,8 +199,19 @@ impl Plain<'_> {
         };
         let mut x: Rows = tokens.iter().enumerate().map(row).collect();
         self.self_attention(&mut x, "decoder/layer_0", true);
+        x
+    }
+
+    /// Queries of the attention to the encoder's output.
+    fn queries(&self, tokens: &[u32]) -> Rows {
         let name = "decoder/layer_0/attention";
-        let queries = self.linear(&self.norm(&x, name), &format!("{name}/linear_0"));
+        self.linear(&self.norm(&self.embed(tokens), name), &format!("{name}/linear_0"))
+    }
+
+    fn decode(&self, encoded: &Rows, tokens: &[u32]) -> Rows {
+        let embeddings = self.of("decoder/embeddings/weight");
+        let (mut x, queries) = (self.embed(tokens), self.queries(tokens));
+        let name = "decoder/layer_0/attention";
         let keys_values = self.linear(encoded, &format!("{name}/linear_1"));
         let columns = |n: usize| {
             keys_values.iter().map(|row| row[n * WIDTH..(n + 1) * WIDTH].to_vec()).collect::<Rows>()
@@ -274,6 +285,65 @@ fn no_bit_depends_on_threads_or_on_the_split_of_tokens() {
         }
     }
     assert!(found.iter().all(|other| *other == found[0]));
+}
+
+#[test]
+fn sequences_decoded_together_have_the_bits_of_each_alone() {
+    let (_, bytes) = tiny();
+    let (network, compute) = load(bytes, 2).unwrap();
+    let memory = network.memory(&compute, &network.encode(&compute, &features()).unwrap()).unwrap();
+    let starts: [&[u32]; 3] = [&[3], &[39, 0, 17], &[8, 8]];
+    let mut caches: Vec<Cache> = starts
+        .iter()
+        .map(|start| {
+            let mut cache = network.cache();
+            network.decode(&compute, &memory, &mut cache, start, &[]).unwrap();
+            cache
+        })
+        .collect();
+    let alone = |cache: &Cache, token| {
+        network.decode(&compute, &memory, &mut cache.clone(), &[token], &[0]).unwrap().concat()
+    };
+    let expected: Vec<Vec<f32>> =
+        caches.iter().zip([5, 6, 7]).map(|(cache, token)| alone(cache, token)).collect();
+    let tokens: [&[u32]; 3] = [&[5], &[6], &[7]];
+    let mut sequences: Vec<(&mut Cache, &[u32])> = caches.iter_mut().zip(tokens).collect();
+    assert_eq!(network.decode_each(&compute, &memory, &mut sequences).unwrap(), expected);
+    assert_eq!(caches.iter().map(Cache::tokens).collect::<Vec<_>>(), [2, 4, 3]);
+}
+
+#[test]
+fn the_attention_of_heads_and_the_probabilities_of_tokens_equal_plain_sums() {
+    let (values, bytes) = tiny();
+    let (network, compute) = load(bytes, 2).unwrap();
+    let encoded = network.encode(&compute, &features()).unwrap();
+    let memory = network.memory(&compute, &encoded).unwrap();
+    let mut scores = Vec::new();
+    let mut take = |head: Vec<f32>| scores.push(head);
+    let (first, end) = (2, 30);
+    let shares = network.attention(&compute, &memory, &SEQUENCE, (first, end), &[[0, 1]], &mut take).unwrap();
+    let plain = Plain(&values);
+    let encoded: Rows =
+        encoded.chunks(WIDTH).map(|row| row.iter().map(|x| f64::from(*x)).collect()).collect();
+    let (keys, dims) = (plain.linear(&encoded, "decoder/layer_0/attention/linear_1"), WIDTH / HEADS);
+    let queries = plain.queries(&SEQUENCE);
+    let expected: Rows = queries
+        .iter()
+        .map(|query| {
+            let dot = |key: &Vec<f64>| (dims..2 * dims).map(|at| query[at] * key[at]).sum::<f64>();
+            keys.iter().map(|key| dot(key) / (dims as f64).sqrt()).collect()
+        })
+        .collect();
+    assert_eq!(scores.len(), 1);
+    assert!(worst(&scores[0], &expected) < 1e-4);
+    let logits = plain.decode(&encoded, &SEQUENCE);
+    let expected: Vec<f64> = (first..SEQUENCE.len() - 1)
+        .map(|at| {
+            let texts: Vec<f64> = logits[at - 1][..end as usize].iter().map(|logit| logit.exp()).collect();
+            texts.get(SEQUENCE[at] as usize).map_or(0.0, |share| share / texts.iter().sum::<f64>())
+        })
+        .collect();
+    assert!(worst(&shares, &vec![expected]) < 1e-4, "{shares:?}");
 }
 
 #[test]
