@@ -171,6 +171,7 @@ impl Bench {
             prompt_tokens: u32::try_from(prompt.len())?,
             chain: Arc::clone(&chain),
             output: Output::default(),
+            images: false,
             group: None,
             priority: 0,
             submitted: self.now,

@@ -8,6 +8,7 @@ use crate::usage::UsageFile;
 use crate::workers::{self, Terms};
 use ::usage::store::StoreError;
 use api::cors::Cors;
+use api::images::HeldImages;
 use api::operations::Sessions;
 use api::planning_threads::PlanningThreads;
 use api::realtime::SessionLimits;
@@ -193,6 +194,7 @@ impl Coordinator {
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
+            images: HeldImages::default(),
             planning: Arc::clone(&planning),
             cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,
             audit: Arc::new(ApiAudit(Arc::clone(&audit))),

@@ -151,6 +151,7 @@ impl Router for Kvasir {
             prompt_tokens: prompt.tokens.len() as u32,
             chain: Arc::clone(&prompt.chain),
             output: Output { max_tokens: self.out, fixed: true },
+            images: false,
             group: None,
             priority: 0,
             submitted: now,

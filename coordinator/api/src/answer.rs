@@ -9,6 +9,7 @@ use super::CLIENT_CLOSED;
 use super::admitted::AdmittedRequest;
 use super::auth::Revocation;
 use super::error::ApiError;
+use super::images::HeldBytes;
 use super::loading::{COMMENT_EVERY, Loading};
 use super::plan::GenerationPlan;
 use super::shape::{CallPart, Delta, DeltaPart, Usage, Writer};
@@ -50,6 +51,8 @@ pub struct ResponseStream {
     events: Events,
     choices: Vec<Progress>,
     documents: Vec<usize>,
+    /// Rows of images in the prompt.
+    image_tokens: u64,
     /// Whether the response has the text offset of each token.
     offsets: bool,
     /// Stop strings that are included in the answer.
@@ -62,6 +65,7 @@ pub struct ResponseStream {
     counts: Option<&'static str>,
     /// Set until a worker has the model.
     loading: Option<Loading>,
+    _images: Option<HeldBytes>,
 }
 
 /// Response extension: the request is counted when its stream ends.
@@ -190,6 +194,7 @@ impl ResponseStream {
             events,
             choices,
             documents: plan.documents.clone(),
+            image_tokens: plan.images.iter().flat_map(|image| &image.runs).map(|run| run.len() as u64).sum(),
             offsets: plan.params.sampling.logprobs.is_some(),
             revocation: admitted.caller.revocation(),
             included_stops: if plan.params.include_stop {
@@ -201,12 +206,19 @@ impl ResponseStream {
             span: None,
             counts: None,
             loading: None,
+            _images: None,
         }
     }
 
     /// Sets the wait for a model that no worker has ready.
     pub fn loading(mut self, loading: Option<Loading>) -> Self {
         self.loading = loading;
+        self
+    }
+
+    /// Holds the images of the request until the answer ends.
+    pub(super) fn holding(mut self, images: HeldBytes) -> Self {
+        self._images = Some(images);
         self
     }
 
@@ -440,7 +452,7 @@ impl ResponseStream {
     }
 
     fn usage(&self) -> Usage {
-        let mut usage = Usage::default();
+        let mut usage = Usage { image: self.image_tokens, ..Usage::default() };
         for choice in &self.choices {
             usage.completion += choice.completion;
             usage.reasoning += choice.reasoning;

@@ -3,12 +3,13 @@
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar::{self, OutputFormat};
+use super::images::GivenImages;
 use super::params::MaxTokens;
 use super::prompt;
 use super::tools::{self, Tools};
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use text::chat_template::Message;
+use text::chat_template::{Content, Message};
 
 /// Template arguments that a client may set.
 const TEMPLATE_ARGUMENTS: [&str; 3] = ["enable_thinking", "thinking", EFFORT];
@@ -39,6 +40,8 @@ pub(super) struct Chat<'a> {
     pub(super) field: &'static str,
     /// In the form that chat templates take.
     pub(super) messages: Vec<Message<'a>>,
+    /// The images that the messages name.
+    pub(super) images: GivenImages<'a>,
     pub(super) tools: Tools,
     /// The required format of the answer.
     pub(super) output_format: Option<OutputFormat>,
@@ -53,12 +56,14 @@ pub(super) struct Chat<'a> {
 pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
     let tokens = limit(fields)?;
     let tools = tools::tools(fields)?;
-    let mut messages = prompt::messages(fields)?;
+    let mut images = GivenImages::default();
+    let mut messages = prompt::messages(fields, &mut images)?;
     tools::with_arguments(&mut messages)?;
     let ending = ending(fields, &messages)?;
     Ok(Chat {
         field: "messages",
         messages,
+        images,
         tools,
         output_format: grammar::output_format(fields)?,
         max_tokens: MaxTokens { field: "max_tokens", tokens, explicit: tokens.is_some() },
@@ -87,8 +92,7 @@ fn ending(fields: &Fields<'_>, messages: &[Message<'_>]) -> Result<Ending, ApiEr
     if answer == Some(true) {
         return Err(ApiError::field(CONTINUE, "not with add_generation_prompt"));
     }
-    let has_text =
-        |message: &&Message<'_>| message.content.as_ref().is_some_and(|content| !content.0.trim().is_empty());
+    let has_text = |message: &&Message<'_>| message.content.as_ref().is_some_and(Content::has_text);
     let last = messages.last().filter(|last| last.role == "assistant" && last.tool_calls.is_none());
     match last.filter(has_text) {
         Some(_) => Ok(Ending::Continued),

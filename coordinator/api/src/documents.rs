@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
-use text::chat_template::{Content, Message};
+use text::chat_template::Message;
 
 pub const MAX_DOCUMENTS: usize = 256;
 /// Longest id of a document, in bytes.
@@ -69,10 +69,14 @@ pub fn insert(messages: &mut [Message<'_>], documents: &[Document], order: &[usi
     text += &format!("Most relevant first: {}", ranks.join(", "));
     let system = messages.first().is_some_and(|first| matches!(first.role.as_str(), "system" | "developer"));
     let target = messages.iter_mut().find(|message| system || message.role == "user");
-    let Some(Content(content)) = target.and_then(|message| message.content.as_mut()) else {
+    let Some(content) = target.and_then(|message| message.content.as_mut()) else {
         return Err(ApiError::field("documents", "need a leading system message or a user message"));
     };
-    *content = if system { format!("{content}\n\n{text}") } else { format!("{text}\n\n{content}") }.into();
+    let given = std::mem::take(content);
+    *content = match system {
+        true => given.between("", &format!("\n\n{text}")),
+        false => given.between(&format!("{text}\n\n"), ""),
+    };
     Ok(())
 }
 
@@ -213,7 +217,10 @@ mod tests {
             let mut messages: Vec<Message> = roles.iter().map(|role| Message::new(*role, "hi")).collect();
             insert(&mut messages, &documents, &[1, 0])?;
             Ok::<_, ApiError>(
-                messages.into_iter().map(|m| m.content.unwrap().0.to_string()).collect::<Vec<_>>(),
+                messages
+                    .into_iter()
+                    .map(|m| m.content.unwrap().texts().collect::<String>())
+                    .collect::<Vec<_>>(),
             )
         };
         assert_eq!(insert_into(&["system", "user"]).unwrap(), [format!("hi\n\n{text}"), "hi".to_owned()]);

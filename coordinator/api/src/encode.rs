@@ -61,6 +61,7 @@ pub async fn gather(
                 operation: Some(operation),
                 prompt_tokens: texts.iter().map(|text| text.tokens.len() as u32).sum(),
                 output: Output::default(),
+                images: false,
                 // Encoders cache no prefixes.
                 chain: [].into(),
                 group: None,

@@ -128,8 +128,13 @@ impl<'a> Fields<'a> {
         (at, field): (usize, &str),
         reason: impl Into<String>,
     ) -> ApiError {
+        ApiError::field(self.entry_path(name, (at, field)), reason)
+    }
+
+    /// The path of `field` of entry `at` in the list `name`.
+    pub(super) fn entry_path(&self, name: &'static str, (at, field): (usize, &str)) -> String {
         let name = path(self.within, name).unwrap_or_else(|| name.into());
-        ApiError::field(format!("{name}[{at}].{field}"), reason)
+        format!("{name}[{at}].{field}")
     }
 
     /// An error for a field, by its path in the body.

@@ -24,6 +24,7 @@ pub mod error;
 pub mod fields;
 pub mod grammar;
 pub mod http_ext;
+pub mod images;
 mod kind;
 pub mod limits;
 mod loading;
@@ -112,6 +113,8 @@ pub struct AppState {
     pub metrics: Arc<Metrics>,
     /// Request counts of documents.
     pub popularity: Popularity,
+    /// Bytes of images in running requests.
+    pub images: images::HeldImages,
     /// Limits concurrent planning and takes the tenants in turn.
     pub planning: Arc<PlanningThreads>,
     /// Origins whose pages may send requests from browsers.
@@ -444,7 +447,7 @@ async fn health(State(state): State<Arc<AppState>>) -> Result<(), ApiError> {
 }
 
 async fn tokenize(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
-    let (admitted, body) = admit(&state, request).await?;
+    let (admitted, body) = admit_within(&state, request, state.max_body(Kind::Chat)).await?;
     let tokenized = state.plan(&admitted, move |sources| plan::tokenize(&body, sources)).await?;
     let count = tokenized.tokens.len();
     let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
@@ -452,7 +455,7 @@ async fn tokenize(state: Arc<AppState>, request: Request) -> Result<Response, Ap
 }
 
 async fn count_tokens(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
-    let (admitted, body) = admit(&state, request).await?;
+    let (admitted, body) = admit_within(&state, request, state.max_body(Kind::Messages)).await?;
     let tokens = state.plan(&admitted, move |sources| plan::count_tokens(&body, sources)).await?;
     Ok(Json(json!({"input_tokens": tokens})).into_response())
 }
@@ -481,7 +484,7 @@ async fn answer(
 ) -> Result<Response, ApiError> {
     let group = group(request.headers())?;
     state.dispatch.check_room()?;
-    let (admitted, body) = admit(&state, request).await?;
+    let (admitted, body) = admit_within(&state, request, state.max_body(kind)).await?;
     let group = group.map(|group| CommonKey::of_group(admitted.caller.tenant(), &group));
     let app = Arc::clone(&state);
     let deadline = admitted.arrived + state.request_timeout;
@@ -514,6 +517,7 @@ async fn answer(
         spans::planned(span, &id, &plan, planned);
     }
     state.charge(&admitted.permit, plan.prompts.iter().map(|(tokens, _)| tokens.len() as u64).sum())?;
+    let held = state.images.hold(&plan.images)?;
     let routed = Instant::now();
     let loading = Loading::of(&state.dispatch, &state.models, &plan.served.id, state.load_wait);
     let generations = state.dispatch.generate(jobs).map_err(ApiError::from);
@@ -522,7 +526,7 @@ async fn answer(
     state.metrics.stage("route", routed.elapsed());
     let (path, writer) = (kind.endpoint().path(), writer(&plan, &id));
     let answer = ResponseStream::new(&plan, writer, Arc::clone(&state.metrics), generations, admitted);
-    let answer = answer.traced(trace.take()).loading(loading);
+    let answer = answer.traced(trace.take()).loading(loading).holding(held);
     if plan.params.stream { answer.streamed(path).await } else { answer.whole().await }
 }
 
@@ -636,6 +640,12 @@ async fn admit_within(
 }
 
 impl AppState {
+    /// Longest body of a request.
+    fn max_body(&self, kind: Kind) -> usize {
+        let sees_images = kind != Kind::Completion && self.models.iter().any(|model| model.images().is_ok());
+        if sees_images { limits::MAX_IMAGE_BODY } else { limits::MAX_BODY }
+    }
+
     /// The jobs of a plan: for each prompt its choices. Choices of one prompt differ in their seeds.
     fn jobs(
         &self,
@@ -672,6 +682,7 @@ impl AppState {
                     operation: None,
                     prompt_tokens: prompt.len().try_into().unwrap_or(u32::MAX),
                     output: Output::of(&stop, plan.grammar.as_ref()),
+                    images: !plan.images.is_empty(),
                     chain: Arc::clone(&chain),
                     group,
                     priority: plan.params.priority,
@@ -685,6 +696,7 @@ impl AppState {
                     choice: jobs.len() as u32,
                     root,
                     prompt: prompt.clone(),
+                    images: plan.images.clone(),
                     sampling,
                     stop,
                     grammar: plan.grammar.clone(),

@@ -11,6 +11,14 @@ use tokio::time::{Instant, timeout_at};
 
 /// Longest body, in bytes.
 pub const MAX_BODY: usize = 8 << 20;
+/// Longest body of a chat where a model sees images, in bytes: text, and images in base64.
+pub const MAX_IMAGE_BODY: usize = MAX_BODY + (32 << 20);
+/// Most images of a request.
+pub const MAX_IMAGES: usize = message::MAX_PROMPT_IMAGES;
+/// Bytes of all images of a request, so that they fit the frame to a worker together with the longest prompt.
+pub const MAX_IMAGE_BYTES: usize = 23 << 20;
+/// Bytes of the images of all requests that have no whole answer yet.
+pub const MAX_HELD_IMAGE_BYTES: usize = 1 << 30;
 /// Longest recording in a form, in bytes: OpenAI's limit.
 pub const MAX_UPLOAD: usize = 25 << 20;
 /// Longest form with a recording, in bytes.

@@ -7,6 +7,7 @@ use super::chat::{self, Chat, Ending};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar::{self, OutputFormat};
+use super::images::GivenImages;
 use super::params::MaxTokens;
 use super::tools::{self, FieldPaths, Listed, ToolDefinition, Tools};
 use serde::Deserialize;
@@ -82,9 +83,11 @@ pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, Ap
         chat::effort(&mut template_arguments, "output_config.effort", &effort)?;
     }
     thinking(fields, &mut template_arguments)?;
+    let mut images = GivenImages::default();
     Ok(Chat {
         field: "messages",
-        messages: input::messages(fields)?,
+        messages: input::messages(fields, &mut images)?,
+        images,
         tools: tools(fields)?,
         output_format: output_format(fields, format)?,
         max_tokens: MaxTokens { field: LIMIT, tokens, explicit: true },

@@ -7,6 +7,7 @@ use super::documents::{self, Document, Popularity};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar;
+use super::images;
 pub use super::kind::Kind;
 use super::limits::{MAX_CHOICES, MAX_LOGPROBS};
 use super::params::{MaxTokens, Params, check_tokens};
@@ -16,12 +17,12 @@ use super::tools;
 use super::{messages, responses};
 use dispatch::models::{DeployedModel, Models, OfferedModel};
 use proto::ids::ModelId;
-use proto::message::{GrammarSpec, TokenIds};
+use proto::message::{GrammarSpec, PromptImage, TokenIds};
 use proto::served_model::{ModelTask, ServedModel};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 use std::time::Duration;
-use text::chat_template::{self, Message, TemplateError};
+use text::chat_template::{self, Content, Message, TemplateError};
 use text::cpu_time::CpuDeadline;
 use text::dialect::OutputParser;
 
@@ -48,6 +49,8 @@ pub struct GenerationPlan {
     pub served: ServedModel,
     /// The prompts, each with its max_tokens.
     pub prompts: Vec<(TokenIds, u32)>,
+    /// Images of the prompt, which is the only one then.
+    pub images: Vec<PromptImage>,
     /// Indices of the request's documents, in the order of the prompt.
     pub documents: Vec<usize>,
     /// The grammar of the answer. `None`: no restriction.
@@ -212,6 +215,7 @@ pub fn generation(
     let deadline = CpuDeadline::after(SHORT_TOKENIZING);
     let bos = params.add_special_tokens.unwrap_or(true);
     let limit = served.as_ref().map(|served| served.max_model_len);
+    let mut images = Vec::new();
     let (max_tokens, prompts, grammar, parser_options) = match kind {
         Kind::Completion => {
             let requested = chat::limit(&fields)?;
@@ -233,12 +237,22 @@ pub fn generation(
                 _ => chat::read(&fields)?,
             };
             check_chat(&model, &chat, limit)?;
+            if short && !chat.images.is_empty() {
+                return Err(too_long());
+            }
+            let files = chat.images.see(&model, served.as_ref(), &chat.messages)?;
             let rendered = rendered(&mut chat, &model, (&documents, &order), true, short)?;
             let rendered = rendered.ok_or_else(too_long)?;
             check_text(&model, rendered.text.len(), limit)?;
             let prompt = match effort {
                 Effort::Short => model.chat_shortly(&rendered, bos, &deadline).ok_or_else(too_long)?,
-                Effort::Full { .. } => model.chat(&rendered, bos),
+                Effort::Full { .. } if files.is_empty() => model.chat(&rendered, bos),
+                Effort::Full { .. } => {
+                    let placed = images::place(&model, &rendered, files, bos);
+                    let (tokens, placed) = placed.map_err(|reason| chat.images.wrong(chat.field, reason))?;
+                    images = placed;
+                    tokens
+                }
             };
             let text = rendered.text;
             let Chat { tools, output_format, max_tokens, .. } = chat;
@@ -272,6 +286,7 @@ pub fn generation(
         model,
         served,
         prompts,
+        images,
         documents: order,
         grammar,
         parser_options,
@@ -283,12 +298,12 @@ pub fn generation(
 /// Counts the tokens of an Anthropic prompt.
 pub fn count_tokens(body: &[u8], sources: &Sources<'_>) -> Result<usize, ApiError> {
     let fields = Fields::parse(body, Kind::Messages.known_fields())?;
-    let (model, _) = requested_model(&fields, sources)?;
+    let (model, served) = requested_model(&fields, sources)?;
     let documents = documents::documents(&fields)?;
     let order = sources.popularity.order(sources.caller.tenant(), &documents);
     let bos = fields.get("add_special_tokens")?.unwrap_or(true);
     let chat = messages::read(&fields, false)?;
-    Ok(chat_prompt(chat, &model, (&documents, &order), bos, true)?.len())
+    Ok(chat_prompt(chat, (&model, served.as_ref()), (&documents, &order), bos)?.len())
 }
 
 /// Serves `/tokenize`.
@@ -309,7 +324,9 @@ pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiErro
         (None, Some(_)) => {
             let documents = documents::documents(&fields)?;
             let order = sources.popularity.order(sources.caller.tenant(), &documents);
-            chat_prompt(chat::read(&fields)?, &model, (&documents, &order), special, true)?.to_vec()
+            let chat = chat::read(&fields)?;
+            let tokens = chat_prompt(chat, (&model, served.as_ref()), (&documents, &order), special)?;
+            model.in_vocabulary(&tokens)
         }
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
     };
@@ -333,6 +350,11 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
         (None, Some(_)) => {
             let mut chat = chat::read(&fields)?;
             check_chat(model, &chat, Some(limit))?;
+            if !chat.images.is_empty() {
+                return Err(chat
+                    .images
+                    .wrong(chat.field, "prefixes with images cannot be pinned".to_owned()));
+            }
             let rendered = chat_text(&mut chat, model, (&[], &[]), false)?;
             check_text(model, rendered.text.len(), Some(limit))?;
             model.chat(&rendered, bos).to_vec()
@@ -469,8 +491,8 @@ fn completion_prompts<E: From<ApiError>>(
 /// whitespace around texts are not counted, since a template may leave them out.
 fn check_chat(model: &OfferedModel, chat: &Chat<'_>, limit: Option<u32>) -> Result<(), ApiError> {
     let others = chat.messages.iter().filter(|message| message.role != "assistant");
-    let texts = others.filter_map(|message| message.content.as_ref());
-    check_text(model, texts.map(|text| text.0.trim().len()).sum(), limit)
+    let texts = others.filter_map(|message| message.content.as_ref()).flat_map(Content::texts);
+    check_text(model, texts.map(|text| text.trim().len()).sum(), limit)
 }
 
 /// Refuses a text of `bytes` bytes that has too many tokens by any tokenization, before it is tokenized.
@@ -485,18 +507,23 @@ pub(super) fn check_text(model: &OfferedModel, bytes: usize, limit: Option<u32>)
     }
 }
 
-/// The tokens of a chat. `documents`: the documents and the order of their indices. `answer`: whether the
-/// prompt ends where an answer begins.
+/// The tokens of a chat that ends where an answer begins. `documents`: the documents and the order of their indices.
 fn chat_prompt(
     mut chat: Chat<'_>,
-    model: &OfferedModel,
+    (model, served): (&OfferedModel, Option<&ServedModel>),
     documents: (&[Document], &[usize]),
     bos: bool,
-    answer: bool,
 ) -> Result<TokenIds, ApiError> {
-    Ok(model.chat(&chat_text(&mut chat, model, documents, answer)?, bos))
+    let files = chat.images.see(model, served, &chat.messages)?;
+    let text = chat_text(&mut chat, model, documents, true)?;
+    if files.is_empty() {
+        return Ok(model.chat(&text, bos));
+    }
+    let placed = images::place(model, &text, files, bos);
+    placed.map(|(tokens, _)| tokens).map_err(|reason| chat.images.wrong(chat.field, reason))
 }
 
+/// The text of a chat. `answer`: whether it ends where an answer begins.
 fn chat_text(
     chat: &mut Chat<'_>,
     model: &OfferedModel,
@@ -559,9 +586,9 @@ fn rendered(
 
 /// The end of the last message's text in a rendered chat.
 fn end_of_last(text: &str, messages: &[Message<'_>]) -> Option<usize> {
-    let content = &messages.last()?.content.as_ref()?.0;
+    let content = messages.last()?.content.as_ref()?.texts().last()?;
     // Most templates trim whitespace around it.
-    [&**content, content.trim()].iter().find_map(|content| text.rfind(content).map(|at| at + content.len()))
+    [content, content.trim()].iter().find_map(|content| text.rfind(content).map(|at| at + content.len()))
 }
 
 fn logprobs(kind: Kind, fields: &Fields<'_>) -> Result<Option<u8>, ApiError> {

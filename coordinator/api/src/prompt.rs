@@ -2,14 +2,16 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, plain};
+use super::images::{self, GivenImages};
 use super::limits::{MAX_CHOICES, MAX_MESSAGES};
 use super::params::Bounded;
 use super::raw;
 use super::tools;
 use serde::Deserialize;
+use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
-use text::chat_template::{Content, Message};
+use text::chat_template::{Content, Message, Part};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {
@@ -66,12 +68,20 @@ const MESSAGE: [&str; 8] = [
 /// Types of text parts in chats, including those of other APIs.
 const TEXT_TYPES: [&str; 4] = ["text", "input_text", "output_text", "refusal"];
 
+/// Types of parts with an image, in chats and in responses.
+const IMAGE_TYPES: [&str; 2] = ["image_url", "input_image"];
+
 #[derive(Deserialize)]
-struct ContentPart {
+struct ContentPart<'a> {
     r#type: String,
     text: Option<String>,
     /// The text of a part of type `refusal`.
     refusal: Option<String>,
+    /// An address, or an object with it.
+    #[serde(borrow)]
+    image_url: Option<&'a RawValue>,
+    detail: Option<String>,
+    file_id: Option<String>,
 }
 
 /// A tool call in the older form, which allows only one.
@@ -81,19 +91,18 @@ struct FunctionCall {
     arguments: Option<Value>,
 }
 
-/// Parses `messages` for the chat template. `content` is always a text, borrowed from the body if it has no
-/// escapes.
-pub fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
+/// Parses `messages` for the chat template. A text is borrowed from the body if it has no escapes.
+pub fn messages<'a>(fields: &Fields<'a>, images: &mut GivenImages<'a>) -> Result<Vec<Message<'a>>, ApiError> {
     const NAME: &str = "messages";
     let messages = fields.objects(NAME, MAX_MESSAGES, &MESSAGE)?;
     let messages = messages.ok_or_else(|| fields.wrong(NAME, "is missing"))?;
     if messages.is_empty() {
         return Err(fields.wrong(NAME, "is empty"));
     }
-    messages.iter().map(message).collect()
+    messages.iter().map(|fields| message(fields, images)).collect()
 }
 
-fn message<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
+fn message<'a>(message: &Fields<'a>, images: &mut GivenImages<'a>) -> Result<Message<'a>, ApiError> {
     let role: String = message.get("role")?.ok_or_else(|| message.wrong("role", "is missing"))?;
     if !matches!(role.as_str(), "system" | "developer" | "user" | "assistant" | "tool" | "function") {
         let role: String = role.chars().take(32).collect();
@@ -126,11 +135,13 @@ fn message<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
         _ => role,
     };
     let content = match message.raw("content") {
-        Some(raw) => Some(Content(text(message, "content", raw, &TEXT_TYPES)?)),
+        Some(raw) if role == "assistant" => Some(Content::Text(text(message, "content", raw, &TEXT_TYPES)?)),
+        Some(raw) => Some(content(message, "content", raw, &TEXT_TYPES, images)?),
         None if tool_calls.is_some() => None,
         // An assistant message may be empty, have only reasoning, or be a refusal.
         None if role == "assistant" => {
-            Some(Content(message.get::<Cow<'_, str>>("refusal")?.unwrap_or_default().into_owned().into()))
+            let refusal = message.get::<Cow<'_, str>>("refusal")?.unwrap_or_default();
+            Some(Content::Text(refusal.into_owned().into()))
         }
         None => return Err(message.wrong("content", "is missing")),
     };
@@ -150,19 +161,90 @@ pub(super) fn text<'a>(
     raw: &'a str,
     kinds: &[&str],
 ) -> Result<Cow<'a, str>, ApiError> {
-    let wrong = |error: serde_json::Error| of.wrong(name, plain(&error));
     if raw.starts_with('"') {
-        return raw::string(raw).map_err(wrong);
+        return raw::string(raw).map_err(|error| of.wrong(name, plain(&error)));
     }
-    let parts: Bounded<ContentPart, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
-    let text = |(at, part): (usize, ContentPart)| match (part.r#type.as_str(), part.text.or(part.refusal)) {
+    let texts = parts(of, name, raw)?.into_iter().enumerate();
+    let texts = texts.map(|(at, part)| {
+        part_text(part, kinds, &[]).map_err(|(field, reason)| of.wrong_entry(name, (at, field), reason))
+    });
+    Ok(texts.collect::<Result<Vec<String>, _>>()?.join("\n").into())
+}
+
+/// The content of field `name` with JSON `raw`: like [`text`], but parts may also be images, which are added to `images`.
+pub(super) fn content<'a>(
+    of: &Fields<'a>,
+    name: &'static str,
+    raw: &'a str,
+    kinds: &[&str],
+    images: &mut GivenImages<'a>,
+) -> Result<Content<'a>, ApiError> {
+    if raw.starts_with('"') {
+        return text(of, name, raw, kinds).map(Content::Text);
+    }
+    let mut content = Vec::new();
+    for (at, part) in parts(of, name, raw)?.into_iter().enumerate() {
+        let wrong = |(field, reason): (&str, String)| of.wrong_entry(name, (at, field), reason);
+        content.push(if IMAGE_TYPES.contains(&part.r#type.as_str()) {
+            let (field, url) = image_url(&part).map_err(wrong)?;
+            let field = of.entry_path(name, (at, field));
+            Part::Image(images.add(images::at_address(field, url)?)?)
+        } else {
+            Part::Text(part_text(part, kinds, &IMAGE_TYPES).map_err(wrong)?.into())
+        });
+    }
+    Ok(images::content_of(content))
+}
+
+fn parts<'a>(of: &Fields<'a>, name: &'static str, raw: &'a str) -> Result<Vec<ContentPart<'a>>, ApiError> {
+    let parts: Bounded<ContentPart<'a>, { MAX_MESSAGES }> =
+        serde_json::from_str(raw).map_err(|error| of.wrong(name, plain(&error)))?;
+    Ok(parts.0)
+}
+
+/// The text of a part. An error names a field of the part.
+fn part_text(
+    part: ContentPart<'_>,
+    kinds: &[&str],
+    others: &[&str],
+) -> Result<String, (&'static str, String)> {
+    match (part.r#type.as_str(), part.text.or(part.refusal)) {
         (kind, Some(text)) if kinds.contains(&kind) => Ok(text),
-        (kind, None) if kinds.contains(&kind) => Err((at, "text", "is missing".to_owned())),
-        _ => Err((at, "type", format!("only {} is supported", kinds.join(" or ")))),
+        (kind, None) if kinds.contains(&kind) => Err(("text", "is missing".to_owned())),
+        _ => Err(("type", format!("only {} is supported", [kinds, others].concat().join(" or ")))),
+    }
+}
+
+/// The address of an image, with the path of its field in the part.
+fn image_url<'a>(part: &ContentPart<'a>) -> Result<(&'static str, Cow<'a, str>), (&'static str, String)> {
+    /// How closely models of OpenAI look; here an image has one size.
+    const DETAILS: [&str; 4] = ["auto", "low", "high", "original"];
+    #[derive(Deserialize)]
+    struct ImageUrl<'a> {
+        #[serde(borrow)]
+        url: Option<&'a RawValue>,
+        detail: Option<String>,
+    }
+    if part.file_id.is_some() {
+        return Err(("file_id", "the server stores no files: send the image in image_url".to_owned()));
+    }
+    let raw = part.image_url.ok_or_else(|| ("image_url", "is missing".to_owned()))?.get();
+    let (field, url, detail) = if raw.starts_with('{') {
+        let read: ImageUrl<'a> = serde_json::from_str(raw).map_err(|error| ("image_url", plain(&error)))?;
+        let url = read.url.ok_or_else(|| ("image_url.url", "is missing".to_owned()))?.get();
+        ("image_url.url", url, read.detail.map(|detail| ("image_url.detail", detail)))
+    } else {
+        ("image_url", raw, None)
     };
-    let texts: Result<Vec<String>, _> = parts.0.into_iter().enumerate().map(text).collect();
-    let texts = texts.map_err(|(at, field, reason)| of.wrong_entry(name, (at, field), reason))?;
-    Ok(texts.join("\n").into())
+    let detail = detail.or_else(|| Some(("detail", part.detail.clone()?)));
+    if let Some((field, detail)) = detail.filter(|(_, detail)| !DETAILS.contains(&detail.as_str())) {
+        let detail: String = detail.chars().take(32).collect();
+        return Err((field, format!("{detail:?} is none of {}", DETAILS.join(", "))));
+    }
+    if !url.starts_with('"') {
+        return Err((field, "must be a text".to_owned()));
+    }
+    Ok((field, raw::string(url).map_err(|error| (field, plain(&error)))?))
 }
 
 #[cfg(test)]
@@ -179,7 +261,7 @@ mod tests {
 
     fn chat(value: &Value) -> Result<Value, ApiError> {
         let body = json!({ "messages": value }).to_string();
-        let read = messages(&Fields::parse(body.as_bytes(), FIELDS).unwrap());
+        let read = messages(&Fields::parse(body.as_bytes(), FIELDS).unwrap(), &mut GivenImages::default());
         read.map(|messages| serde_json::to_value(messages).unwrap())
     }
 
@@ -257,8 +339,28 @@ mod tests {
         assert_eq!(named(chat(&json!([{"role": "user", "content": null}]))), "messages[0].content");
     }
 
+    const PIXEL: &str = "data:image/png;base64,QUJD";
+
+    #[test]
+    fn images_are_parts_of_a_content() {
+        let address = |url: Value| json!({"type": "image_url", "image_url": url});
+        let parts = json!([
+            {"type": "text", "text": "a"}, address(json!({"url": PIXEL, "detail": "low"})), {"type": "text", "text": "b"},
+            address(json!(PIXEL)), {"type": "input_image", "image_url": PIXEL, "detail": "high"},
+        ]);
+        let image = || json!({"type": "image"});
+        let text = |text: &str| json!({"type": "text", "text": text});
+        let expected = json!([text("a"), image(), text("b"), image(), image()]);
+        for role in ["user", "system", "tool"] {
+            let read = chat(&json!([{"role": role, "content": parts}])).unwrap();
+            assert_eq!(read[0]["content"], expected, "{role}");
+        }
+    }
+
     #[test]
     fn an_invalid_chat_is_refused_by_field() {
+        let image =
+            |url: Value| json!([{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]);
         for (given, field) in [
             (json!([]), "messages"),
             (json!("hello"), "messages"),
@@ -267,7 +369,17 @@ mod tests {
             (json!([{"role": "user", "content": "x"}, {"role": "user"}]), "messages[1].content"),
             (json!([{"role": "user", "content": 7}]), "messages[0].content"),
             (json!([{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0].text"),
-            (json!([{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type"),
+            (json!([{"role": "user", "content": [{"type": "file"}]}]), "messages[0].content[0].type"),
+            (
+                json!([{"role": "assistant", "content": [{"type": "image_url"}]}]),
+                "messages[0].content[0].type",
+            ),
+            (image(json!(null)), "messages[0].content[0].image_url"),
+            (image(json!(7)), "messages[0].content[0].image_url"),
+            (image(json!({})), "messages[0].content[0].image_url.url"),
+            (image(json!({"url": 7})), "messages[0].content[0].image_url.url"),
+            (image(json!({"url": "http://x/y.png"})), "messages[0].content[0].image_url.url"),
+            (image(json!({"url": PIXEL, "detail": "x"})), "messages[0].content[0].image_url.detail"),
         ] {
             assert_eq!(named(chat(&given)), field, "{given}");
         }

@@ -8,6 +8,7 @@ use super::chat::{self, Chat, Ending};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar::{self, OutputFormat};
+use super::images::GivenImages;
 use super::params::MaxTokens;
 use super::params::{Bounded, Params};
 use super::tools::{self, FieldPaths, Listed, ToolDefinition, Tools};
@@ -69,9 +70,11 @@ pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
     if let Some(Reasoning { effort: Some(effort) }) = fields.get("reasoning")? {
         chat::effort(&mut template_arguments, "reasoning.effort", &effort)?;
     }
+    let mut images = GivenImages::default();
     Ok(Chat {
         field: "input",
-        messages: input::messages(fields)?,
+        messages: input::messages(fields, &mut images)?,
+        images,
         tools: tools(fields)?,
         output_format: output_format(fields)?,
         max_tokens: MaxTokens { field: LIMIT, tokens, explicit: tokens.is_some() },

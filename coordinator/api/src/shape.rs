@@ -142,6 +142,8 @@ pub struct Usage {
     pub prompt: u64,
     /// Prompt tokens served from the prefix cache.
     pub cached: u64,
+    /// Prompt tokens that are rows of images.
+    pub image: u64,
     /// For each choice, why the prefix lookup stopped where it did.
     pub lookups: Vec<String>,
     pub completion: u64,
@@ -185,6 +187,8 @@ struct CompletionDetails {
 #[derive(Debug, Serialize)]
 struct PromptDetails {
     cached_tokens: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    image_tokens: Option<u64>,
     kvasir_lookups: Vec<String>,
 }
 
@@ -202,6 +206,7 @@ impl From<Usage> for UsageJson {
             total_tokens: usage.prompt + usage.completion,
             prompt_tokens_details: PromptDetails {
                 cached_tokens: usage.cached,
+                image_tokens: (usage.image > 0).then_some(usage.image),
                 kvasir_lookups: usage.lookups,
             },
             completion_tokens_details: (drafted || usage.reasoning > 0).then_some(details),

@@ -345,20 +345,23 @@ pub fn describe(messages: &mut Vec<Message>, tools: &Tools) -> Result<(), ApiErr
     for message in &mut *messages {
         let calls = message.tool_calls.take();
         if let Some(calls) = calls.as_ref().and_then(Value::as_array) {
-            let content = message.content.take().map_or_else(String::new, |Content(text)| text.to_string());
+            let content = message.content.take().unwrap_or_default();
             let call = |call: &Value| {
                 let function = call.get("function").unwrap_or(&Value::Null);
                 let call = json!({"name": function.get("name"), "arguments": function.get("arguments")});
                 format!("<tool_call>\n{call}\n</tool_call>")
             };
             let calls: Vec<String> = calls.iter().map(call).collect();
-            let text = [content, calls.join("\n")].join("\n");
-            message.content = Some(Content(text.trim_start().to_owned().into()));
+            let content = content.join(Content::Text(calls.join("\n").into()));
+            message.content = Some(match content {
+                Content::Text(text) => Content::Text(text.trim_start().to_owned().into()),
+                parts @ Content::Parts(_) => parts,
+            });
         }
         if message.role == "tool" {
-            let content = message.content.take().map_or_else(|| "".into(), |Content(text)| text);
-            let text = format!("<tool_response>\n{content}\n</tool_response>");
-            *message = Message::new("user", text);
+            let content = message.content.take().unwrap_or_default();
+            *message = Message::new("user", "");
+            message.content = Some(content.between("<tool_response>\n", "\n</tool_response>"));
         }
     }
     if tools.given.is_empty() {
@@ -372,8 +375,8 @@ pub fn describe(messages: &mut Vec<Message>, tools: &Tools) -> Result<(), ApiErr
     );
     match messages.first_mut().filter(|first| matches!(first.role.as_str(), "system" | "developer")) {
         Some(first) => {
-            let content = first.content.take().map_or_else(|| "".into(), |Content(text)| text);
-            first.content = Some(Content(format!("{content}\n\n{text}").into()));
+            let content = first.content.take().unwrap_or_default();
+            first.content = Some(content.between("", &format!("\n\n{text}")));
         }
         None => messages.insert(0, Message::new("system", text)),
     }

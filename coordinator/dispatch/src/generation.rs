@@ -12,8 +12,8 @@ use super::usage::{AttemptMeter, Payer, PrefillMeter};
 use proto::block::BlockId;
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{
-    FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, Sampling, Stop,
-    TenantShare, TokenIds, TokenOut,
+    FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, PromptImage,
+    Sampling, Stop, TenantShare, TokenIds, TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
@@ -35,6 +35,8 @@ pub struct GenerationJob {
     pub root: BlockId,
     /// The prompt's tokens; not empty.
     pub prompt: TokenIds,
+    /// The prompt's images.
+    pub images: Vec<PromptImage>,
     pub sampling: Sampling,
     pub stop: Stop,
     /// Grammar of the answer; `None` allows any answer.
@@ -313,7 +315,7 @@ impl Generation {
             emitted: self.emitted.as_slice().into(),
             sampling: self.job.sampling.clone(),
             stop: self.job.stop.clone(),
-            images: Vec::new(),
+            images: self.job.images.clone(),
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             pull: assignment.pull.clone(),

@@ -445,7 +445,11 @@ impl Dispatch {
 
     /// The model of this name, if a worker serves it or is expected to.
     pub fn model(&self, id: &ModelId) -> Option<ServedModel> {
-        self.state.lock().balancer.model(id).cloned()
+        let state = self.state.lock();
+        let mut served = state.balancer.model(id).cloned()?;
+        let mut members = state.balancer.table().members().filter_map(|member| member.model(id));
+        served.images |= members.any(|served| served.images);
+        Some(served)
     }
 
     pub fn serves(&self, id: &ModelId) -> bool {

@@ -9,7 +9,7 @@ mod ports;
 pub mod usage;
 
 use crate::Outcomes;
-use crate::models::Models;
+use crate::models::{Images, Models};
 use by_model::ByModel;
 use consensus::telemetry::RaftMetrics;
 use families::{CachedMetrics, Histograms, One, STAGE, Two, one, registered};
@@ -94,6 +94,9 @@ struct StateGauges {
     worker_silent_ms: Family<One, Gauge>,
     tokenise_seconds: Family<One, Counter<f64, AtomicU64>>,
     tokenised_bytes: Family<One, Counter>,
+    images_decoded: Family<One, Counter>,
+    images_known: Family<One, Counter>,
+    images_refused: Family<One, Counter>,
     memo_hits: Family<One, Counter>,
     memo_misses: Family<One, Counter>,
     memo_bytes: Family<One, Gauge>,
@@ -436,6 +439,9 @@ impl StateGauges {
             memo_bytes: registered(r, "kvasir_memo_bytes", "Memory of the memos of texts and prompts"),
             trace_spans: registered(r, "kvasir_trace_spans", "Spans of traced requests, by outcome"),
             tokenised_bytes: registered(r, "kvasir_tokenised_bytes", "Bytes of tokenized texts"),
+            images_decoded: registered(r, "kvasir_images_decoded", "Images of requests that were decoded"),
+            images_known: registered(r, "kvasir_images_known", "Images of requests whose file was known"),
+            images_refused: registered(r, "kvasir_images_refused", "Images of requests that were refused"),
             log_dropped: registered(
                 r,
                 "kvasir_log_lines_dropped",
@@ -469,7 +475,7 @@ impl StateGauges {
         }
     }
 
-    /// Updates the cost of tokenizing and the savings of the memos.
+    /// Updates the cost of tokenizing, the savings of the memos, and counts of images.
     fn update_texts(&self, models: &Models, chains: RecentUse) {
         // Totals counted elsewhere: adds what came since the last scrape.
         let follow = |counter: &Counter, total: u64| {
@@ -479,11 +485,16 @@ impl StateGauges {
         // Totals of models that are not offered any more are not reported.
         self.tokenised_bytes.clear();
         self.tokenise_seconds.clear();
+        let images = [&self.images_decoded, &self.images_known, &self.images_refused];
+        images.iter().for_each(|family| family.clear());
         for model in models.iter() {
             let label = one("model_name", model.id.as_str().to_owned());
             let (took, bytes) = model.tokenised();
             self.tokenised_bytes.get_or_create(&label).inc_by(bytes);
             self.tokenise_seconds.get_or_create(&label).inc_by(took.as_secs_f64());
+            for (family, count) in images.iter().zip(model.images().into_iter().flat_map(Images::counts)) {
+                family.get_or_create(&label).inc_by(count);
+            }
             let used = model.tokenizer.memo_usage().unwrap_or_default();
             tokens.hits += used.hits;
             tokens.misses += used.misses;

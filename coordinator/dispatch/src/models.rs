@@ -2,10 +2,12 @@
 //! template and defaults.
 
 mod deployed;
+mod images;
 
 use arc_swap::ArcSwap;
 pub use deployed::{Deployed, DeployedModel, LoadProgress};
 use hub::catalog::{self, Verification};
+pub use images::{Images, PlaceError, PromptWithImages, SeenImage};
 use metadata::{Metadata, Value};
 use model::checkpoint::{has_weights, tokenizer_metadata};
 use model::costs::ModelCosts;
@@ -26,6 +28,7 @@ use text::cpu_time::CpuDeadline;
 use text::dialect::Dialect;
 use text::sampling::SamplingDefaults;
 use text::tokenizer::KnownPart;
+pub use vision::limits::MAX_FILE_BYTES;
 
 /// Memory of each model for the memo of tokenized texts.
 const MEMO_BYTES: usize = 64 << 20;
@@ -60,6 +63,8 @@ pub struct OfferedModel {
     pub template: Option<ChatTemplate>,
     /// How the model writes tool calls and reasoning.
     pub dialect: Arc<Dialect>,
+    /// How the model sees images. `None` if it does not; an error if the file's way to see them is not supported.
+    images: Result<Option<Images>, vision::Error>,
     /// Default sampling parameters.
     pub sampling: SamplingDefaults,
     /// Costs of the layers. `None` for a model that generates no text.
@@ -90,7 +95,11 @@ impl OfferedModel {
         context: usize,
         raw_chats: bool,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        let tokenizer = Tokenizer::from_metadata(metadata)?;
+        let mut tokenizer = Tokenizer::from_metadata(metadata)?;
+        let images = Images::of(metadata, &mut tokenizer);
+        if let Err(error) = &images {
+            tracing::warn!(model = %id, %error, "the model serves no images");
+        }
         let pairs = text::pairs::template(metadata, &tokenizer)?;
         let tokenizer = tokenizer.comparing(pairs).remembering(MEMO_BYTES);
         let template = ChatTemplate::from_metadata(metadata, &tokenizer).unwrap_or_else(|error| {
@@ -107,6 +116,7 @@ impl OfferedModel {
             tokenizer,
             template,
             dialect,
+            images,
             sampling,
             costs: None,
             context,

@@ -95,6 +95,8 @@ pub struct RouteRequest {
     pub prompt_tokens: u32,
     /// Limit of the answer's length.
     pub output: Output,
+    /// The prompt has images. Only workers that see images are candidates.
+    pub images: bool,
     /// Ids of the prompt's full hash units.
     pub chain: Arc<[BlockId]>,
     /// The request group that the client named.

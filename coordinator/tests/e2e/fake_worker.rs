@@ -41,6 +41,8 @@ pub(crate) struct Setup {
     pub(crate) keeps_events: bool,
     /// The model's task.
     pub(crate) task: ModelTask,
+    /// Whether prompts may have images.
+    pub(crate) images: bool,
     /// Additional offers.
     pub(crate) operations: Vec<OfferedOperation>,
 }
@@ -270,7 +272,7 @@ impl Shared {
             numeric_class: "fake".into(),
             block_tokens: 16,
             task: self.setup.task,
-            images: false,
+            images: self.setup.images,
         }]
     }
 

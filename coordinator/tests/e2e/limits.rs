@@ -283,39 +283,40 @@ async fn sec_image_refused() {
     trap.set_nonblocking(true).unwrap();
     let address = format!("http://{}/x.png", trap.local_addr().unwrap());
     let png = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAA6mAAAOpgCAYAAAA=";
-    for part in [
-        json!({"type": "image_url", "image_url": {"url": address}}),
-        json!({"type": "image_url", "image_url": {"url": png}}),
-        json!({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}),
-        json!({"type": "input_image", "image_url": address}),
-        json!({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),
-        json!({"type": "file", "file": {"file_data": png}}),
+    let invalid = |field: &str| (400, "invalid_field".to_owned(), field.to_owned());
+    for (part, field) in [
+        (json!({"type": "image_url", "image_url": {"url": address}}), "image_url.url"),
+        (json!({"type": "image_url", "image_url": {"url": png}}), "image_url.url"),
+        (json!({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}), "image_url.url"),
+        (json!({"type": "input_image", "image_url": address}), "image_url"),
+        (json!({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}), "type"),
+        (json!({"type": "file", "file": {"file_data": png}}), "type"),
     ] {
         let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
         let error = post(rig.at.http, CHAT, &json!({"messages": [message], "max_tokens": 1})).await.error();
-        assert_eq!(error, (400, "invalid_field".into(), "messages[0].content[1].type".into()), "{message}");
+        assert_eq!(error, invalid(&format!("messages[0].content[1].{field}")), "{message}");
     }
-    for part in [
-        json!({"type": "input_image", "image_url": address}),
-        json!({"type": "input_file", "file_url": address}),
-        json!({"type": "input_image", "file_id": "f"}),
+    for (part, field) in [
+        (json!({"type": "input_image", "image_url": address}), "image_url"),
+        (json!({"type": "input_image", "image_url": png}), "image_url"),
+        (json!({"type": "input_file", "file_url": address}), "type"),
+        (json!({"type": "input_image", "file_id": "f"}), "file_id"),
     ] {
         let message = json!({"role": "user", "content": [{"type": "input_text", "text": "see"}, part]});
         let error = post(rig.at.http, "/v1/responses", &json!({"input": [message]})).await.error();
-        assert_eq!(error, (400, "invalid_field".into(), "input[0].content[1].type".into()), "{message}");
+        assert_eq!(error, invalid(&format!("input[0].content[1].{field}")), "{message}");
     }
-    for source in [json!({"type": "url", "url": address}), json!({"type": "base64", "data": "AAAA"})] {
-        for kind in ["image", "document"] {
-            let part = json!({"type": kind, "source": source});
-            let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
-            let body = json!({"messages": [message], "max_tokens": 1});
-            let error = post(rig.at.http, "/v1/messages", &body).await.error();
-            assert_eq!(
-                error,
-                (400, "invalid_field".into(), "messages[0].content[1].type".into()),
-                "{message}"
-            );
-        }
+    let base64 = json!({"type": "base64", "media_type": "image/png", "data": "AAAA"});
+    for (kind, source, field) in [
+        ("image", json!({"type": "url", "url": address}), "source.url"),
+        ("image", base64.clone(), "source.data"),
+        ("document", base64, "type"),
+    ] {
+        let part = json!({"type": kind, "source": source});
+        let message = json!({"role": "user", "content": [{"type": "text", "text": "see"}, part]});
+        let body = json!({"messages": [message], "max_tokens": 1});
+        let error = post(rig.at.http, "/v1/messages", &body).await.error();
+        assert_eq!(error, invalid(&format!("messages[0].content[1].{field}")), "{message}");
     }
     assert!(trap.accept().is_err(), "an address was asked for");
 }

@@ -14,6 +14,7 @@ mod fake_sequences;
 mod fake_sessions;
 mod fake_worker;
 mod faults;
+mod images;
 mod keys;
 mod limits;
 mod operations;
@@ -113,6 +114,7 @@ impl Rig {
             warm: Vec::new(),
             keeps_events: true,
             task: ModelTask::Generate,
+            images: false,
             operations: Vec::new(),
         }
     }
@@ -163,6 +165,16 @@ const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.co
 
 /// Writes a file with a byte tokenizer and a chat template, without weights.
 pub(crate) fn write_model(path: &Path, template: &str) {
+    write_file(path, model_metadata(template, &[]));
+}
+
+pub(crate) fn write_file(path: &Path, metadata: Metadata) {
+    let mut file = std::fs::File::create(path).unwrap();
+    Writer::new(metadata).unwrap().write(&mut file, |_| Vec::new()).unwrap();
+}
+
+/// A byte tokenizer with more control tokens from 260 on, and a chat template.
+pub(crate) fn model_metadata(template: &str, more: &[&str]) -> Metadata {
     // Bytes in the notation of byte-level BPE.
     let printable = |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || (174..=255).contains(&b);
     let mut others = 256..;
@@ -172,9 +184,11 @@ pub(crate) fn write_model(path: &Path, template: &str) {
             char::from_u32(code).unwrap().to_string()
         })
         .collect();
-    tokens.extend(["<|im_start|>", "<|im_end|>", "<bos>", "~~"].map(String::from));
-    let types: Vec<i32> = (0..tokens.len()).map(|id| if (256..259).contains(&id) { 3 } else { 1 }).collect();
-    let metadata = Metadata::from_iter([
+    tokens.extend(
+        ["<|im_start|>", "<|im_end|>", "<bos>", "~~"].iter().chain(more).map(|token| (*token).to_owned()),
+    );
+    let types: Vec<i32> = (0..tokens.len()).map(|id| if id < 256 || id == 259 { 1 } else { 3 }).collect();
+    Metadata::from_iter([
         ("general.architecture", Value::from("llama")),
         ("tokenizer.ggml.model", Value::from("gpt2")),
         ("tokenizer.ggml.pre", Value::from("gpt-2")),
@@ -186,9 +200,7 @@ pub(crate) fn write_model(path: &Path, template: &str) {
         ("tokenizer.ggml.add_bos_token", Value::from(true)),
         ("tokenizer.ggml.add_eos_token", Value::from(true)),
         ("tokenizer.chat_template", Value::from(template)),
-    ]);
-    let mut file = std::fs::File::create(path).unwrap();
-    Writer::new(metadata).unwrap().write(&mut file, |_| Vec::new()).unwrap();
+    ])
 }
 
 /// The tokens of a text, without BOS.

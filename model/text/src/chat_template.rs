@@ -21,7 +21,7 @@ use machine::Machine;
 use outline::{Outline, Outlines, Passage, Shape, TextPositions};
 use value::{Fallible, Fault, Key, Text, Value};
 
-pub use message::{Content, Message};
+pub use message::{Content, Message, Part};
 
 mod ast;
 mod budget;
@@ -51,6 +51,9 @@ const REASON: usize = 1000;
 /// Longest extra variables of one rendering, as bytes of JSON.
 const EXTRA: usize = 1 << 20;
 
+/// Texts that show how a template reads texts.
+const PROBES: [&str; 2] = ["kvasir-probe", "another-text"];
+
 /// Estimated bytes that a template writes around a message, for preallocation.
 const MESSAGE_ROOM: usize = 64;
 
@@ -78,6 +81,8 @@ pub struct ChatTemplate {
     body: Body,
     outlines: Outlines,
     outlining: bool,
+    /// It reads texts only in lists of parts.
+    wants_parts: bool,
     bos_token: String,
     eos_token: String,
     source: Box<str>,
@@ -177,15 +182,39 @@ impl ChatTemplate {
         if source.len() > SOURCE {
             return Err(TemplateError::TooLong { bytes: source.len() });
         }
-        Ok(Self {
+        let mut template = Self {
             body: parser::parse(source)?,
             outlines: Outlines::default(),
             outlining: true,
+            wants_parts: false,
             bos_token: bos_token.into(),
             eos_token: eos_token.into(),
             source: source.into(),
             limits,
-        })
+        };
+        template.wants_parts = template.reads_only_parts();
+        Ok(template)
+    }
+
+    /// Whether the prompt has texts only if they are parts of a list.
+    fn reads_only_parts(&mut self) -> bool {
+        let [text, other] = PROBES;
+        let string = self.probe(text);
+        if string.as_ref().is_some_and(|prompt| prompt.contains(text)) || self.probe(other) != string {
+            return false;
+        }
+        self.wants_parts = true;
+        // A printed list has the text, too.
+        self.probe(text).is_some_and(|prompt| prompt.contains(text) && !prompt.contains("'text'"))
+    }
+
+    /// The prompt of a user's message.
+    fn probe(&self, text: &str) -> Option<String> {
+        let (messages, now) = ([Message::new("user", text)], SystemTime::now());
+        let budget = Budget::new(Limits::PROBE);
+        let variables = self.variables(&messages, None, true, &Map::new(), &budget, false).ok()?;
+        let run = Machine::new(&budget, variables, 0, false, now).run(&self.body);
+        run.ok().map(|(prompt, _, _)| prompt)
     }
 
     /// Whether the template's source contains `text`.
@@ -253,8 +282,8 @@ impl ChatTemplate {
         if let Some(Some(outline)) = &cached {
             return within(outline.fill(messages));
         }
-        let texts = messages.iter().filter_map(|message| message.content.as_ref());
-        let room: usize = texts.map(|Content(text)| text.len() + MESSAGE_ROOM).sum();
+        let texts = messages.iter().filter_map(|message| message.content.as_ref()).flat_map(Content::texts);
+        let room: usize = texts.map(|text| text.len() + MESSAGE_ROOM).sum();
         let (text, quoted, _) = self.evaluate(room, false, (now, limits), |budget| {
             self.variables(messages, tools, add_generation_prompt, extra, budget, false)
         })?;
@@ -287,7 +316,7 @@ impl ChatTemplate {
         let mut seen = Vec::with_capacity(messages.len());
         for (at, message) in messages.iter().enumerate() {
             let stand_in = outline.then(|| Passage::of_message(at));
-            seen.push(message.value(budget, stand_in)?);
+            seen.push(message.value(budget, stand_in, self.wants_parts)?);
         }
         variables.insert(key("messages"), Value::list(seen)?);
         let tools = tools.map(|tools| tools.iter().map(|tool| Value::from_json(tool, budget)).collect());

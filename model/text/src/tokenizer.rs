@@ -420,6 +420,19 @@ impl Tokenizer {
         self
     }
 
+    /// Makes control tokens of these tokens: text of a request never becomes one of them
+    /// ([`encode_prompt`](Self::encode_prompt)). The tokens of other texts do not change.
+    pub fn make_control(&mut self, ids: &[u32]) {
+        for id in ids {
+            let Some(text) = self.texts.get(*id) else { continue };
+            self.specials.control(text);
+            if let Ok(text) = std::str::from_utf8(text) {
+                let normal = normalize::apply(&self.normalizers, text, true);
+                self.normal_specials.control(normal.as_bytes());
+            }
+        }
+    }
+
     /// Hits and misses of the memo, by piece; `None` without a memo.
     pub fn memo_usage(&self) -> Option<RecentUse> {
         self.memo.as_ref().map(Memo::usage)

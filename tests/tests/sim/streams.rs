@@ -236,6 +236,7 @@ impl World {
             prompt_tokens: (units.len() * HASH_UNIT_TOKENS) as u32,
             chain: units,
             output: Output::default(),
+            images: false,
             group: None,
             priority: 0,
             submitted: self.instant(),

@@ -2,6 +2,7 @@
 
 use crate::error::ApiError;
 use crate::fields::{Fields, plain};
+use crate::images::{self, GivenImages};
 use crate::limits::MAX_MESSAGES;
 use crate::params::Bounded;
 use crate::prompt::text;
@@ -9,7 +10,8 @@ use crate::tools;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
-use text::chat_template::{Content, Message};
+use std::borrow::Cow;
+use text::chat_template::{Content, Message, Part};
 
 const MESSAGES: &str = "messages";
 const CONTENT: &str = "content";
@@ -31,15 +33,63 @@ struct Block<'a> {
     #[serde(borrow)]
     content: Option<&'a RawValue>,
     is_error: Option<bool>,
+    #[serde(borrow)]
+    source: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
-struct ContentBlock {
+struct ContentBlock<'a> {
     r#type: String,
     text: Option<String>,
+    #[serde(borrow)]
+    source: Option<&'a RawValue>,
 }
 
-pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
+/// Where an image is.
+#[derive(Deserialize)]
+struct ImageSource<'a> {
+    r#type: String,
+    media_type: Option<String>,
+    #[serde(borrow)]
+    data: Option<Cow<'a, str>>,
+    #[serde(borrow)]
+    url: Option<Cow<'a, str>>,
+}
+
+/// Media types of images in this API.
+const MEDIA_TYPES: [&str; 4] = ["image/jpeg", "image/png", "image/gif", "image/webp"];
+
+/// Adds the image of a block whose `source` field has this path.
+fn image<'a>(
+    path: String,
+    source: Option<&'a RawValue>,
+    images: &mut GivenImages<'a>,
+) -> Result<Part<'a>, ApiError> {
+    let source = source.ok_or_else(|| ApiError::field(&path, "is missing"))?;
+    let source: ImageSource<'a> =
+        serde_json::from_str(source.get()).map_err(|error| ApiError::field(&path, plain(&error)))?;
+    let field = |name: &str| format!("{path}.{name}");
+    let missing = |name: &str| ApiError::field(field(name), "is missing");
+    let image = match source.r#type.as_str() {
+        "base64" => {
+            let kind = source.media_type.ok_or_else(|| missing("media_type"))?;
+            if !MEDIA_TYPES.contains(&kind.as_str()) {
+                let kind: String = kind.chars().take(32).collect();
+                let reason = format!("{kind:?} is none of {}", MEDIA_TYPES.join(", "));
+                return Err(ApiError::field(field("media_type"), reason));
+            }
+            images::in_base64(field("data"), source.data.ok_or_else(|| missing("data"))?)
+        }
+        "url" => images::at_address(field("url"), source.url.ok_or_else(|| missing("url"))?)?,
+        _ => return Err(ApiError::field(field("type"), "must be base64 or url: the server stores no files")),
+    };
+    Ok(Part::Image(images.add(image)?))
+}
+
+pub(super) fn messages<'a>(
+    fields: &Fields<'a>,
+    images: &mut GivenImages<'a>,
+) -> Result<Vec<Message<'a>>, ApiError> {
     let mut chat = Vec::new();
     if let Some(raw) = fields.raw("system") {
         chat.push(Message::new("system", text(fields, "system", raw, &["text"])?));
@@ -48,7 +98,7 @@ pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiE
     let given = given.ok_or_else(|| ApiError::field(MESSAGES, "is missing"))?;
     let Some(last) = given.last() else { return Err(ApiError::field(MESSAGES, "is empty")) };
     for message in &given {
-        add(&mut chat, message)?;
+        add(&mut chat, message, images)?;
     }
     if chat.last().is_some_and(|message| message.role == "assistant") {
         return Err(
@@ -58,7 +108,11 @@ pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiE
     Ok(chat)
 }
 
-fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiError> {
+fn add<'a>(
+    chat: &mut Vec<Message<'a>>,
+    message: &Fields<'a>,
+    images: &mut GivenImages<'a>,
+) -> Result<(), ApiError> {
     let role: String = message.get("role")?.ok_or_else(|| message.wrong("role", "is missing"))?;
     let raw = message.raw(CONTENT).ok_or_else(|| message.wrong(CONTENT, "is missing"))?;
     if !matches!(role.as_str(), "user" | "assistant" | "system") {
@@ -76,7 +130,7 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
     let blocks: Bounded<Block<'a>, { MAX_MESSAGES }> =
         serde_json::from_str(raw).map_err(|error| message.wrong(CONTENT, plain(&error)))?;
     let assistant = role == "assistant";
-    let (mut texts, mut thought, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut parts, mut thought, mut calls) = (Vec::new(), Vec::new(), Vec::new());
     for (at, block) in blocks.0.into_iter().enumerate() {
         let wrong = |field: &str, reason: String| message.wrong_entry(CONTENT, (at, field), reason);
         let missing = |field: &str| wrong(field, "is missing".to_owned());
@@ -85,8 +139,11 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
                 text if text.is_empty() && !assistant => {
                     return Err(wrong("text", "is empty".to_owned()));
                 }
-                text => texts.push(text),
+                text => parts.push(Part::Text(text.into())),
             },
+            ("image", false) => {
+                parts.push(image(message.entry_path(CONTENT, (at, "source")), block.source, images)?);
+            }
             ("thinking", true) => thought.push(block.thinking.ok_or_else(|| missing("thinking"))?),
             // Its content is encrypted and cannot be used here.
             ("redacted_thinking", true) => {}
@@ -101,73 +158,75 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
             }
             ("tool_result", false) => {
                 // Text before the result stays before it.
-                flush_user_text(chat, &mut texts);
+                flush_user_parts(chat, &mut parts);
                 let id = block.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
-                let result = block.content.map_or(Ok(String::new()), |raw| result(raw.get()));
-                let mut result = result.map_err(|(field, reason)| wrong(&field, reason))?;
+                let path = message.entry_path(CONTENT, (at, CONTENT));
+                let result = block.content.map(|raw| result(&path, raw.get(), images)).transpose()?;
+                let mut result = result.unwrap_or_default();
                 if block.is_error == Some(true) {
                     // Templates have no field for errors.
-                    result.insert_str(0, "Error: ");
+                    result = result.between("Error: ", "");
                 }
-                let mut message = Message::new("tool", result);
+                let mut message = Message::new("tool", "");
+                message.content = Some(result);
                 message.rest.insert("tool_call_id".into(), id.into());
                 chat.push(message);
             }
             (other, _) => {
                 let other: String = other.chars().take(64).collect();
                 let supported =
-                    if assistant { "text, thinking and tool_use" } else { "text and tool_result" };
+                    if assistant { "text, thinking and tool_use" } else { "text, image and tool_result" };
                 return Err(wrong("type", format!("{other:?} is not supported here, only {supported}")));
             }
         }
     }
     if !assistant {
-        flush_user_text(chat, &mut texts);
+        flush_user_parts(chat, &mut parts);
         return Ok(());
     }
     let mut rest = Map::new();
     if !thought.is_empty() {
         rest.insert("reasoning_content".into(), thought.join("\n").into());
     }
-    let silent = texts.is_empty() && !calls.is_empty();
-    let content = (!silent).then(|| Content(texts.join("\n").into()));
+    let silent = parts.is_empty() && !calls.is_empty();
+    let content = (!silent).then(|| images::content_of(parts));
     let tool_calls = (!calls.is_empty()).then_some(Value::Array(calls));
     join(chat, Message { role, content, name: None, tool_calls, rest });
     Ok(())
 }
 
-/// Adds the user's text so far as a message.
-fn flush_user_text(chat: &mut Vec<Message<'_>>, texts: &mut Vec<String>) {
-    if !texts.is_empty() {
-        join(chat, Message::new("user", std::mem::take(texts).join("\n")));
+/// Adds the user's texts and images so far as a message.
+fn flush_user_parts<'a>(chat: &mut Vec<Message<'a>>, parts: &mut Vec<Part<'a>>) {
+    if !parts.is_empty() {
+        let mut message = Message::new("user", "");
+        message.content = Some(images::content_of(std::mem::take(parts)));
+        join(chat, message);
     }
 }
 
-/// Adds a message. Merges it into the last one if both have the same role and only text.
+/// Adds a message. Merges it into the last one if both have the same role and only content.
 fn join<'a>(chat: &mut Vec<Message<'a>>, message: Message<'a>) {
     let plain = |message: &Message<'_>| message.tool_calls.is_none() && message.rest.is_empty();
     let same = |last: &&mut Message<'a>| {
         last.role == message.role && message.role != "system" && plain(last) && plain(&message)
     };
     let Some(last) = chat.last_mut().filter(same) else { return chat.push(message) };
-    let text_of = |message: &Message<'_>| {
-        message.content.as_ref().map_or_else(String::new, |Content(text)| text.to_string())
-    };
-    last.content = Some(Content([text_of(last), text_of(&message)].join("\n").into()));
+    last.content = Some(last.content.take().unwrap_or_default().join(message.content.unwrap_or_default()));
 }
 
-/// The result of a tool call: a text, or text parts.
-fn result(raw: &str) -> Result<String, (String, String)> {
-    let wrong = |error: serde_json::Error| (CONTENT.to_owned(), plain(&error));
+/// The result of a tool call: a text, or texts and images.
+fn result<'a>(path: &str, raw: &'a str, images: &mut GivenImages<'a>) -> Result<Content<'a>, ApiError> {
+    let wrong = |error: serde_json::Error| ApiError::field(path, plain(&error));
     if !raw.starts_with('[') {
-        return serde_json::from_str(raw).map_err(wrong);
+        return serde_json::from_str(raw).map(|text: String| Content::Text(text.into())).map_err(wrong);
     }
-    let blocks: Bounded<ContentBlock, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
-    let text = |(at, block): (usize, ContentBlock)| match (block.r#type.as_str(), block.text) {
-        ("text", Some(text)) => Ok(text),
-        ("text", None) => Err((format!("{CONTENT}[{at}].text"), "is missing".to_owned())),
-        _ => Err((format!("{CONTENT}[{at}].type"), "only text is supported".to_owned())),
+    let blocks: Bounded<ContentBlock<'a>, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
+    let part = |(at, block): (usize, ContentBlock<'a>)| match (block.r#type.as_str(), block.text) {
+        ("text", Some(text)) => Ok(Part::Text(text.into())),
+        ("text", None) => Err(ApiError::field(format!("{path}[{at}].text"), "is missing")),
+        ("image", _) => image(format!("{path}[{at}].source"), block.source, images),
+        _ => Err(ApiError::field(format!("{path}[{at}].type"), "only text and image are supported")),
     };
-    let texts: Result<Vec<String>, _> = blocks.0.into_iter().enumerate().map(text).collect();
-    Ok(texts?.join("\n"))
+    let parts: Result<Vec<_>, _> = blocks.0.into_iter().enumerate().map(part).collect();
+    Ok(images::content_of(parts?))
 }

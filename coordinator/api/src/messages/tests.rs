@@ -126,7 +126,27 @@ fn invalid_or_unsupported_fields_are_named() {
             ),
             "messages.role",
         ),
-        (block("user", json!({"type": "image", "source": {}})), "{}.type"),
+        (block("user", json!({"type": "image"})), "{}.source"),
+        (block("user", json!({"type": "image", "source": {}})), "{}.source"),
+        (
+            block("user", json!({"type": "image", "source": {"type": "file", "file_id": "f"}})),
+            "{}.source.type",
+        ),
+        (
+            block("user", json!({"type": "image", "source": {"type": "base64", "data": "QUJD"}})),
+            "{}.source.media_type",
+        ),
+        (
+            block("user", json!({"type": "image", "source": {"type": "base64", "media_type": "image/tiff"}})),
+            "{}.source.media_type",
+        ),
+        (
+            block("user", json!({"type": "image", "source": {"type": "base64", "media_type": "image/png"}})),
+            "{}.source.data",
+        ),
+        (block("user", json!({"type": "image", "source": {"type": "url"}})), "{}.source.url"),
+        (block("user", json!({"type": "image", "source": {"type": "url", "url": "x"}})), "{}.source.url"),
+        (block("assistant", json!({"type": "image", "source": {}})), "{}.type"),
         (block("user", json!({"type": "document", "source": {}})), "{}.type"),
         (block("user", json!({"type": "tool_use", "id": "1", "name": "f", "input": {}})), "{}.type"),
         (block("user", json!({"type": "text"})), "{}.text"),
@@ -134,6 +154,13 @@ fn invalid_or_unsupported_fields_are_named() {
         (block("user", json!({"type": "tool_result", "tool_use_id": "1", "content": 7})), "{}.content"),
         (
             block("user", json!({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]})),
+            "{}.content[0].source",
+        ),
+        (
+            block(
+                "user",
+                json!({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "document"}]}),
+            ),
             "{}.content[0].type",
         ),
         (block("assistant", json!({"type": "server_tool_use", "id": "1"})), "{}.type"),

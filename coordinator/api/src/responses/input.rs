@@ -2,8 +2,9 @@
 
 use crate::error::ApiError;
 use crate::fields::Fields;
+use crate::images::GivenImages;
 use crate::limits::MAX_MESSAGES;
-use crate::prompt::text;
+use crate::prompt::{content, text};
 use crate::raw;
 use crate::tools;
 use serde_json::{Map, Value};
@@ -14,7 +15,10 @@ const ITEM: [&str; 8] = ["type", "role", "content", "call_id", "name", "argument
 /// Types of text parts, for all roles.
 const TEXT_TYPES: [&str; 4] = ["input_text", "output_text", "text", "refusal"];
 
-pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
+pub(super) fn messages<'a>(
+    fields: &Fields<'a>,
+    images: &mut GivenImages<'a>,
+) -> Result<Vec<Message<'a>>, ApiError> {
     let mut chat = Chat::default();
     if let Some(instructions) = fields.raw("instructions") {
         if !instructions.starts_with('"') {
@@ -35,7 +39,7 @@ pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiE
         return Err(ApiError::field(INPUT, "is empty"));
     }
     for item in &items {
-        chat.add(item)?;
+        chat.add(item, images)?;
     }
     chat.end_turn();
     Ok(chat.messages)
@@ -52,18 +56,19 @@ struct Chat<'a> {
 }
 
 impl<'a> Chat<'a> {
-    fn add(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
+    fn add(&mut self, item: &Fields<'a>, images: &mut GivenImages<'a>) -> Result<(), ApiError> {
         let kind: Option<String> = item.get("type")?;
         match kind.as_deref() {
             // The short form of a message has no type.
-            None if item.raw("role").is_some() => self.message(item),
+            None if item.raw("role").is_some() => self.message(item, images),
             None => Err(item.wrong("type", "is missing")),
-            Some("message") => self.message(item),
+            Some("message") => self.message(item, images),
             Some("function_call") => self.call(item),
             Some("function_call_output") => {
                 let id: String = missing(item, "call_id", item.get("call_id")?)?;
                 let raw = missing(item, "output", item.raw("output"))?;
-                let mut message = Message::new("tool", text(item, "output", raw, &TEXT_TYPES)?);
+                let mut message = Message::new("tool", "");
+                message.content = Some(content(item, "output", raw, &TEXT_TYPES, images)?);
                 message.rest.insert("tool_call_id".into(), id.into());
                 self.other(message);
                 Ok(())
@@ -77,12 +82,13 @@ impl<'a> Chat<'a> {
         }
     }
 
-    fn message(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
+    fn message(&mut self, item: &Fields<'a>, images: &mut GivenImages<'a>) -> Result<(), ApiError> {
         let role: String = missing(item, "role", item.get("role")?)?;
         let content = match item.raw("content") {
-            Some(raw) => text(item, "content", raw, &TEXT_TYPES)?,
+            Some(raw) if role == "assistant" => Content::Text(text(item, "content", raw, &TEXT_TYPES)?),
+            Some(raw) => content(item, "content", raw, &TEXT_TYPES, images)?,
             // An empty assistant message.
-            None if role == "assistant" => "".into(),
+            None if role == "assistant" => Content::default(),
             None => return Err(item.wrong("content", "is missing")),
         };
         match role.as_str() {
@@ -90,9 +96,13 @@ impl<'a> Chat<'a> {
                 if self.content.is_some() || !self.calls.is_empty() {
                     self.end_turn();
                 }
-                self.content = Some(Content(content));
+                self.content = Some(content);
             }
-            "user" | "system" | "developer" => self.other(Message::new(role, content)),
+            "user" | "system" | "developer" => {
+                let mut message = Message::new(role, "");
+                message.content = Some(content);
+                self.other(message);
+            }
             _ => {
                 let role: String = role.chars().take(32).collect();
                 return Err(item.wrong("role", format!("{role:?} is not a role")));

@@ -134,7 +134,25 @@ fn invalid_or_unsupported_fields_are_named() {
         (item(json!({"role": "user", "content": [{"type": "input_text"}]})), "input[1].content[0].text"),
         (
             item(json!({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]})),
+            "input[1].content[0].image_url",
+        ),
+        (
+            item(json!({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]})),
+            "input[1].content[0].file_id",
+        ),
+        (
+            item(json!({"role": "user", "content": [{"type": "input_image", "image_url": 7}]})),
+            "input[1].content[0].image_url",
+        ),
+        (
+            item(json!({"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]})),
             "input[1].content[0].type",
+        ),
+        (
+            item(
+                json!({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}),
+            ),
+            "input[1].output[0].image_url",
         ),
         (
             item(json!({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]})),
@@ -272,6 +290,7 @@ fn usage() -> Usage {
     Usage {
         prompt: 10,
         cached: 8,
+        image: 0,
         lookups: vec!["absent".into()],
         completion: 9,
         reasoning: 3,

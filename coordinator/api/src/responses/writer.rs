@@ -177,11 +177,15 @@ fn usage_json(usage: Usage) -> Value {
         details.insert("accepted_prediction_tokens".into(), usage.accepted.into());
         details.insert("rejected_prediction_tokens".into(), usage.rejected().into());
     }
+    let mut input = json!({
+        "cached_tokens": usage.cached, "cache_write_tokens": 0, "kvasir_lookups": usage.lookups,
+    });
+    if let (Some(input), true) = (input.as_object_mut(), usage.image > 0) {
+        input.insert("image_tokens".into(), usage.image.into());
+    }
     json!({
         "input_tokens": usage.prompt,
-        "input_tokens_details": {
-            "cached_tokens": usage.cached, "cache_write_tokens": 0, "kvasir_lookups": usage.lookups,
-        },
+        "input_tokens_details": input,
         "output_tokens": usage.completion,
         "output_tokens_details": details,
         "total_tokens": usage.prompt + usage.completion,

@@ -134,7 +134,7 @@ fn earlier_calls_have_objects_as_arguments_or_become_text() {
     assert_eq!(messages[1].tool_calls.as_ref().unwrap()[0]["function"]["arguments"], json!({"x": 1}));
     let given = Tools { given: vec![function("a")], ..Tools::default() };
     describe(&mut messages, &given).unwrap();
-    let text = |at: usize| messages[at].content.as_ref().unwrap().0.to_string();
+    let text = |at: usize| messages[at].content.as_ref().unwrap().texts().collect::<String>();
     assert_eq!(messages[0].role, "system");
     assert!(text(0).contains(&function("a").to_string()));
     assert_eq!(text(2), "<tool_call>\n{\"name\":\"a\",\"arguments\":{\"x\":1}}\n</tool_call>");

@@ -159,6 +159,7 @@ mod tests {
             prompt_tokens: 16 * chain.len() as u32 + 3,
             chain,
             output: Output::default(),
+            images: false,
             group: None,
             trace: None,
             priority: 0,

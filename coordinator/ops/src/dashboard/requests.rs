@@ -192,6 +192,7 @@ mod tests {
             prompt_tokens: 1_530,
             chain: [].into(),
             output: Output::default(),
+            images: false,
             group: None,
             trace: None,
             priority: 0,

@@ -85,6 +85,7 @@ impl Rig {
             operation: None,
             prompt_tokens,
             output: Output::default(),
+            images: false,
             chain,
             group: None,
             priority: 0,

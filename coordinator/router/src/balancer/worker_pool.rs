@@ -614,13 +614,17 @@ impl RequestState {
         self.request.group.or_else(begins)
     }
 
-    /// Whether the member may take the request, given refusals and the numeric class.
+    /// Whether the member may take the request, given refusals, its images and the numeric class.
     fn accepts(&self, member: &Member) -> bool {
         let register = &member.register;
         let declined = self.declined_by.iter().any(|(n, e)| *n == register.node && *e == register.epoch);
         let class = || member.model(&self.request.model).map(|m| m.numeric_class.as_str());
         let unsupported = || self.unsupported_by.iter().any(|refusing| class() == Some(refusing.as_str()));
-        !declined && !unsupported() && self.only_class.as_deref().is_none_or(|only| class() == Some(only))
+        let sees = || member.model(&self.request.model).is_some_and(|model| model.images);
+        let sees = !self.request.images || sees();
+        sees && !declined
+            && !unsupported()
+            && self.only_class.as_deref().is_none_or(|only| class() == Some(only))
     }
 }
 

@@ -34,6 +34,8 @@ pub(super) struct Limits {
 impl Limits {
     pub(super) const FULL: Self =
         Self { time: Duration::from_millis(250), work: 256 << 20, steps: 1_000_000 };
+    /// For one message, to find out how a template reads it.
+    pub(super) const PROBE: Self = Self { time: Duration::from_millis(50), work: 16 << 20, steps: 50_000 };
     /// For rendering on a thread with other work.
     pub(super) const SHORT: Self = Self { time: Duration::from_millis(1), work: 1 << 20, steps: 4_000 };
 }

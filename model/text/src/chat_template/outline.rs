@@ -38,7 +38,7 @@ impl Shape {
         let mut shape = Vec::with_capacity(8 + 12 * messages.len());
         shape.push(u8::from(add_generation_prompt));
         for Message { role, content, name, tool_calls, rest } in messages {
-            let Content(text) = content.as_ref()?;
+            let Some(Content::Text(text)) = content else { return None };
             let plain = name.is_none() && tool_calls.is_none() && rest.is_empty() && role.len() <= ROLE;
             if !plain {
                 return None;
@@ -88,9 +88,9 @@ pub(super) struct Outline {
 impl Outline {
     /// Fills in the texts of a chat of the same shape.
     pub(super) fn fill(&self, messages: &[Message<'_>]) -> Prompt {
-        let text = |message: usize| {
-            let content = messages.get(message).and_then(|message| message.content.as_ref());
-            content.map_or("", |Content(text)| text)
+        let text = |message: usize| match messages.get(message).and_then(|message| message.content.as_ref()) {
+            Some(Content::Text(text)) => text,
+            _ => "",
         };
         let texts: usize = self.positions.iter().map(|&(_, message)| text(message).len()).sum();
         let mut prompt = String::with_capacity(self.text.len() + texts);

@@ -690,3 +690,44 @@ fn control_tokens_of_the_request_differ_from_those_of_the_template() {
         }
     }
 }
+
+#[test]
+fn contents_with_images_are_lists_of_parts() {
+    let source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}\
+        {% if c.type == 'image' %}<image>{% else %}[{{ c['text'] }}]{% endif %}{% endfor %}{% endif %};{% endfor %}";
+    let mut messages = chat();
+    let text = |text: &'static str| Part::Text(text.into());
+    let parts = vec![text("<image>"), Part::Image(0), text("a"), Part::Image(1)];
+    messages[2].content = Some(Content::Parts(parts.clone()));
+    let prompt = compile(source).render_marked(&messages, None, true, &Map::new()).unwrap();
+    assert_eq!(prompt.text, " Hi \n;Hello;[<image>]<image>[a]<image>;");
+    let quoted: Vec<&str> = prompt.quoted.iter().map(|range| &prompt.text[range.clone()]).collect();
+    assert_eq!(quoted, [" Hi \n", "Hello", "<image>", "a"]);
+    let content = Content::Parts(parts);
+    assert_eq!(
+        (content.images().collect::<Vec<_>>(), content.texts().collect::<String>()),
+        (vec![0, 1], "<image>a".into())
+    );
+    let between = Content::Parts(vec![Part::Image(3)]).between("x", "");
+    assert_eq!(between, Content::Parts(vec![text("x"), Part::Image(3)]));
+    let joined = Content::Text("b".into()).join(between);
+    assert_eq!(joined, Content::Parts(vec![text("b"), text("x"), Part::Image(3)]));
+}
+
+/// The template of LLaVA 1.5, which does not read strings.
+#[test]
+fn a_template_that_reads_only_parts_gets_texts_as_parts() {
+    let source = "{% for message in messages %}{{ message['role'].upper() + ': ' }}\
+        {% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}\
+        {% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}\
+        {% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}";
+    let template = compile(source);
+    let expected = "USER:  Hi \n ASSISTANT: Hello USER: Bye ASSISTANT:";
+    // The second time by the outline.
+    for _ in 0..2 {
+        let prompt = template.render_marked(&chat(), None, true, &Map::new()).unwrap();
+        assert_eq!((prompt.text.as_str(), prompt.quoted.len()), (expected, 3));
+    }
+    let shape = Shape::of(&chat(), true).unwrap();
+    assert!(template.outlines.get(&shape).flatten().is_some());
+}

@@ -193,6 +193,21 @@ impl Specials {
         tree
     }
 
+    /// Makes the token with this text one that is not always matched.
+    pub(super) fn control(&mut self, text: &[u8]) {
+        let step = |at: Option<usize>, byte: &u8| {
+            let children = &self.nodes.get(at?)?.children;
+            children.binary_search_by_key(byte, |child| child.0).ok().map(|child| children[child].1)
+        };
+        let at = text.iter().fold(Some(0), step);
+        let Some(token) = at.and_then(|at| self.nodes[at].token.as_mut()) else { return };
+        token.always = false;
+        if let Some(&first) = text.first() {
+            self.first_control.add(first);
+        }
+        self.longest_control = self.longest_control.max(text.len());
+    }
+
     /// Whether there are no tokens.
     pub(super) fn is_empty(&self) -> bool {
         self.first.list.is_empty()
@@ -509,6 +524,20 @@ mod tests {
                 tokens.iter().filter(|t| lens.insert(t.len())).zip(flags).map(|(t, f)| (t.as_str(), f)).collect();
             prop_assert_eq!(split(&tokens, &text, all), by_definition(&tokens, &text, all));
         }
+    }
+
+    #[test]
+    fn a_token_becomes_one_that_quoted_text_does_not_have() {
+        let tokens = [(&b"<image>"[..], Special::new(0, true)), (b"<im>", Special::new(1, true))];
+        let mut specials = Specials::new(Precedence::Longest, tokens);
+        specials.control(b"<image>");
+        specials.control(b"<none>");
+        let text = "<image><im><image>";
+        let ranges = specials.relevant_ranges(text, std::slice::from_ref(&(7..18)));
+        let mut parts = Vec::new();
+        specials.split(text, true, Quoted::new(&ranges), |part| parts.push(part));
+        let (token, quoted) = (SpecialPart::Token, SpecialPart::Text("<image>"));
+        assert_eq!(parts, [token(0), token(1), quoted]);
     }
 
     #[test]

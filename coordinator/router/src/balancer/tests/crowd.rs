@@ -88,6 +88,7 @@ impl World {
     fn request(&mut self, prompt: u32, output: u32, chain: Arc<[BlockId]>) {
         let request = RouteRequest {
             output: Output { max_tokens: output, fixed: true },
+            images: false,
             ..self.rig.request("t", prompt, Arc::clone(&chain))
         };
         let now = self.rig.now;
@@ -413,6 +414,7 @@ fn a_request_whose_awaited_prefix_never_arrives_is_computed() {
     let request = |world: &mut World| {
         let request = RouteRequest {
             output: Output { max_tokens: 400, fixed: true },
+            images: false,
             ..world.rig.request("t", 2_056, chain(0..128))
         };
         world.rig.submit(request).unwrap()
