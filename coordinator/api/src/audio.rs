@@ -1,7 +1,8 @@
 //! Operations on a whole recording: `POST /v1/audio/vad`, `turn_detection`, `wakeword` and `diarization`. The
-//! body is a WAV file. Each request is a session at a worker. The client gets no result before the end, so a
+//! body is the recording's file. Each request is a session at a worker. The client gets no result before the end, so a
 //! failed session is repeated at another worker.
 
+mod compressed;
 pub(super) mod wav;
 
 use super::admitted::AdmittedRequest;
@@ -32,6 +33,8 @@ use wav::Recording;
 const ATTEMPTS: usize = 3;
 /// Most samples in one message to a worker.
 const PIECE: usize = 16_000;
+/// Longest recording, in seconds.
+const MAX_SECONDS: u64 = 1_800;
 
 /// The results of an operation on a recording.
 #[derive(Debug, Default)]
@@ -154,15 +157,14 @@ async fn answer(
         span.part("receive", admitted.arrived);
     }
     let recording = state.planning.run(admitted.caller.tenant(), move || read(&body)).await?;
-    let Recording { sample_rate, pcm } = recording;
-    let samples = pcm.len() as u64;
+    let samples = recording.samples();
+    let Recording { sample_rate, pieces } = recording;
     if diarizes && samples == 0 {
         return Err(ApiError::field("body", "has no samples"));
     }
     let trace_context = trace.as_ref().map(Span::context);
-    let (request_id, pieces) = (admitted.id.clone(), Arc::new(pieces(pcm)));
     let job = OperationJob {
-        request_id,
+        request_id: admitted.id.clone(),
         operation,
         model,
         sample_rate,
@@ -239,7 +241,9 @@ fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
     match form.into_iter().find(|form| kind.to_ascii_lowercase().starts_with(form)) {
         // curl's default content type for `--data-binary`.
         Some("application/x-www-form-urlencoded") | None => Ok(()),
-        Some(_) => Err(ApiError::field("content-type", "the body is a WAV file itself, of type audio/wav")),
+        Some(_) => {
+            Err(ApiError::field("content-type", "the body is the recording's file itself, of type audio/wav"))
+        }
     }
 }
 
@@ -363,30 +367,9 @@ async fn exchange(
     }
 }
 
-/// Splits a recording into messages.
-pub(super) fn pieces(pcm: Pcm) -> Vec<Pcm> {
-    match pcm {
-        Pcm::F32(samples) => samples.chunks(PIECE).map(|piece| Pcm::F32(piece.to_vec())).collect(),
-        Pcm::I16(samples) => samples.chunks(PIECE).map(|piece| Pcm::I16(piece.to_vec())).collect(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_recording_is_split_in_order() {
-        let samples: Vec<i16> = (0..40_000).map(|n| n as i16).collect();
-        let cut = pieces(Pcm::I16(samples.clone()));
-        assert_eq!(cut.iter().map(Pcm::len).collect::<Vec<_>>(), [16_000, 16_000, 8_000]);
-        let whole: Vec<i16> = cut
-            .into_iter()
-            .flat_map(|piece| if let Pcm::I16(samples) = piece { samples } else { vec![] })
-            .collect();
-        assert_eq!(whole, samples);
-        assert!(pieces(Pcm::F32(vec![])).is_empty());
-    }
 
     #[test]
     fn a_form_is_refused_by_its_content_type() {

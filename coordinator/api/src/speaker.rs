@@ -1,10 +1,10 @@
 //! `POST /v1/audio/speaker`: the vector of a speaker's voice, and whether two recordings are of one speaker.
-//! The body is a WAV file, or a form with `file` and `reference`.
+//! The body is the recording's file, or a form with `file` and `reference`.
 
 use super::admitted::AdmittedRequest;
 use super::answer::WORKER_HEADER;
+use super::audio::run_in_time;
 use super::audio::wav::{Recording, read_any};
-use super::audio::{pieces, run_in_time};
 use super::error::ApiError;
 use super::operations::{COSINE_RULE, Query, is_cosine, seconds};
 use super::{AppState, admit_within, limits, spans};
@@ -85,7 +85,7 @@ async fn answer(
         Some(reference) => Some(recorded(state, &admitted, "reference", reference).await?),
         None => None,
     };
-    let (sample_rate, samples) = (recording.sample_rate, recording.pcm.len() as u64);
+    let (sample_rate, samples) = (recording.sample_rate, recording.samples());
     let (worker, opened, vector) = embed(state, &admitted, ("file", recording), model, trace).await?;
     model = Some(opened.model.clone());
     let verification = match reference {
@@ -142,8 +142,8 @@ async fn embed(
     model: Option<ModelId>,
     trace: &mut Option<Span>,
 ) -> Result<(NodeId, OpenedOperation, SpeakerVector), ApiError> {
-    let Recording { sample_rate, pcm } = recording;
-    let duration = seconds(pcm.len() as u64, sample_rate);
+    let duration = seconds(recording.samples(), recording.sample_rate);
+    let Recording { sample_rate, pieces } = recording;
     let job = OperationJob {
         request_id: admitted.id.clone(),
         operation: Operation::Speaker,
@@ -154,7 +154,7 @@ async fn embed(
         tenant: Arc::clone(admitted.caller.tenant()),
         key: admitted.caller.key_id().map(str::to_owned),
     };
-    let (worker, opened, results) = run_in_time(state, &job, admitted, &pieces(pcm)).await?;
+    let (worker, opened, results) = run_in_time(state, &job, admitted, &pieces).await?;
     if let Some(span) = trace {
         let session = (&admitted.id, &opened.model);
         spans::session_opened(span, Operation::Speaker, session, &worker, &opened.backend);
@@ -173,7 +173,7 @@ fn boundary(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
         return multer::parse_boundary(kind).map(Some).map_err(|_| wrong(rule));
     }
     match lower.starts_with("application/json") {
-        true => Err(wrong("the body is a WAV file itself, or a form (multipart/form-data)")),
+        true => Err(wrong("the body is the recording's file itself, or a form (multipart/form-data)")),
         false => Ok(None),
     }
 }
@@ -209,7 +209,7 @@ async fn read(body: Bytes, boundary: String, mut call: Call) -> Result<Call, Api
             _ => return Err(ApiError::field(name, "is not a known field")),
         }
     }
-    call.file = file.ok_or_else(|| ApiError::field("file", "is missing: a WAV file"))?;
+    call.file = file.ok_or_else(|| ApiError::field("file", "is missing: a recording"))?;
     Ok(call)
 }
 

@@ -6,8 +6,8 @@ mod languages;
 mod written;
 
 use super::answer::WORKER_HEADER;
+use super::audio::run;
 use super::audio::wav::{Recording, read_any};
-use super::audio::{pieces, run};
 use super::error::ApiError;
 use super::operations::seconds;
 use super::{AppState, admit_within, limits, spans};
@@ -56,8 +56,8 @@ async fn answer(
     let language = options.language.clone();
     let recording =
         state.planning.run(admitted.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
-    let Recording { sample_rate, pcm } = recording;
-    let samples = pcm.len() as u64;
+    let samples = recording.samples();
+    let Recording { sample_rate, pieces } = recording;
     let duration = seconds(samples, sample_rate);
     if duration < SHORTEST {
         return Err(ApiError::field(
@@ -76,7 +76,6 @@ async fn answer(
         tenant: Arc::clone(admitted.caller.tenant()),
         key: admitted.caller.key_id().map(str::to_owned),
     };
-    let pieces = Arc::new(pieces(pcm));
     let (worker, opened, results) = tokio::select! {
         biased;
         done = run(state, &job, &admitted, &pieces) => done?,

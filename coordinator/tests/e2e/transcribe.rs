@@ -81,6 +81,19 @@ async fn a_transcript_is_returned_in_every_format() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn compressed_recordings_are_decoded() {
+    let (rig, worker) = rig(|_| {}).await;
+    // Half a second of a tone.
+    let flac = include_bytes!("../../api/src/audio/compressed/tone.flac");
+    let said = post_form(&rig, WORDS, &[], form(flac, &[("response_format", "text")])).await;
+    assert_eq!(said.text(), "heard 8000\n");
+    assert_eq!(worker.sessions().requests()[0].sample_rate, 16_000);
+    let cut = post_form(&rig, WORDS, &[], form(&flac[..flac.len() / 2], &[])).await;
+    assert!(cut.text().contains("is cut off"), "{}", cut.text());
+    assert_eq!(cut.error(), (400, "invalid_field".into(), "file".into()));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unsupported_fields_are_refused_by_name() {
     let (rig, worker) = rig(|_| {}).await;
     for (fields, code, param) in [

@@ -1,10 +1,12 @@
-//! WAV files. [`read`] takes one channel of 16 bit integers or 32 bit floats and converts nothing.
-//! [`read_any`], for transcription, also takes several channels, whose mean it returns, and other widths. The
-//! worker refuses a sample rate that the model does not take.
+//! Recordings: WAV files, and compressed ones ([`compressed`](super::compressed)). [`read`] takes WAV files of
+//! one channel of 16 bit integers or 32 bit floats and converts nothing. [`read_any`], for transcription, also
+//! takes several channels, whose mean it returns, and other widths. The worker refuses a sample rate that the
+//! model does not take.
 //!
 //! The crate `hound` refuses files that are read here: with an unknown length of the data, as ffmpeg writes to
 //! a pipe, with padding after an odd chunk, or with 32 bit samples and a longer format chunk.
 
+use super::{MAX_SECONDS, PIECE, compressed};
 use crate::error::ApiError;
 use crate::operations::Encoding;
 use proto::operation::Pcm;
@@ -22,14 +24,41 @@ const UNKNOWN: u32 = u32::MAX;
 pub(crate) struct Recording {
     /// Samples per second, at least 1.
     pub(crate) sample_rate: u32,
-    pub(crate) pcm: Pcm,
+    /// Messages to the worker, of [`PIECE`] samples but for the last.
+    pub(crate) pieces: Vec<Pcm>,
 }
 
 /// Most channels that [`read_any`] takes.
-const MAX_CHANNELS: u16 = 8;
+pub(super) const MAX_CHANNELS: u16 = 8;
 
-/// Reads a file with one channel.
+impl Recording {
+    fn new(sample_rate: u32, pcm: Pcm) -> Result<Self, ApiError> {
+        if pcm.len() as u64 > MAX_SECONDS.saturating_mul(sample_rate.into()) {
+            let seconds = pcm.len() as u64 / u64::from(sample_rate);
+            return Err(wrong(format!("is {seconds} s long, the limit is {MAX_SECONDS} s")));
+        }
+        let pieces = match pcm {
+            Pcm::F32(samples) => samples.chunks(PIECE).map(|piece| Pcm::F32(piece.to_vec())).collect(),
+            Pcm::I16(samples) => samples.chunks(PIECE).map(|piece| Pcm::I16(piece.to_vec())).collect(),
+        };
+        Ok(Self { sample_rate, pieces })
+    }
+
+    /// Number of samples.
+    pub(crate) fn samples(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len() as u64).sum()
+    }
+}
+
+/// Reads a file: WAV with one channel, or a compressed one.
 pub(crate) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
+    match compressed::is_one(bytes) {
+        true => compressed::read(bytes),
+        false => read_plain(bytes),
+    }
+}
+
+fn read_plain(bytes: &[u8]) -> Result<Recording, ApiError> {
     let (format, samples) = split(bytes)?;
     let Format { channels, sample_rate, kind, bits } = format;
     if channels != 1 {
@@ -41,18 +70,21 @@ pub(crate) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
         _ => return Err(format.other("16 bit integers or 32 bit floats are read")),
     };
     let pcm = encoding.decode(samples).map_err(|error| wrong(error.to_string()))?;
-    Ok(Recording { sample_rate, pcm })
+    Recording::new(sample_rate, pcm)
 }
 
-/// Reads a PCM file and returns the mean of its channels.
+/// Reads a file and returns the mean of its channels.
 pub(crate) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
+    if compressed::is_one(bytes) {
+        return compressed::read(bytes);
+    }
     let (format, samples) = split(bytes)?;
     let Format { channels, sample_rate, kind, bits } = format;
     if !(1..=MAX_CHANNELS).contains(&channels) {
         return Err(wrong(format!("has {channels} channels; 1 to {MAX_CHANNELS} are supported")));
     }
     if (channels, kind, bits) == (1, INTEGERS, 16) {
-        return read(bytes);
+        return read_plain(bytes);
     }
     let sample: fn(&[u8]) -> f32 = match (kind, bits) {
         (INTEGERS, 16) => |b| f32::from(i16::from_le_bytes([b[0], b[1]])) / 32_768.0,
@@ -69,7 +101,7 @@ pub(crate) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
     let mean = |frame: &[u8]| frame.chunks(width).map(sample).sum::<f32>() / f32::from(channels);
     let mono: Vec<f32> = samples.chunks(frame).map(mean).collect();
     match mono.iter().position(|sample| !sample.is_finite()) {
-        None => Ok(Recording { sample_rate, pcm: Pcm::F32(mono) }),
+        None => Recording::new(sample_rate, Pcm::F32(mono)),
         Some(at) => Err(wrong(format!("sample {at} is not finite"))),
     }
 }
@@ -78,7 +110,11 @@ pub(crate) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
 fn split(bytes: &[u8]) -> Result<(Format, &[u8]), ApiError> {
     let mut rest = match (bytes.get(..4), bytes.get(8..12), bytes.get(12..)) {
         (Some(b"RIFF"), Some(b"WAVE"), Some(rest)) => rest,
-        _ => return Err(wrong("is no WAV file")),
+        _ => {
+            return Err(wrong(
+                "is no recording that is read: WAV, MP3, FLAC, Vorbis in Ogg, AAC in MP4 or ADTS",
+            ));
+        }
     };
     let mut format = None;
     while let Some((head, body)) = rest.split_at_checked(8) {
@@ -149,7 +185,8 @@ fn word(bytes: &[u8], at: usize) -> Result<u32, ApiError> {
     Ok(u32::from_le_bytes(*bytes))
 }
 
-fn wrong(why: impl Into<String>) -> ApiError {
+/// The error for a file with a fault.
+pub(super) fn wrong(why: impl Into<String>) -> ApiError {
     ApiError::field("body", why)
 }
 
@@ -194,15 +231,15 @@ mod tests {
     #[test]
     fn integer_and_float_samples_are_read() {
         let recording = read(&with(&format(1, 1, 16_000, 16), &[1, 0, 0xff, 0xff])).unwrap();
-        assert_eq!(recording, Recording { sample_rate: 16_000, pcm: Pcm::I16(vec![1, -1]) });
+        assert_eq!(recording, Recording { sample_rate: 16_000, pieces: vec![Pcm::I16(vec![1, -1])] });
         let floats: Vec<u8> = [0.25f32, -0.5].iter().flat_map(|x| x.to_le_bytes()).collect();
         let recording = read(&with(&format(3, 1, 8_000, 32), &floats)).unwrap();
-        assert_eq!(recording, Recording { sample_rate: 8_000, pcm: Pcm::F32(vec![0.25, -0.5]) });
+        assert_eq!(recording, Recording { sample_rate: 8_000, pieces: vec![Pcm::F32(vec![0.25, -0.5])] });
         // The form of newer writers: the format number is in the first bytes of a GUID.
         let mut extensible = format(EXTENSIBLE, 1, 16_000, 16);
         extensible
             .extend([22, 0, 16, 0, 4, 0, 0, 0, 1, 0, 0, 0, 0, 0, 16, 0, 128, 0, 0, 170, 0, 56, 155, 113]);
-        assert_eq!(read(&with(&extensible, &[1, 0])).unwrap().pcm, Pcm::I16(vec![1]));
+        assert_eq!(read(&with(&extensible, &[1, 0])).unwrap().pieces, [Pcm::I16(vec![1])]);
     }
 
     #[test]
@@ -211,7 +248,9 @@ mod tests {
             &format(kind, channels, 44_100, bits),
             bytes,
         )) {
-            Ok(Recording { sample_rate: 44_100, pcm: Pcm::F32(samples) }) => samples,
+            Ok(Recording { sample_rate: 44_100, pieces }) => {
+                pieces.into_iter().flat_map(Pcm::into_f32).collect::<Vec<f32>>()
+            }
             other => panic!("{other:?}"),
         };
         assert_eq!(read(2, 16, INTEGERS, &[0, 64, 0, 0, 0, 128, 0, 128]), [0.25, -1.0]);
@@ -234,21 +273,37 @@ mod tests {
     }
 
     #[test]
+    fn a_recording_is_split_in_order_and_has_a_limit() {
+        let samples: Vec<i16> = (0..40_000).map(|n| n as i16).collect();
+        let bytes: Vec<u8> = samples.iter().flat_map(|sample| sample.to_le_bytes()).collect();
+        let recording = read(&with(&format(1, 1, 16_000, 16), &bytes)).unwrap();
+        assert_eq!(recording.pieces.iter().map(Pcm::len).collect::<Vec<_>>(), [16_000, 16_000, 8_000]);
+        assert_eq!(recording.samples(), 40_000);
+        let whole = recording.pieces.into_iter().flat_map(|piece| match piece {
+            Pcm::I16(samples) => samples,
+            Pcm::F32(_) => vec![],
+        });
+        assert_eq!(whole.collect::<Vec<i16>>(), samples);
+        let reason = reason_of(&with(&format(1, 1, 20, 16), &bytes));
+        assert!(reason.contains("2000 s long, the limit is 1800"), "{reason}");
+    }
+
+    #[test]
     fn other_chunks_are_skipped_and_an_unknown_length_means_the_rest() {
         let fmt = format(1, 1, 16_000, 16);
         let odd = [chunk(b"LIST", 3, b"abc"), vec![0]].concat();
         let chunks = [odd, chunk(b"fmt ", 16, &fmt), chunk(b"data", UNKNOWN, &[1, 0, 2, 0])];
-        assert_eq!(read(&file(&chunks)).unwrap().pcm, Pcm::I16(vec![1, 2]));
+        assert_eq!(read(&file(&chunks)).unwrap().pieces, [Pcm::I16(vec![1, 2])]);
         let empty = read(&with(&fmt, &[])).unwrap();
-        assert!(empty.pcm.is_empty());
+        assert_eq!(empty.samples(), 0);
     }
 
     #[test]
     fn unsupported_formats_are_named_in_the_error() {
         let fmt = format(1, 1, 16_000, 16);
         for (bytes, why) in [
-            (b"ID3 something else".to_vec(), "no WAV file"),
-            (vec![], "no WAV file"),
+            (b"RIFX something else".to_vec(), "no recording that is read: WAV, MP3"),
+            (vec![], "no recording that is read"),
             (with(&format(1, 2, 16_000, 16), &[0; 4]), "2 channels"),
             (with(&format(1, 1, 16_000, 24), &[0; 3]), "24 bit integers"),
             (with(&format(3, 1, 16_000, 64), &[0; 8]), "64 bit floats"),
@@ -281,7 +336,7 @@ mod tests {
             }
             // Reading always ends, and returns no more samples than the file has.
             if let Ok(recording) = read(&flipped) {
-                prop_assert!(recording.pcm.len() <= whole.len());
+                prop_assert!(recording.samples() <= whole.len() as u64);
             }
         }
     }

@@ -42,12 +42,10 @@ pub(super) fn boundary(headers: &HeaderMap) -> Result<String, ApiError> {
     multer::parse_boundary(kind).map_err(|_| ApiError::field("content-type", rule))
 }
 
-/// Attributes a WAV error to the field `file`.
+/// Attributes a recording's error to the field `file`.
 pub(super) fn of_file(error: ApiError) -> ApiError {
     match error {
-        ApiError::InvalidField { reason, .. } => {
-            ApiError::field("file", format!("{reason}; WAV files of PCM are accepted, no other formats"))
-        }
+        ApiError::InvalidField { reason, .. } => ApiError::field("file", reason),
         other => other,
     }
 }
@@ -134,7 +132,7 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
         format = Format::Verbose { segments, words };
         options.words = words;
     }
-    let file = file.ok_or_else(|| ApiError::field("file", "is missing: a WAV file"))?;
+    let file = file.ok_or_else(|| ApiError::field("file", "is missing: a recording"))?;
     Ok(Form { file, model, options, format })
 }
 
@@ -221,11 +219,8 @@ mod tests {
         assert_eq!(form(Task::Transcribe, &many).unwrap_err().param(), Some("body"));
         let missing = block_on(read(body(&[]), "XX".to_owned(), Task::Transcribe)).unwrap_err();
         assert_eq!(missing.param(), Some("file"));
-        let refusal = of_file(ApiError::field("body", "is no WAV file"));
-        assert!(
-            refusal.param() == Some("file") && refusal.to_string().contains("WAV files of PCM"),
-            "{refusal}"
-        );
+        let refusal = of_file(ApiError::field("body", "is cut off"));
+        assert!(refusal.param() == Some("file") && refusal.to_string().contains("is cut off"), "{refusal}");
     }
 
     #[test]
