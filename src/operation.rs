@@ -1,4 +1,7 @@
-//! `kvasir operation`: runs one operation on a sound file in this process, with a worker session's results.
+//! `kvasir operation`: runs one operation on a sound file, or a text, in this process, with a worker session's
+//! results.
+
+mod speak;
 
 use crate::config::UsageError;
 use crate::models::resolve_bundle;
@@ -6,9 +9,9 @@ use anyhow::{Context, Result};
 use engine::cgroup::cpus;
 use hound::{SampleFormat, WavReader};
 use proto::operation::{
-    DiarizationOptions, MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeakerSegment,
-    SpeakerVector, SpeechOptions, SpokenWord, TranscribeOptions, TurnOptions, VoiceWindow, WakewordOptions,
-    WordWindow,
+    DiarizationOptions, MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeakOptions,
+    SpeakerSegment, SpeakerVector, SpeechOptions, SpokenWord, TranscribeOptions, TurnOptions, VoiceWindow,
+    WakewordOptions, WordWindow,
 };
 use serde_json::{Value, json};
 use speech::{encode_speech, load_audio_model};
@@ -18,7 +21,7 @@ use std::path::{Path, PathBuf};
 /// Longest file in samples: an hour at 16 kHz.
 const MAX_SAMPLES: usize = 3600 * 16_000;
 
-/// Runs one operation on a sound file, without a cluster
+/// Runs one operation on a sound file, or a text, without a cluster
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir operation vad --audio call.wav --json\n  \
@@ -26,19 +29,20 @@ const MAX_SAMPLES: usize = 3600 * 16_000;
     kvasir operation asr --audio call.wav --language de\n  \
     kvasir operation wakeword --audio room.wav --words alexa,hey_jarvis\n  \
     kvasir operation speaker --audio call.wav --reference known.wav\n  \
-    kvasir operation diarization --audio call.wav --rttm")]
+    kvasir operation diarization --audio call.wav --rttm\n  \
+    kvasir operation tts --text \"Hello, world!\" --out hello.wav")]
 pub(crate) struct OperationCommand {
     /// Operation: vad (when somebody speaks), turn_detection (whether the speaker has finished), asr (transcript),
     /// wakeword (when a word of a fixed set is spoken), speaker (vector of the voice), diarization (which speaker speaks
-    /// when)
+    /// when), tts (speech for a text)
     #[arg(value_name = "OPERATION", value_parser = operation)]
     operation: Operation,
     /// WAV file of one channel, at a sample rate that the model supports
-    #[arg(long, value_name = "F.wav")]
-    audio: PathBuf,
+    #[arg(long, value_name = "F.wav", required_unless_present = "text")]
+    audio: Option<PathBuf>,
     /// Catalog name, or directory with a folder named like the operation [default: silero-vad for vad, smart-turn for
     /// turn_detection, whisper-base for asr, openwakeword for wakeword, resemblyzer for speaker,
-    /// pyannote-diarization for diarization]
+    /// pyannote-diarization for diarization, piper-joe for tts]
     #[arg(long, value_name = "BUNDLE")]
     bundle: Option<String>,
     /// Probability above which a window is speech, a turn is complete, or a word was spoken; for speaker the least cosine
@@ -84,6 +88,18 @@ pub(crate) struct OperationCommand {
     /// For diarization: print a Rich Transcription Time Marked (RTTM) file
     #[arg(long, conflicts_with = "json")]
     rttm: bool,
+    /// For tts: the text
+    #[arg(long, value_name = "TEXT", requires = "out", conflicts_with = "audio")]
+    text: Option<String>,
+    /// For tts: the WAV file to write
+    #[arg(long, value_name = "F.wav")]
+    out: Option<PathBuf>,
+    /// For tts: name of a voice of the model [default: its first one]
+    #[arg(long, value_name = "NAME")]
+    voice: Option<String>,
+    /// For tts: times as fast as the voice speaks by itself, 0.25 to 4 [default: 1]
+    #[arg(long, value_name = "N")]
+    speed: Option<f32>,
     /// Also print each window's probability
     #[arg(long)]
     windows: bool,
@@ -109,6 +125,7 @@ impl OperationCommand {
             return Err(UsageError { flag, other, reason }.into());
         }
         let (asr, wakeword, diarization) = (Operation::Asr, Operation::Wakeword, Operation::Diarization);
+        let tts = Operation::Tts;
         let of_one = [
             (asr, "--language", self.language.is_some()),
             (asr, "--translate", self.translate),
@@ -123,13 +140,21 @@ impl OperationCommand {
             (diarization, "--min-speakers", self.min_speakers.is_some()),
             (diarization, "--max-speakers", self.max_speakers.is_some()),
             (diarization, "--rttm", self.rttm),
+            (tts, "--text", self.text.is_some()),
+            (tts, "--out", self.out.is_some()),
+            (tts, "--voice", self.voice.is_some()),
+            (tts, "--speed", self.speed.is_some()),
         ];
         if let Some((_, flag, _)) = of_one.into_iter().find(|(of, _, given)| *given && *of != operation) {
             let (other, reason) = (operation.name(), "the flag is for another operation");
             return Err(UsageError { flag, other, reason }.into());
         }
-        if self.threshold.is_some() && operation == Operation::Asr {
-            let (flag, other, reason) = ("--threshold", operation.name(), "asr has no threshold");
+        if operation == tts && self.audio.is_some() {
+            let (flag, other, reason) = ("--audio", operation.name(), "tts speaks a --text");
+            return Err(UsageError { flag, other, reason }.into());
+        }
+        if self.threshold.is_some() && [Operation::Asr, tts].contains(&operation) {
+            let (flag, other, reason) = ("--threshold", operation.name(), "it has no threshold");
             return Err(UsageError { flag, other, reason }.into());
         }
         let bundle = match (&self.bundle, operation) {
@@ -140,11 +165,17 @@ impl OperationCommand {
             (None, Operation::Wakeword) => "openwakeword",
             (None, Operation::Speaker) => "resemblyzer",
             (None, Operation::Diarization) => "pyannote-diarization",
+            (None, Operation::Tts) => "piper-joe",
             // No catalog model serves this operation; the registry reports whether anything does.
             (None, _) => ".",
         };
         let bundle = resolve_bundle(bundle)?;
-        let sound = || read(&self.audio).with_context(|| self.audio.display().to_string());
+        if let (Some(text), Some(out)) = (&self.text, &self.out) {
+            let options = SpeakOptions { input: text.clone(), voice: self.voice.clone(), speed: self.speed };
+            return speak::run(&bundle, options, out, self.json);
+        }
+        let audio = self.audio.as_deref().context("--audio is missing")?;
+        let sound = || read(audio).with_context(|| audio.display().to_string());
         if let Some(path) = &self.encoded {
             let (rate, sound) = sound()?;
             let encoded = encode_speech(&bundle, rate, &sound, cpus())?;
@@ -216,8 +247,7 @@ impl OperationCommand {
             writeln!(out, "{answer}")?;
         } else if self.rttm {
             // A field of the format has no spaces.
-            let name =
-                self.audio.file_stem().map(|name| name.to_string_lossy().replace(char::is_whitespace, "_"));
+            let name = audio.file_stem().map(|name| name.to_string_lossy().replace(char::is_whitespace, "_"));
             let name = name.unwrap_or_default();
             for output in &outputs {
                 if let OperationOutput::Speakers(speakers) = output {
@@ -338,7 +368,8 @@ fn events(output: &OperationOutput) -> Vec<Value> {
         | OperationOutput::Segmented { .. }
         | OperationOutput::Restarted
         | OperationOutput::Finished { .. }
-        | OperationOutput::Failed(_) => Vec::new(),
+        | OperationOutput::Failed(_)
+        | OperationOutput::Audio(_) => Vec::new(),
     }
 }
 

@@ -100,8 +100,8 @@ struct UpSettings {
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_KV_EVENTS_REPLAY", value_delimiter = ',')]
     kv_events_replay: Option<Vec<String>>,
     /// Bundles of operations that all workers offer in addition to the model: silero-vad, smart-turn, whisper-base,
-    /// openwakeword, resemblyzer, pyannote-diarization, a directory with a folder for each operation, or ID=DIR; several
-    /// times, or separated by commas
+    /// openwakeword, resemblyzer, pyannote-diarization, piper-joe, a directory with a folder for each operation, or
+    /// ID=DIR; several times, or separated by commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     operation: Option<Vec<String>>,
     /// Worker processes [default: 2, or as many as --shards; one for each GPU if MODEL is chosen by the GPU]

@@ -21,6 +21,7 @@
 //!                                           <-  as for Segment, then Finished and the end of the stream
 //! ```
 //!
+//! [`Operation::Tts`] takes no Samples: its text is among the options, and Audio comes before Segmented.
 //! A one-shot operation is a session of Samples and Finish. Replies come in the order of the inputs, so
 //! they have no numbers. The coordinator aborts with `Close`, or by dropping the stream. The worker chooses
 //! the backend when it opens the session and holds the session's state; the state never moves to another
@@ -138,7 +139,8 @@ pub struct OperationRequest {
     /// `None` accepts any model that the worker offers the operation with.
     pub model: Option<ModelId>,
     /// Samples per second of the audio. A backend refuses an unsupported rate as an invalid field; only
-    /// [`Operation::Asr`], [`Operation::Speaker`] and [`Operation::Diarization`] resample.
+    /// [`Operation::Asr`], [`Operation::Speaker`] and [`Operation::Diarization`] resample. 0 for
+    /// [`Operation::Tts`], whose voice has a rate.
     pub sample_rate: u32,
     pub options: OperationOptions,
     /// Parent span. `None` if the request is not recorded.
@@ -161,6 +163,8 @@ pub enum OperationOptions {
     Wakeword(WakewordOptions),
     /// For [`Operation::Diarization`].
     Diarization(DiarizationOptions),
+    /// For [`Operation::Tts`], which needs them.
+    Speak(SpeakOptions),
 }
 
 /// Limits of speech detection. `None` is the value that the model's authors recommend.
@@ -233,6 +237,22 @@ pub struct DiarizationOptions {
     pub max_speakers: Option<u32>,
     /// Distance of two voices up to which they are one speaker; 0 to 2.
     pub threshold: Option<f32>,
+}
+
+/// Most characters of a text to be spoken.
+pub const MAX_SPEECH_CHARS: usize = 4096;
+/// Speeds of speech.
+pub const SPEECH_SPEEDS: std::ops::RangeInclusive<f32> = 0.25..=4.0;
+
+/// Options of speech for a text.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct SpeakOptions {
+    /// The text; at most [`MAX_SPEECH_CHARS`] characters.
+    pub input: String,
+    /// Name of a voice. `None` is the model's first one.
+    pub voice: Option<String>,
+    /// Times as fast as the voice speaks by itself; one of [`SPEECH_SPEEDS`]. `None` is 1.
+    pub speed: Option<f32>,
 }
 
 /// Most segments in one frame.
@@ -352,6 +372,8 @@ pub enum OperationOutput {
     /// The voice of the audio so far.
     Speaker(SpeakerVector),
     Speakers(SpeakerSegments),
+    /// More of the spoken text, at the rate of `Opened`.
+    Audio(Pcm),
 }
 
 /// See [`OperationOutput::Opened`].
@@ -359,7 +381,7 @@ pub enum OperationOutput {
 pub struct OpenedOperation {
     pub backend: String,
     pub model: ModelId,
-    /// Samples per second, as requested.
+    /// Samples per second: as requested, or those of the voice.
     pub sample_rate: u32,
     /// Samples per window; 0 if that depends on the audio.
     pub window: u32,

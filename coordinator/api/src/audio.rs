@@ -355,7 +355,7 @@ async fn exchange(
                 }
                 OperationOutput::Speaker(vector) => results.speaker = Some(vector),
                 OperationOutput::Speakers(speakers) => results.speakers.extend(speakers.segments),
-                OperationOutput::Restarted | OperationOutput::Opened(_) => {
+                OperationOutput::Restarted | OperationOutput::Opened(_) | OperationOutput::Audio(_) => {
                     return Err(Failure::Reported(OperationError::Internal));
                 }
             }

@@ -48,6 +48,7 @@ mod plan;
 mod release;
 mod shards;
 mod spec;
+mod speech;
 mod state_type;
 mod tokenize;
 mod transcripts;

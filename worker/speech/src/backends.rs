@@ -13,7 +13,7 @@ use crate::silero::Silero;
 use crate::smart_turn::SmartTurn;
 use crate::speaker::{SpeakerModel, resemblyzer};
 use crate::wakeword::Wakewords;
-use crate::{diarization, onnx, onnx::the_file, wakeword, whisper};
+use crate::{diarization, onnx, onnx::the_file, tts, wakeword, whisper};
 use kernels::registry::{Operation as Served, Provider, Refusal, Registry};
 use proto::operation::Operation;
 use std::num::NonZeroUsize;
@@ -88,6 +88,31 @@ where
     }
 }
 
+/// A backend that needs espeak-ng.
+struct WithEspeak(Backend<Tts>);
+
+impl Provider<Tts> for WithEspeak {
+    fn name(&self) -> &str {
+        self.0.name
+    }
+
+    fn rank(&self) -> i32 {
+        self.0.rank
+    }
+
+    fn available(&self) -> Result<(), String> {
+        tts::available()
+    }
+
+    fn can_serve(&self, request: &Bundle) -> Result<(), Refusal> {
+        (self.0.can_serve)(request)
+    }
+
+    fn service(&self) -> &LoadAudioModel {
+        &self.0.service
+    }
+}
+
 /// Name of the backend that uses this engine's own kernels.
 pub const KERNELS: &str = "kernels";
 pub const KERNELS_RANK: i32 = 20;
@@ -145,6 +170,19 @@ fn asr(cpus: NonZeroUsize) -> Registry<Asr> {
         can_serve: |bundle: &Bundle| whisper::is_in(&bundle.folder(Operation::Asr)),
         service: load,
     }));
+    registry
+}
+
+fn tts(cpus: NonZeroUsize) -> Registry<Tts> {
+    let mut registry = Registry::empty();
+    let load: Box<LoadAudioModel> =
+        Box::new(move |bundle| Ok(Arc::new(tts::Voices::load(&bundle.folder(Operation::Tts), cpus)?)));
+    registry.register(Box::new(WithEspeak(Backend {
+        name: onnx::NAME,
+        rank: onnx::RANK,
+        can_serve: |bundle: &Bundle| tts::is_in(&bundle.folder(Operation::Tts)),
+        service: load,
+    })));
     registry
 }
 
@@ -213,7 +251,7 @@ pub fn load_audio_model(
         Operation::Vad => load(&vad(), bundle, environment),
         Operation::TurnDetection => load(&turn_detection(), bundle, environment),
         Operation::Asr => load(&asr(cpus), bundle, environment),
-        Operation::Tts => load(&Registry::<Tts>::empty(), bundle, environment),
+        Operation::Tts => load(&tts(cpus), bundle, environment),
         Operation::Wakeword => load(&wakeword(), bundle, environment),
         Operation::Speaker => load(&speaker(cpus), bundle, environment),
         Operation::Diarization => load(&diarization(cpus), bundle, environment),

@@ -26,6 +26,9 @@ pub enum Error {
     },
     #[error("{what}: {source}")]
     Io { what: String, source: std::io::Error },
+    /// Another program failed.
+    #[error("{program}: {reason}")]
+    Program { program: &'static str, reason: String },
     /// The model computed a value that is not finite.
     #[error("the model's {what} not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite { what: &'static str },

@@ -35,6 +35,10 @@ impl Session for FlushedSession {
         self.0.window()
     }
 
+    fn rate(&self) -> Option<u32> {
+        self.0.rate()
+    }
+
     fn max_samples(&self) -> u64 {
         self.0.max_samples()
     }

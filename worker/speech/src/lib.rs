@@ -1,5 +1,5 @@
 //! Audio operations of a worker: voice activity, ends of turns, wake words, voices of speakers, diarization,
-//! transcription. Also the ONNX runtime.
+//! transcription, speech for texts. Also the ONNX runtime.
 //!
 //! An operation is served in sessions; a session holds all of its state. [`backends`] selects the backend of
 //! an operation once, when the model is loaded, so that all sessions of a model use the same. Each model
@@ -31,6 +31,7 @@ mod speech_rule;
 mod thread;
 #[cfg_attr(not(test), allow(dead_code, reason = "integers and lists of tensors have tests only"))]
 mod torch_file;
+mod tts;
 mod wakeword;
 mod whisper;
 
@@ -42,7 +43,7 @@ pub use bundle::Bundle;
 pub use error::Error;
 pub use metrics::{OperationMetrics, SessionEnd};
 pub use session::{AudioModel, Session};
-pub use thread::{Computed, SessionHandle};
+pub use thread::{Computed, Outputs, SessionHandle};
 pub use whisper::encode_speech;
 
 use metrics::OperationLabel;
@@ -194,17 +195,18 @@ impl Operations {
         enter(open, model.max_sessions()).inspect_err(|_| {
             self.open.fetch_sub(1, Ordering::Relaxed);
         })?;
+        let sample_rate = session.rate().unwrap_or(request.sample_rate);
         self.metrics.sessions.get_or_create(&OperationLabel::new(operation)).inc();
         Ok(OpenSession {
             opened: OpenedOperation {
                 backend: offered.backend.clone(),
                 model: offered.model.clone(),
-                sample_rate: request.sample_rate,
+                sample_rate,
                 window: session.window(),
                 idle_timeout_ms: self.limits.idle.as_millis() as u64,
             },
             limits: SessionLimits { samples: self.limits.samples.min(session.max_samples()), ..self.limits },
-            handle: thread.session(session, request.sample_rate),
+            handle: thread.session(session, sample_rate),
             operation,
             metrics: self.metrics.clone(),
             open: [Arc::clone(&self.open), Arc::clone(open)],

@@ -116,7 +116,7 @@ impl OperationMetrics {
         registry.register("kvasir_operation_sessions_ended", ended, self.ended.clone());
         let refused = "Refused sessions of an operation, by reason";
         registry.register("kvasir_operation_refused", refused, self.refused.clone());
-        let audio = "Seconds of audio that sessions of an operation have received";
+        let audio = "Seconds of audio that sessions of an operation have received or spoken";
         registry.register("kvasir_operation_audio_seconds", audio, self.audio.clone());
         let compute = "Time to compute the results of one piece of audio";
         registry.register("kvasir_operation_compute_seconds", compute, self.compute.clone());

@@ -23,6 +23,11 @@ pub trait Session: Send {
     /// Samples that it processes together.
     fn window(&self) -> u32;
 
+    /// Samples per second of its audio, if the request does not decide it.
+    fn rate(&self) -> Option<u32> {
+        None
+    }
+
     /// Maximum samples of a session.
     fn max_samples(&self) -> u64 {
         u64::MAX
@@ -41,7 +46,8 @@ pub trait Session: Send {
     fn segment(&mut self, last: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error>;
 
     /// Continues a long segment and appends its outputs. Returns whether more work is left. Called after
-    /// [`Self::segment`] until it returns false, alternating with other sessions. A call takes at most a
+    /// [`Self::segment`] until it returns false, alternating with other sessions, each time after the outputs
+    /// before were sent. A call takes at most a
     /// second or two.
     ///
     /// # Errors

@@ -1,11 +1,12 @@
 //! The thread that computes for all sessions of one model, one piece after the other. A long segment is
-//! computed in turns, alternating with other sessions, and ends when its caller is gone.
+//! computed in parts: the caller gets the outputs of each, and asks for the next one when it has passed them
+//! on. So sessions alternate, a slow client keeps its session waiting, and a segment ends when its caller is
+//! gone.
 
 use crate::Error;
 use crate::metrics::OperationMetrics;
 use crate::session::Session;
 use proto::operation::{Operation, OperationOutput};
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -29,15 +30,21 @@ struct Job {
     request: SessionRequest,
     rate: u32,
     computed: Option<Computed>,
-    /// Outputs so far.
-    out: Vec<OperationOutput>,
     done: oneshot::Sender<Done>,
 }
 
 /// The returned session, with its outputs.
 struct Done {
     session: Box<dyn Session>,
-    result: Result<Vec<OperationOutput>, Error>,
+    result: Result<Outputs, Error>,
+}
+
+/// The outputs of a request.
+#[derive(Debug, PartialEq)]
+pub struct Outputs {
+    pub outputs: Vec<OperationOutput>,
+    /// The segment has another part.
+    pub more: bool,
 }
 
 /// Handle of the thread, which ends when this and all sessions are dropped.
@@ -70,18 +77,7 @@ impl ModelThread {
 }
 
 fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) {
-    // Unfinished jobs, in the order of their turns.
-    let mut unfinished: VecDeque<Job> = VecDeque::new();
-    let mut prefer_new = false;
-    loop {
-        // Alternate between new and unfinished jobs, so that neither starves.
-        prefer_new = !prefer_new;
-        let job = match unfinished.is_empty() {
-            true => inbox.recv().ok(),
-            false if prefer_new => inbox.try_recv().ok().or_else(|| unfinished.pop_front()),
-            false => unfinished.pop_front(),
-        };
-        let Some(Job { mut session, request, rate, computed, mut out, done }) = job else { return };
+    while let Ok(Job { mut session, request, rate, computed, done }) = inbox.recv() {
         // The caller is gone.
         if done.is_closed() {
             continue;
@@ -91,23 +87,25 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
             SessionRequest::Push(samples) => samples.len(),
             SessionRequest::Segment { .. } | SessionRequest::Continue | SessionRequest::Reset => 0,
         };
+        let mut outputs = Vec::new();
         // A panic ends only this session: `done` is dropped without a result.
-        let ran = catch_unwind(AssertUnwindSafe(|| run_request(session.as_mut(), request, &mut out)));
+        let ran = catch_unwind(AssertUnwindSafe(|| run_request(session.as_mut(), request, &mut outputs)));
         let took = start.elapsed();
         computed.iter().for_each(|computed| computed(took));
+        let sample_count = outputs.iter().map(spoken).sum::<usize>() + sample_count;
         metrics.computed(operation, took, sample_count as f64 / f64::from(rate));
         let Ok(more) = ran else { continue };
-        let result = match more {
-            Ok(true) => {
-                let request = SessionRequest::Continue;
-                unfinished.push_back(Job { session, request, rate, computed, out, done });
-                continue;
-            }
-            Ok(false) => Ok(out),
-            Err(error) => Err(error),
-        };
+        let result = more.map(|more| Outputs { outputs, more });
         // The send fails if the caller is gone; the session is dropped with it.
         let _ = done.send(Done { session, result });
+    }
+}
+
+/// Samples of audio in an output.
+fn spoken(output: &OperationOutput) -> usize {
+    match output {
+        OperationOutput::Audio(pcm) => pcm.len(),
+        _ => 0,
     }
 }
 
@@ -141,15 +139,23 @@ impl SessionHandle {
     /// Errors of the model, after which the session must not be used; [`Error::SessionLost`] if the session
     /// is lost.
     pub async fn push(&mut self, samples: Vec<f32>) -> Result<Vec<OperationOutput>, Error> {
-        self.send(SessionRequest::Push(samples)).await
+        self.send(SessionRequest::Push(samples)).await.map(|done| done.outputs)
     }
 
-    /// Returns the outputs for the audio so far.
+    /// Returns the outputs for the audio so far, or the first part of them.
     ///
     /// # Errors
     /// As [`Self::push`].
-    pub async fn segment(&mut self, last: bool) -> Result<Vec<OperationOutput>, Error> {
+    pub async fn segment(&mut self, last: bool) -> Result<Outputs, Error> {
         self.send(SessionRequest::Segment { last }).await
+    }
+
+    /// Returns the next part of the outputs, if the part before says that there is one.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub async fn continue_segment(&mut self) -> Result<Outputs, Error> {
+        self.send(SessionRequest::Continue).await
     }
 
     /// Resets the session to its initial state.
@@ -161,11 +167,11 @@ impl SessionHandle {
     }
 
     /// Sends a request to the thread. Dropping the future loses the session.
-    async fn send(&mut self, request: SessionRequest) -> Result<Vec<OperationOutput>, Error> {
+    async fn send(&mut self, request: SessionRequest) -> Result<Outputs, Error> {
         let session = self.session.take().ok_or(Error::SessionLost)?;
         let (done, result) = oneshot::channel();
         let (rate, computed) = (self.rate, self.computed.clone());
-        let job = Job { session, request, rate, computed, out: Vec::new(), done };
+        let job = Job { session, request, rate, computed, done };
         self.jobs.send(job).map_err(|_| Error::SessionLost)?;
         // The receive fails if the model panicked.
         let Done { session, result } = result.await.map_err(|_| Error::SessionLost)?;
@@ -231,11 +237,16 @@ mod tests {
         let thread = ModelThread::start(Operation::Asr, OperationMetrics::default()).unwrap();
         let endless = || Box::new(Slow { name: 1, left: u64::MAX });
         let mut waits = thread.session(endless(), 16_000);
-        let waiting = tokio::spawn(async move { waits.segment(true).await.map(drop) });
+        let waiting = tokio::spawn(async move {
+            waits.segment(true).await.unwrap();
+            while waits.continue_segment().await.unwrap().more {}
+        });
         // It is served although the other session never ends, and gets all of its own turns.
         let mut other = thread.session(Box::new(Slow { name: 2, left: 3 }), 16_000);
-        let outputs = other.segment(true).await.unwrap();
-        assert_eq!(outputs, vec![OperationOutput::SpeechEnded { at: 2 }; 3]);
+        let part = |more| Outputs { outputs: vec![OperationOutput::SpeechEnded { at: 2 }], more };
+        assert_eq!(other.segment(true).await.unwrap(), part(true));
+        assert_eq!(other.continue_segment().await.unwrap(), part(true));
+        assert_eq!(other.continue_segment().await.unwrap(), part(false));
         assert!(!waiting.is_finished());
         waiting.abort();
         assert!(waiting.await.unwrap_err().is_cancelled());
@@ -253,6 +264,7 @@ mod tests {
         let turns = parking_lot::Mutex::new(turns);
         session.count_time(Arc::new(move |took| turns.lock().send(took).unwrap()));
         session.segment(true).await.unwrap();
+        while session.continue_segment().await.unwrap().more {}
         drop((session, thread));
         assert_eq!(counted.iter().count(), 3);
     }
@@ -265,6 +277,7 @@ mod tests {
         assert!(matches!(lost.push(vec![1.0]).await, Err(Error::SessionLost)));
         assert!(matches!(lost.segment(true).await, Err(Error::SessionLost)), "it is gone");
         assert_eq!(other.push(vec![0.5]).await.unwrap(), []);
-        assert_eq!(other.segment(true).await.unwrap(), [OperationOutput::SpeechEnded { at: 7 }]);
+        let ended = vec![OperationOutput::SpeechEnded { at: 7 }];
+        assert_eq!(other.segment(true).await.unwrap(), Outputs { outputs: ended, more: false });
     }
 }

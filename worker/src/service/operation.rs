@@ -7,7 +7,7 @@ use proto::ids::Attempt;
 use proto::operation::{OperationError, OperationInput, OperationOutput, Pcm};
 use proto::usage::AttemptId;
 use proto::worker::WorkerState;
-use speech::{OpenSession, SessionEnd, SessionHandle};
+use speech::{OpenSession, Outputs, SessionEnd, SessionHandle};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -123,24 +123,28 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
                 return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
             }
         };
-        // Stop a computation of seconds when the client has left.
-        let outputs = tokio::select! {
-            outputs = model_request.apply(&mut session.handle) => outputs,
-            () = &mut cancelled => return End::Cut,
-        };
-        match outputs {
-            Ok(outputs) => {
-                if let Err(end) = send_outputs(reply, limits.unread, &outputs).await {
-                    return end;
+        let mut next = Some(model_request);
+        while let Some(model_request) = next.take() {
+            // Stop a computation of seconds when the client has left.
+            let outputs = tokio::select! {
+                outputs = model_request.apply(&mut session.handle) => outputs,
+                () = &mut cancelled => return End::Cut,
+            };
+            match outputs {
+                Ok((outputs, more)) => {
+                    next = more;
+                    if let Err(end) = send_outputs(reply, limits.unread, &outputs).await {
+                        return end;
+                    }
                 }
-            }
-            Err(error) => {
-                tracing::error!(%error, model = %session.opened.model, "a session has failed");
-                let reported = match error {
-                    speech::Error::NotFinite { .. } => OperationError::NotFinite,
-                    _ => OperationError::Internal,
-                };
-                return failed(reported, SessionEnd::error);
+                Err(error) => {
+                    tracing::error!(%error, model = %session.opened.model, "a session has failed");
+                    let reported = match error {
+                        speech::Error::NotFinite { .. } => OperationError::NotFinite,
+                        _ => OperationError::Internal,
+                    };
+                    return failed(reported, SessionEnd::error);
+                }
             }
         }
         if finishes {
@@ -167,21 +171,38 @@ async fn send_outputs(
 /// A request to the model.
 enum ModelRequest {
     Samples(Vec<f32>),
-    Segment { last: bool, at: u64 },
+    Segment {
+        last: bool,
+        at: u64,
+    },
+    /// The next part of a segment's outputs.
+    Continue {
+        at: u64,
+    },
     Reset,
 }
 
 impl ModelRequest {
-    async fn apply(self, session: &mut SessionHandle) -> Result<Vec<OperationOutput>, speech::Error> {
-        match self {
-            Self::Samples(sound) => session.push(sound).await,
-            Self::Segment { last, at } => {
-                let mut outputs = session.segment(last).await?;
-                outputs.push(OperationOutput::Segmented { at });
-                Ok(outputs)
+    /// Returns the outputs, and the next request if there are more.
+    async fn apply(
+        self,
+        session: &mut SessionHandle,
+    ) -> Result<(Vec<OperationOutput>, Option<Self>), speech::Error> {
+        let (part, at) = match self {
+            Self::Samples(sound) => return Ok((session.push(sound).await?, None)),
+            Self::Segment { last, at } => (session.segment(last).await?, at),
+            Self::Continue { at } => (session.continue_segment().await?, at),
+            Self::Reset => {
+                session.reset().await?;
+                return Ok((vec![OperationOutput::Restarted], None));
             }
-            Self::Reset => session.reset().await.map(|()| vec![OperationOutput::Restarted]),
+        };
+        let Outputs { mut outputs, more } = part;
+        if more {
+            return Ok((outputs, Some(Self::Continue { at })));
         }
+        outputs.push(OperationOutput::Segmented { at });
+        Ok((outputs, None))
     }
 }
 

@@ -127,7 +127,8 @@ pub(super) struct Segment {
 }
 
 impl<'a> Event<'a> {
-    /// The message for a worker's output. `None` for outputs that open or end a session. `scores` are those
+    /// The message for a worker's output. `None` for outputs that open or end a session, and for
+    /// audio. `scores` are those
     /// of a voice.
     pub(super) fn of(output: &'a OperationOutput, scores: Vec<Score>) -> Option<Self> {
         let window = |window: &VoiceWindow| {
@@ -176,9 +177,10 @@ impl<'a> Event<'a> {
             }
             OperationOutput::Segmented { at } => Self::Segmented { at: *at },
             OperationOutput::Restarted => Self::Reset,
-            OperationOutput::Opened(_) | OperationOutput::Finished { .. } | OperationOutput::Failed(_) => {
-                return None;
-            }
+            OperationOutput::Opened(_)
+            | OperationOutput::Finished { .. }
+            | OperationOutput::Failed(_)
+            | OperationOutput::Audio(_) => return None,
         })
     }
 }

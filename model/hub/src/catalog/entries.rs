@@ -17,6 +17,7 @@ pub(super) const RESEMBLYZER: &str = "resemblyzer";
 pub(super) const PYANNET: &str = "pyannet";
 
 mod list;
+mod voices;
 
 /// A model that can be pulled by name.
 #[derive(Debug, Clone, PartialEq)]

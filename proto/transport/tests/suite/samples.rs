@@ -651,6 +651,11 @@ pub(crate) fn all() -> Vec<Samples> {
                     max_speakers: Some(4),
                     threshold: Some(0.75),
                 }),
+                OperationOptions::Speak(SpeakOptions {
+                    input: "so".into(),
+                    voice: Some("joe".into()),
+                    speed: Some(1.5),
+                }),
             ],
         ),
         samples("Pcm", Stream, [Pcm::F32(vec![0.5, -1.0]), Pcm::I16(vec![-1, 300])]),

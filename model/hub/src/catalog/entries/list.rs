@@ -7,9 +7,10 @@
 use crate::catalog::{About, Speed};
 use text::sampling::SamplingDefaults;
 
+use super::voices;
 use super::{CompanionFile, Entry, ONNX, Origin, PYANNET, PackagePart, RESEMBLYZER, WHISPER};
 
-const ANY_MACHINE: &str = "any machine, also without a GPU";
+pub(super) const ANY_MACHINE: &str = "any machine, also without a GPU";
 const SMALL_MACHINE: &str = "one DGX Spark with room for many sequences, or a CPU node";
 const ONE_SPARK: &str = "one DGX Spark";
 
@@ -338,6 +339,7 @@ pub static CATALOG: &[Entry] = &[
             }],
         },
     },
+    voices::PIPER_JOE,
     Entry {
         name: "pyannote-diarization",
         file: "diarization/pytorch_model.bin",

@@ -66,6 +66,7 @@ pub(crate) fn operation_outputs() -> Vec<OperationOutput> {
             segments: vec![SpeakerSegment { start: 495, end: 70_144, speaker: 1 }],
             more: true,
         }),
+        OperationOutput::Audio(Pcm::I16(vec![-300, 7])),
     ]
 }
 
