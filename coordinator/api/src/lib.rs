@@ -48,6 +48,7 @@ mod schema;
 pub mod shape;
 mod spans;
 mod speaker;
+mod speech;
 pub mod tools;
 mod transcribe;
 
@@ -161,6 +162,7 @@ pub enum Endpoint {
     Transcriptions,
     /// The text of a recording, translated into English.
     Translations,
+    Speech,
     /// An operation on a recording.
     Audio(Operation),
     /// A session of an operation, over a WebSocket.
@@ -168,7 +170,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 27] = [
         Self::Health,
         Self::Models,
         Self::Model,
@@ -185,6 +187,7 @@ impl Endpoint {
         Self::Detokenize,
         Self::Transcriptions,
         Self::Translations,
+        Self::Speech,
         Self::Audio(Operation::Vad),
         Self::Audio(Operation::TurnDetection),
         Self::Audio(Operation::Wakeword),
@@ -215,6 +218,7 @@ impl Endpoint {
             Self::Detokenize => "/detokenize",
             Self::Transcriptions => "/v1/audio/transcriptions",
             Self::Translations => "/v1/audio/translations",
+            Self::Speech => "/v1/audio/speech",
             Self::Audio(Operation::TurnDetection) => "/v1/audio/turn_detection",
             Self::Audio(Operation::Wakeword) => "/v1/audio/wakeword",
             Self::Audio(Operation::Speaker) => "/v1/audio/speaker",
@@ -283,6 +287,7 @@ impl Endpoint {
             Self::Detokenize => respond(detokenize(state, request)),
             Self::Transcriptions => respond(transcribe::call(state, Task::Transcribe, request)),
             Self::Translations => respond(transcribe::call(state, Task::Translate, request)),
+            Self::Speech => respond(speech::call(state, request)),
             Self::Audio(Operation::Speaker) => respond(speaker::call(state, request)),
             Self::Audio(operation) => respond(audio::call(state, operation, request)),
             Self::Realtime(operation) => respond(realtime::open(state, operation, request)),

@@ -1,16 +1,21 @@
 //! The fake worker's audio operations: windows of 512 samples, with the speech probability in the first
-//! sample.
+//! sample. Each word is spoken as a message of samples of its length.
 
 use parking_lot::Mutex;
 use proto::operation::{
     Language, MAX_FRAME_WINDOWS, OpenedOperation, Operation, OperationError, OperationInput,
-    OperationOptions, OperationOutput, OperationRequest, SpokenText, SpokenWord, TurnScore, VoiceWindow,
+    OperationOptions, OperationOutput, OperationRequest, Pcm, SpeakOptions, SpokenText, SpokenWord,
+    TurnScore, VoiceWindow,
 };
 use tokio::sync::watch;
 use transport::{OperationCall, OperationInputs, OperationReplier};
 
 pub(crate) const WINDOW: u64 = 512;
 pub(crate) const IDLE_MS: u64 = 25_000;
+/// Sample rate of spoken texts.
+pub(crate) const SPOKEN_RATE: u32 = 22_050;
+/// Samples of a message of the word `endless`.
+const ENDLESS: usize = 60_000;
 
 /// State of the sessions, and the requests received.
 pub(crate) struct FakeSessions {
@@ -72,7 +77,8 @@ pub(crate) async fn serve(sessions: &FakeSessions, call: OperationCall) {
     let OperationCall { request, inputs, mut reply } = call;
     sessions.requests.lock().push(request.clone());
     let refused = sessions.refuse.lock().clone();
-    let unsupported = (request.sample_rate != 16_000 && request.sample_rate != 8_000).then(|| {
+    let speaks = request.operation == Operation::Tts;
+    let unsupported = (!speaks && request.sample_rate != 16_000 && request.sample_rate != 8_000).then(|| {
         let reason = format!("{} is none of 8000 and 16000", request.sample_rate);
         OperationError::InvalidField { field: "sample_rate".into(), reason }
     });
@@ -83,7 +89,7 @@ pub(crate) async fn serve(sessions: &FakeSessions, call: OperationCall) {
     let opened = OpenedOperation {
         backend: "fake".into(),
         model: request.model.clone().unwrap(),
-        sample_rate: request.sample_rate,
+        sample_rate: if speaks { SPOKEN_RATE } else { request.sample_rate },
         window: if request.operation == Operation::Vad { WINDOW as u32 } else { 0 },
         idle_timeout_ms: IDLE_MS,
     };
@@ -155,6 +161,31 @@ async fn run_session(
                 if windows && !results.is_empty() {
                     reply.send(&OperationOutput::Windows(results)).await?;
                 }
+            }
+            OperationInput::Finish if request.operation == Operation::Tts => {
+                let OperationOptions::Speak(SpeakOptions { input, .. }) = &request.options else {
+                    return Ok(OperationOutput::Failed(OperationError::Internal));
+                };
+                for word in input.split_whitespace() {
+                    match word {
+                        "nothing" => continue,
+                        // Until the test says so.
+                        "wait" => {
+                            let _ = sessions.stalled.subscribe().wait_for(|stalled| *stalled).await;
+                            continue;
+                        }
+                        "broken" => return Ok(OperationOutput::Failed(OperationError::Internal)),
+                        "endless" => loop {
+                            reply.send(&OperationOutput::Audio(Pcm::I16(vec![7; ENDLESS]))).await?;
+                            sessions.replies_sent.send_modify(|count| *count += 1);
+                        },
+                        _ => {}
+                    }
+                    let audio = vec![word.len() as i16; word.len()];
+                    reply.send(&OperationOutput::Audio(Pcm::I16(audio))).await?;
+                }
+                reply.send(&OperationOutput::Segmented { at: 0 }).await?;
+                return Ok(OperationOutput::Finished { samples: 0 });
             }
             OperationInput::Segment | OperationInput::Finish => {
                 let at = samples.len() as u64;

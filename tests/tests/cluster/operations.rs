@@ -170,3 +170,23 @@ fn openais_client_gets_the_transcript() {
     let ended = "kvasir_operation_sessions_ended_total{operation=\"asr\",end=\"cut\"}";
     assert_eq!(cluster.worker_metric(ended).unwrap(), 1.0);
 }
+
+/// With OpenAI's client. A transcript of the speech has its words. If a client leaves, the worker stops.
+#[test]
+fn openais_client_gets_speech() {
+    let cluster = Cluster::builder("speech", &tiny_model())
+        .flag("--workers", "1")
+        .flag("--operation", "piper-joe,whisper-base")
+        .start()
+        .unwrap();
+    let base = format!("http://{}", cluster.http());
+    run(&python(), "speech.py", &[base.clone(), "words".into()]);
+    run(&python(), "speech.py", &[base, "leaves".into()]);
+    let sessions = || cluster.worker_metric("kvasir_operation_sessions{operation=\"tts\"}").ok();
+    wait::until("it is not spoken any more", Duration::from_secs(20), || (sessions()? == 0.0).then_some(()))
+        .unwrap();
+    let ended = "kvasir_operation_sessions_ended_total{operation=\"tts\",end=\"cut\"}";
+    assert_eq!(cluster.worker_metric(ended).unwrap(), 1.0);
+    let shown = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
+    assert!(shown.contains("tts (piper-joe by onnx"), "{shown}");
+}
