@@ -308,7 +308,8 @@ pub enum OperationInput {
     /// More audio; at most [`MAX_FRAME_SAMPLES`].
     Samples(Pcm),
     /// End of a segment: report the result for the audio so far. Ongoing speech ends here. A turn is judged
-    /// by the audio since the last reset. The session continues and keeps its state.
+    /// by the audio since the last reset, a transcript is that of the audio since the last segment. The
+    /// session continues and keeps its state.
     Segment,
     /// Clears the session's state. Positions begin at 0 again.
     Reset,

@@ -15,7 +15,7 @@ use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use dispatch::{OpenedSession, OperationJob, Unopened};
-use proto::ids::ModelId;
+use proto::ids::{ModelId, NodeId};
 use proto::operation::{
     HeardWord, Language, OpenedOperation, Operation, OperationError, OperationInput, OperationOutput, Pcm,
     SpeakerSegment, SpeakerVector, SpokenText, TurnScore, WordWindow,
@@ -26,6 +26,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::sync::mpsc;
 use transport::{OperationSender, OperationStream};
 use wav::Recording;
 
@@ -173,7 +174,7 @@ async fn answer(
         tenant: Arc::clone(admitted.caller.tenant()),
         key: admitted.caller.key_id().map(str::to_owned),
     };
-    let (worker, opened, results) = run_in_time(state, &job, &admitted, &pieces).await?;
+    let (worker, opened, results) = run_in_time(state, &job, &admitted, &pieces, None).await?;
     if let Some(span) = trace {
         spans::session_opened(span, operation, (&admitted.id, &opened.model), &worker, &opened.backend);
         spans::session_ended(span, samples, "finished", None);
@@ -247,16 +248,20 @@ fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
     }
 }
 
+/// Receives texts as they arrive, and their worker.
+pub(super) type TextSink = mpsc::Sender<(NodeId, SpokenText)>;
+
 /// [`run`], until the key is revoked or the time of a request is over.
 pub(super) async fn run_in_time(
     state: &Arc<AppState>,
     job: &OperationJob,
     admitted: &AdmittedRequest,
     pieces: &[Pcm],
-) -> Result<(proto::ids::NodeId, OpenedOperation, OperationResults), ApiError> {
+    sink: Option<&TextSink>,
+) -> Result<(NodeId, OpenedOperation, OperationResults), ApiError> {
     tokio::select! {
         biased;
-        done = run(state, job, admitted, pieces) => done,
+        done = run(state, job, admitted, pieces, sink) => done,
         () = admitted.caller.revoked() => Err(ApiError::InvalidApiKey),
         () = tokio::time::sleep_until((admitted.arrived + state.request_timeout).into()) => {
             Err(ApiError::DeadlineExceeded)
@@ -264,13 +269,15 @@ pub(super) async fn run_in_time(
     }
 }
 
-/// Runs the operation, with up to [`ATTEMPTS`] sessions one after the other.
-pub(super) async fn run(
+/// Runs the operation, with up to [`ATTEMPTS`] sessions one after the other, as long as none has passed a text
+/// to the sink.
+async fn run(
     state: &Arc<AppState>,
     job: &OperationJob,
     admitted: &AdmittedRequest,
     pieces: &[Pcm],
-) -> Result<(proto::ids::NodeId, OpenedOperation, OperationResults), ApiError> {
+    sink: Option<&TextSink>,
+) -> Result<(NodeId, OpenedOperation, OperationResults), ApiError> {
     let refused = |why| refused(job.operation, job.model.as_ref(), why);
     let mut failure = Unopened::Lost;
     for _ in 0..ATTEMPTS {
@@ -281,8 +288,10 @@ pub(super) async fn run(
         state.metrics.operations().opened(job.operation, started.elapsed());
         let counting = state.metrics.operations().session(job.operation);
         let duration = || seconds(pieces.iter().map(|piece| piece.len() as u64).sum(), job.sample_rate);
-        match exchange(sender, answers, pieces, job.sample_rate).await {
-            Ok(results) => {
+        let mut results = OperationResults::default();
+        let passed = sink.map(|sink| (sink, &node));
+        match exchange(sender, answers, pieces, job.sample_rate, (&mut results, passed)).await {
+            Ok(()) => {
                 counting.ended("finished", duration());
                 seat.audio(duration());
                 return Ok((node, opened, results));
@@ -291,6 +300,9 @@ pub(super) async fn run(
                 counting.ended("declined", 0.0);
                 seat.failed();
                 failure = Unopened::Said(error);
+                if sink.is_some() && !results.texts.is_empty() {
+                    break;
+                }
             }
             Err(Failure::Reported(error)) => {
                 counting.ended("invalid", 0.0);
@@ -302,19 +314,24 @@ pub(super) async fn run(
                 seat.failed();
                 let _in_order = seat.cut();
                 failure = Unopened::Lost;
+                if sink.is_some() && !results.texts.is_empty() {
+                    break;
+                }
             }
         }
     }
     Err(refused(failure))
 }
 
-/// Sends a whole recording while it receives the results.
+/// Sends a whole recording while it receives the results, also if it fails later. Passes texts to the sink, if
+/// there is one.
 async fn exchange(
     mut sender: OperationSender,
     mut answers: OperationStream,
     pieces: &[Pcm],
     sample_rate: u32,
-) -> Result<OperationResults, Failure> {
+    (results, sink): (&mut OperationResults, Option<(&TextSink, &NodeId)>),
+) -> Result<(), Failure> {
     let feed = async {
         for piece in pieces {
             sender.send(&OperationInput::Samples(piece.clone())).await?;
@@ -327,7 +344,6 @@ async fn exchange(
         std::future::pending::<Infallible>().await
     };
     let gather = async {
-        let mut results = OperationResults::default();
         let mut speech_start = None;
         loop {
             match answers.next().await.map_err(|_| Failure::Lost)? {
@@ -343,9 +359,15 @@ async fn exchange(
                 OperationOutput::Turn(turn) => results.turn = Some(turn),
                 // Only reports the last segment.
                 OperationOutput::Segmented { .. } => {}
-                OperationOutput::Finished { .. } => return Ok(results),
+                OperationOutput::Finished { .. } => return Ok(()),
                 OperationOutput::Failed(error) => return Err(Failure::Reported(error)),
-                OperationOutput::Text(text) => results.texts.push(text),
+                OperationOutput::Text(text) => {
+                    if let Some((sink, node)) = sink {
+                        // If nobody receives it, the call is dropped.
+                        let _ = sink.send((node.clone(), text.clone())).await;
+                    }
+                    results.texts.push(text);
+                }
                 OperationOutput::Language(language) => results.language = Some(language),
                 OperationOutput::Wakeword(word) => results.words.push(word),
                 OperationOutput::WordWindows(windows) => {

@@ -26,6 +26,7 @@ pub mod grammar;
 pub mod http_ext;
 pub mod images;
 mod kind;
+mod languages;
 pub mod limits;
 mod loading;
 pub mod lora;
@@ -170,7 +171,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 28] = [
         Self::Health,
         Self::Models,
         Self::Model,
@@ -198,6 +199,7 @@ impl Endpoint {
         Self::Realtime(Operation::Wakeword),
         Self::Realtime(Operation::Speaker),
         Self::Realtime(Operation::Diarization),
+        Self::Realtime(Operation::Asr),
     ];
 
     pub fn path(self) -> &'static str {
@@ -228,6 +230,7 @@ impl Endpoint {
             Self::Realtime(Operation::Wakeword) => "/v1/realtime/wakeword",
             Self::Realtime(Operation::Speaker) => "/v1/realtime/speaker",
             Self::Realtime(Operation::Diarization) => "/v1/realtime/diarization",
+            Self::Realtime(Operation::Asr) => "/v1/realtime/asr",
             Self::Realtime(_) => "/v1/realtime/vad",
         }
     }

@@ -2,6 +2,7 @@
 //! recording (`audio`): query fields, encoding of samples, the limit of sessions, and errors.
 
 use super::error::ApiError;
+use super::languages;
 use axum::extract::Query as UrlQuery;
 use axum::http::Uri;
 use dispatch::Unopened;
@@ -10,7 +11,7 @@ use parking_lot::Mutex;
 use proto::ids::ModelId;
 use proto::operation::{
     DiarizationOptions, MAX_WAKEWORDS, Operation, OperationError, OperationOptions, Pcm, SpeechOptions,
-    TurnOptions, WakewordOptions,
+    TranscribeOptions, TurnOptions, WakewordOptions,
 };
 use router::balancer::SessionRefusal;
 use std::collections::HashMap;
@@ -116,8 +117,20 @@ impl Query {
         self.get(name, "a whole number from 0 to 60000", |ms| *ms <= MAX_OPTION_MS)
     }
 
+    fn flag(&self, name: &'static str) -> Result<bool, ApiError> {
+        Ok(self.get(name, "true or false", |_: &bool| true)?.unwrap_or(false))
+    }
+
     fn windows(&self) -> Result<bool, ApiError> {
-        Ok(self.get("probabilities", "true or false", |_: &bool| true)?.unwrap_or(false))
+        self.flag("probabilities")
+    }
+
+    /// The code of `language`.
+    fn language(&self) -> Result<Option<String>, ApiError> {
+        let rule = "a language code or English name, such as en or english";
+        let named: Option<String> =
+            self.get("language", rule, |named: &String| languages::code(named).is_some())?;
+        Ok(named.and_then(|named| languages::code(&named)).map(str::to_owned))
     }
 
     fn speakers(&self, name: &'static str) -> Result<Option<u32>, ApiError> {
@@ -222,7 +235,20 @@ impl Query {
                     false => OperationOptions::Diarization(options),
                 })
             }
-            Operation::Embed | Operation::Rerank | Operation::Asr | Operation::Tts | Operation::Speaker => {
+            Operation::Asr => {
+                let options = TranscribeOptions {
+                    language: self.language()?,
+                    translate: self.flag("translate")?,
+                    prompt: self.0.get("prompt").cloned().unwrap_or_default(),
+                    words: self.flag("word_times")?,
+                    temperature: self.share("temperature")?.unwrap_or_default(),
+                };
+                Ok(match options == TranscribeOptions::default() {
+                    true => OperationOptions::Default,
+                    false => OperationOptions::Transcribe(options),
+                })
+            }
+            Operation::Embed | Operation::Rerank | Operation::Tts | Operation::Speaker => {
                 Ok(OperationOptions::Default)
             }
         }
@@ -380,6 +406,24 @@ mod tests {
             ("?threshold=2.1", "threshold"),
         ] {
             assert_eq!(field(query(text).unwrap().options(Operation::Diarization)), name, "{text}");
+        }
+        let spoken = query("?language=German&prompt=So.&word_times=true&temperature=0.5").unwrap();
+        let options = TranscribeOptions {
+            language: Some("de".into()),
+            translate: false,
+            prompt: "So.".into(),
+            words: true,
+            temperature: 0.5,
+        };
+        assert_eq!(spoken.options(Operation::Asr), Ok(OperationOptions::Transcribe(options)));
+        assert_eq!(defaults.options(Operation::Asr), Ok(OperationOptions::Default));
+        for (text, name) in [
+            ("?language=klingon", "language"),
+            ("?translate=1", "translate"),
+            ("?word_times=yes", "word_times"),
+            ("?temperature=1.5", "temperature"),
+        ] {
+            assert_eq!(field(query(text).unwrap().options(Operation::Asr)), name, "{text}");
         }
         assert_eq!(field(query("?response_format=xml").unwrap().rttm()), "response_format");
         let many = format!("?words={}", vec!["a"; MAX_WAKEWORDS + 1].join(","));

@@ -1,5 +1,5 @@
 //! Sessions of operations over a WebSocket: `GET /v1/realtime/vad`, `turn_detection`, `wakeword`, `speaker`,
-//! `diarization`
+//! `diarization`, `asr`
 //! ([decision 46](../../../docs/decisions/0046-serve-sessions-over-websockets.md)).
 //!
 //! The session is opened at a worker before the WebSocket is, so that a refusal is an HTTP status. Then one

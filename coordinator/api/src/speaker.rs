@@ -154,7 +154,7 @@ async fn embed(
         tenant: Arc::clone(admitted.caller.tenant()),
         key: admitted.caller.key_id().map(str::to_owned),
     };
-    let (worker, opened, results) = run_in_time(state, &job, admitted, &pieces).await?;
+    let (worker, opened, results) = run_in_time(state, &job, admitted, &pieces, None).await?;
     if let Some(span) = trace {
         let session = (&admitted.id, &opened.model);
         spans::session_opened(span, Operation::Speaker, session, &worker, &opened.backend);

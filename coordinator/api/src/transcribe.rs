@@ -1,12 +1,13 @@
 //! OpenAI's `POST /v1/audio/transcriptions` and `/v1/audio/translations`: a form with a recording, answered
-//! with its text. Runs the operation `asr` ([`audio`](super::audio)).
+//! with its text, whole or as events. Runs the operation `asr` ([`audio`](super::audio)).
 
 mod form;
-mod languages;
+mod streamed;
 mod written;
 
+use super::admitted::AdmittedRequest;
 use super::answer::WORKER_HEADER;
-use super::audio::run;
+use super::audio::run_in_time;
 use super::audio::wav::{Recording, read_any};
 use super::error::ApiError;
 use super::operations::seconds;
@@ -16,9 +17,13 @@ use axum::http::{HeaderValue, header};
 use axum::response::Response;
 use dispatch::OperationJob;
 use form::{Form, read};
-use proto::operation::{Operation, OperationOptions};
+use futures::FutureExt;
+use proto::ids::NodeId;
+use proto::operation::{OpenedOperation, Operation, OperationOptions};
 use proto::trace::Span;
 use std::sync::Arc;
+use streamed::Segments;
+use tokio::sync::mpsc;
 use written::Transcript;
 
 /// Task: transcription or translation.
@@ -52,7 +57,7 @@ async fn answer(
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
-    let Form { file, model, options, format } = read(body, boundary, task).await?;
+    let Form { file, model, options, format, stream } = read(body, boundary, task).await?;
     let language = options.language.clone();
     let recording =
         state.planning.run(admitted.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
@@ -65,10 +70,9 @@ async fn answer(
             format!("is {duration} s long; it must be {SHORTEST} s at least"),
         ));
     }
-    let operation = Operation::Asr;
     let job = OperationJob {
         request_id: admitted.id.clone(),
-        operation,
+        operation: Operation::Asr,
         model,
         sample_rate,
         options: OperationOptions::Transcribe(options),
@@ -76,17 +80,24 @@ async fn answer(
         tenant: Arc::clone(admitted.caller.tenant()),
         key: admitted.caller.key_id().map(str::to_owned),
     };
-    let (worker, opened, results) = tokio::select! {
-        biased;
-        done = run(state, &job, &admitted, &pieces) => done?,
-        () = admitted.caller.revoked() => return Err(ApiError::InvalidApiKey),
-        () = tokio::time::sleep_until((admitted.arrived + state.request_timeout).into()) => {
-            return Err(ApiError::DeadlineExceeded);
-        }
-    };
+    if stream {
+        let (state, mut span) = (Arc::clone(state), trace.take());
+        let (sink, texts) = mpsc::channel(1);
+        let call = async move {
+            let done = run_in_time(&state, &job, &admitted, &pieces, Some(&sink)).await;
+            if let Some(span) = &mut span {
+                match &done {
+                    Ok((worker, opened, _)) => record(span, &admitted, (worker, opened), samples),
+                    Err(error) => spans::failed(span, error),
+                }
+            }
+            done.map(|(.., results)| results)
+        };
+        return Segments { call: call.boxed(), texts, duration }.respond().await;
+    }
+    let (worker, opened, results) = run_in_time(state, &job, &admitted, &pieces, None).await?;
     if let Some(span) = trace {
-        spans::session_opened(span, operation, (&admitted.id, &opened.model), &worker, &opened.backend);
-        spans::session_ended(span, samples, "finished", None);
+        record(span, &admitted, (&worker, &opened), samples);
     }
     let language = language.or_else(|| results.language.map(|language| language.code)).unwrap_or_default();
     let transcript = Transcript { task, language, sample_rate, duration, texts: results.texts };
@@ -98,4 +109,15 @@ async fn answer(
         response.headers_mut().insert(WORKER_HEADER, worker);
     }
     Ok(response)
+}
+
+/// Records the session of a finished call.
+fn record(
+    span: &mut Span,
+    admitted: &AdmittedRequest,
+    (worker, opened): (&NodeId, &OpenedOperation),
+    samples: u64,
+) {
+    spans::session_opened(span, Operation::Asr, (&admitted.id, &opened.model), worker, &opened.backend);
+    spans::session_ended(span, samples, "finished", None);
 }

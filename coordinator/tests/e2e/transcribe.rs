@@ -4,6 +4,7 @@ use super::audio_sessions::{offers, wav};
 use super::client::{Reply, send};
 use super::fake_worker::{FakeWorker, Setup};
 use super::limits::key;
+use super::websocket::WebSocket;
 use super::{Rig, until};
 use hyper::Method;
 use kvasir_coordinator::Config;
@@ -94,11 +95,59 @@ async fn compressed_recordings_are_decoded() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_has_openais_events() {
+    let (rig, worker) = rig(|config| config.request_timeout_s = 2).await;
+    let streamed = [("stream", "true"), ("model", "ears")];
+    let reply = post_form(&rig, WORDS, &[], form(&second(), &streamed)).await;
+    assert_eq!((reply.status.as_u16(), reply.header("x-kvasir-worker")), (200, "w1"), "{}", reply.text());
+    assert_eq!(reply.header("content-type"), "text/event-stream");
+    let expected = concat!(
+        "data: {\"type\":\"transcript.text.delta\",\"delta\":\"heard 8000\"}\n\n",
+        "data: {\"type\":\"transcript.text.done\",\"text\":\"heard 8000\",",
+        "\"usage\":{\"type\":\"duration\",\"seconds\":1}}\n\n",
+        "data: [DONE]\n\n",
+    );
+    assert_eq!(reply.text(), expected);
+    // Before the first event a refusal has its own status.
+    worker.sessions().refuse(Some(OperationError::TooManySessions { limit: 8 }));
+    let error = post_form(&rig, WORDS, &[], form(&second(), &streamed)).await.error();
+    assert_eq!((error.0, error.1.as_str()), (429, "queue_full"));
+    worker.sessions().refuse(None);
+    worker.sessions().stall(true);
+    let error = post_form(&rig, WORDS, &[], form(&second(), &streamed)).await.error();
+    assert_eq!((error.0, error.1.as_str()), (503, "deadline_exceeded"));
+    worker.sessions().stall(false);
+    until("the worker has no session", async || worker.sessions().open() == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_returns_segments_of_the_transcript() {
+    let (rig, worker) = rig(|_| {}).await;
+    let path = "/v1/realtime/asr?language=German&word_times=true&sample_rate=8000";
+    let mut session = WebSocket::open(rig.at.http, path).await;
+    let opened = session.until("opened").await;
+    assert_eq!((&opened["operation"], &opened["model"]), (&json!("asr"), &json!("ears")));
+    session.send_samples(&[100; 4_000]).await;
+    session.send_text(r#"{"type":"segment"}"#).await;
+    assert_eq!(session.until("language").await["code"], "en");
+    let words = json!([{"word": "heard", "start": 0, "end": 4_000, "probability": 0.5}]);
+    let expected = json!({"type": "text", "text": " heard 4000", "start": 0, "end": 4_000, "words": words});
+    assert_eq!(session.until("text").await, expected);
+    assert_eq!(session.until("segmented").await["at"], 4_000);
+    session.send_text(r#"{"type":"finish"}"#).await;
+    let (events, _) = session.rest().await;
+    assert_eq!(events.last().unwrap()["reason"], "finished");
+    let options =
+        TranscribeOptions { language: Some("de".into()), words: true, ..TranscribeOptions::default() };
+    assert_eq!(worker.sessions().requests()[0].options, OperationOptions::Transcribe(options));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unsupported_fields_are_refused_by_name() {
     let (rig, worker) = rig(|_| {}).await;
     for (fields, code, param) in [
         (&[("temperature", "1.5")][..], "invalid_field", "temperature"),
-        (&[("stream", "true")], "invalid_field", "stream"),
+        (&[("stream", "true"), ("response_format", "srt")], "invalid_field", "stream"),
         (&[("colour", "red")], "invalid_field", "colour"),
         (&[("model", "whisper-1")], "model_not_found", "model"),
     ] {

@@ -3,6 +3,7 @@
     python operations.py http://HOST:PORT same         speech as a recording and as sessions: the same numbers
     python operations.py http://HOST:PORT voices       wake words and voices, as recordings and as sessions
     python operations.py http://HOST:PORT speakers     which speaker speaks when, as a recording and as a session
+    python operations.py http://HOST:PORT transcript   a transcript as a session and as a recording
     python operations.py http://HOST:PORT lost PID     kills the only worker that offers vad during a session
     python operations.py http://HOST:PORT drained PID  drains that worker instead
     python operations.py http://HOST:PORT limits KEY OTHER_KEY
@@ -391,4 +392,26 @@ def speakers():
             assert (refusal.code, error["param"]) == (400, name), (path, error)
 
 
-{"same": same, "voices": voices, "speakers": speakers, "lost": lost, "drained": drained, "limits": limits}[MODE]()
+def transcript():
+    parts = [array.array("h", spoken(text, "en-us")) for text in ("The quick brown fox.", "It jumps over the lazy dog.")]
+    pause = array.array("h", [0] * RATE)
+    with open_session("/v1/realtime/asr?language=en&word_times=true") as session:
+        opened = event(session)
+        assert (opened["operation"], opened["model"]) == ("asr", "whisper-base"), opened
+        stream(session, parts[0] + pause, 800)
+        session.send('{"type": "segment"}')
+        first = until(session, "text")
+        assert "brown fox" in first["text"] and first["words"][0]["word"] == "The", first
+        assert until(session, "segmented")["at"] == len(parts[0]) + RATE
+        stream(session, parts[1] + pause, 1600)
+        session.send('{"type": "finish"}')
+        events, code = rest(session)
+    # Positions continue. The text is that of the audio since the segment alone.
+    [second] = [e for e in events if e["type"] == "text"]
+    assert second["start"] >= len(parts[0]) + RATE and "lazy dog" in second["text"], second
+    assert "fox" not in second["text"] and code == 1000, (second, code)
+    assert events[-1]["samples"] == len(parts[0]) + len(parts[1]) + 2 * RATE, events
+    print("transcript", first["text"], "|", second["text"])
+
+
+{"same": same, "voices": voices, "transcript": transcript, "speakers": speakers, "lost": lost, "drained": drained, "limits": limits}[MODE]()

@@ -156,6 +156,7 @@ fn openais_client_gets_the_transcript() {
         run(&python(), "transcribe.py", &arguments);
     };
     call(&["words"]);
+    script(&cluster, &["transcript"]);
     let sessions = || cluster.worker_metric("kvasir_operation_sessions{operation=\"asr\"}").ok();
     assert_eq!(sessions(), Some(0.0));
     std::thread::scope(|scope| {

@@ -48,6 +48,10 @@ def words():
     assert [word.start for word in timed.words] == sorted(word.start for word in timed.words), timed.words
     assert all(0 <= word.start <= word.end <= timed.duration for word in timed.words), timed.words
     assert (timed.segments[0].start, timed.segments[-1].end) == (timed.words[0].start, timed.words[-1].end), timed
+    events = list(audio.transcriptions.create(model="whisper-base", file=fox, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[-1] == "transcript.text.done" and set(kinds[:-1]) == {"transcript.text.delta"}, kinds
+    assert "".join(event.delta for event in events[:-1]) == events[-1].text == plain.text, events
     captions = audio.transcriptions.create(model="whisper-base", file=fox, response_format="srt", language="en")
     assert captions.startswith("1\n00:00:00,000 --> 00:00:0") and plain.text in captions, captions
     town = ("town.wav", spoken("Guten Morgen. Heute ist ein schöner Tag, und wir gehen in die Stadt.", "-v", "de"))

@@ -176,9 +176,11 @@ impl AudioModel for Shared {
         let resampler = Resampler::new(rate, RATE);
         Ok(Box::new(Recording {
             whisper: Arc::clone(&self.0),
+            prompt: task.prompt.clone(),
             task,
             resampler,
             sound: Vec::new(),
+            before: 0,
             transcript: None,
         }))
     }
@@ -191,9 +193,13 @@ impl AudioModel for Shared {
 struct Recording {
     whisper: Arc<Whisper>,
     task: Task,
+    /// The session's prompt.
+    prompt: Vec<u32>,
     resampler: Resampler,
-    /// The audio so far, at [`RATE`].
+    /// The audio since the last segment, at [`RATE`].
     sound: Vec<f32>,
+    /// Number of samples before that.
+    before: usize,
     transcript: Option<Transcript>,
 }
 
@@ -216,22 +222,26 @@ impl Session for Recording {
         let len = self.sound.len();
         self.resampler.clone().finish(&mut self.sound);
         let features = self.whisper.mel.recording(&self.sound);
-        self.sound.truncate(len);
-        self.transcript = Some(Transcript::new(self.task.clone(), features));
+        self.sound.clear();
+        self.transcript = Some(Transcript::new(self.task.clone(), features, self.before));
+        self.before += len;
         Ok(())
     }
 
     fn continue_segment(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
         let Some(transcript) = &mut self.transcript else { return Ok(false) };
         let more = transcript.step(&self.whisper, out)?;
-        if !more {
-            self.transcript = None;
+        if !more && let Some(transcript) = self.transcript.take() {
+            // The next segment continues the text.
+            self.task.prompt = transcript.into_text();
         }
         Ok(more)
     }
 
     fn reset(&mut self) {
         self.sound.clear();
+        self.before = 0;
+        self.task.prompt.clone_from(&self.prompt);
         self.resampler = Resampler::new(self.task.rate, RATE);
         self.transcript = None;
     }

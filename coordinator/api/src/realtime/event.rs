@@ -3,7 +3,7 @@
 
 use super::references::Score;
 use crate::error::ApiError;
-use proto::operation::{OperationOutput, SpeakerSegment, VoiceWindow, WordWindow};
+use proto::operation::{OperationOutput, SpeakerSegment, SpokenWord, VoiceWindow, WordWindow};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -67,10 +67,13 @@ pub(super) enum Event<'a> {
         complete: bool,
         probability: f32,
     },
+    /// A segment of the transcript.
     Text {
         text: &'a str,
         start: u64,
         end: u64,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        words: Vec<Word<'a>>,
     },
     /// The detected language.
     Language {
@@ -109,6 +112,15 @@ pub(super) enum Event<'a> {
         reason: &'static str,
         samples: u64,
     },
+}
+
+/// A word of a transcript.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(super) struct Word<'a> {
+    word: &'a str,
+    start: u64,
+    end: u64,
+    probability: f32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -170,7 +182,12 @@ impl<'a> Event<'a> {
                 Self::Turn { at: turn.at, complete: turn.complete, probability: turn.probability }
             }
             OperationOutput::Text(segment) => {
-                Self::Text { text: &segment.text, start: segment.start, end: segment.end }
+                let word = |word: &'a SpokenWord| {
+                    let SpokenWord { text, start, end, probability } = word;
+                    Word { word: text.trim(), start: *start, end: *end, probability: *probability }
+                };
+                let words = segment.words.iter().map(word).collect();
+                Self::Text { text: &segment.text, start: segment.start, end: segment.end, words }
             }
             OperationOutput::Language(language) => {
                 Self::Language { code: &language.code, probability: language.probability }

@@ -32,7 +32,8 @@ const PING_EVERY: Duration = Duration::from_secs(20);
 /// A client without any message for this long is considered gone.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 /// A worker that reads nothing for this long, or does not finish, is considered lost. Longer than the limit
-/// of a client that does not read, since such a client stalls the worker too.
+/// of a client that does not read, since such a client stalls the worker too. A transcript has the time of a
+/// request.
 const STALL_LIMIT: Duration = Duration::from_secs(60);
 /// Time to wait for the worker's reason after the worker ended the session.
 const REASON_LIMIT: Duration = Duration::from_secs(5);
@@ -121,6 +122,25 @@ struct Shared {
     /// Start of the current wait for the client. `None` while not waiting.
     waiting_since: Mutex<Option<Instant>>,
     references: Mutex<References>,
+    segments: Mutex<Segments>,
+}
+
+/// Segments that the worker computes. A client that waits for them is not idle.
+#[derive(Debug, Default)]
+struct Segments {
+    pending: u32,
+    /// When the last one was complete.
+    complete: Option<Instant>,
+}
+
+impl Segments {
+    /// The end of an idle client that has sent its last message at `last`.
+    fn idle_end(&self, last: Instant, idle: Duration, stall: Duration) -> Instant {
+        match self.pending {
+            0 => self.complete.map_or(last, |complete| complete.max(last)) + idle,
+            _ => last + stall.max(idle),
+        }
+    }
 }
 
 pub(super) struct Session;
@@ -235,6 +255,11 @@ async fn forward_results(
                 Ok(OperationOutput::Finished { .. }) => return Ended::Finished,
                 Ok(OperationOutput::Failed(error)) => return Ended::Failed(error),
                 Ok(output) => {
+                    if let OperationOutput::Segmented { .. } = output {
+                        let mut segments = shared.segments.lock();
+                        segments.pending = segments.pending.saturating_sub(1);
+                        segments.complete = Some(Instant::now());
+                    }
                     let scores = match &output {
                         OperationOutput::Speaker(voice) => shared.references.lock().scores(voice, cosine),
                         _ => Ok(Vec::new()),
@@ -274,14 +299,20 @@ async fn forward_input(
     let mut rate_limit = MessageRateLimit::new(Instant::now());
     let mut last_message = Instant::now();
     let mut finishing = None;
+    let stall = match opened.operation {
+        Operation::Asr => STALL_LIMIT.max(opened.state.request_timeout),
+        _ => STALL_LIMIT,
+    };
     loop {
-        *shared.waiting_since.lock() = Some(Instant::now());
-        let until = finishing.unwrap_or(last_message + idle);
+        shared.waiting_since.lock().get_or_insert_with(Instant::now);
+        let idle_end = || shared.segments.lock().idle_end(last_message, idle, stall);
+        let until = finishing.unwrap_or_else(idle_end);
         let message = match timeout_at(until, stream.next()).await {
             Ok(Some(Ok(message))) => message,
             Ok(Some(Err(error))) => return ended_by(&error),
             Ok(None) => return Ended::Disconnected,
             Err(_) if finishing.is_some() => return Ended::Lost,
+            Err(_) if idle_end() > Instant::now() => continue,
             Err(_) => return Ended::Idle,
         };
         *shared.waiting_since.lock() = None;
@@ -317,7 +348,10 @@ async fn forward_input(
             let rule = "arrived after the end of the session";
             return Ended::Invalid(ApiError::field("message", rule), CloseCode::Policy);
         }
-        match timeout(STALL_LIMIT, sender.send(&input)).await {
+        if let OperationInput::Segment = input {
+            shared.segments.lock().pending += 1;
+        }
+        match timeout(stall, sender.send(&input)).await {
             Ok(Ok(())) => {}
             Ok(Err(_)) => {
                 // The reason arrives in the other direction.
@@ -331,7 +365,7 @@ async fn forward_input(
             OperationInput::Samples(pcm) => {
                 shared.samples.fetch_add(pcm.len() as u64, Ordering::Relaxed);
             }
-            OperationInput::Finish => finishing = Some(last_message + STALL_LIMIT),
+            OperationInput::Finish => finishing = Some(last_message + stall),
             OperationInput::Segment | OperationInput::Reset | OperationInput::Close => {}
         }
     }
@@ -456,6 +490,20 @@ mod tests {
             sleep(Duration::from_secs_f64(1.0 / MESSAGES_PER_SECOND)).await;
             assert_eq!(rate_limit.take(Instant::now()), Duration::ZERO);
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_waits_for_a_segment_is_not_idle() {
+        let [idle, stall] = [30, 600].map(Duration::from_secs);
+        let last = Instant::now();
+        let mut segments = Segments::default();
+        assert_eq!(segments.idle_end(last, idle, stall), last + idle);
+        segments.pending = 1;
+        assert_eq!(segments.idle_end(last, idle, stall), last + stall);
+        let complete = last + Duration::from_secs(100);
+        segments = Segments { pending: 0, complete: Some(complete) };
+        assert_eq!(segments.idle_end(last, idle, stall), complete + idle);
+        assert_eq!(segments.idle_end(complete + idle, idle, stall), complete + idle + idle);
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! Parses the form with a recording.
 
-use super::{Task, languages};
+use super::Task;
 use crate::error::ApiError;
+use crate::languages;
 use crate::limits::{MAX_FORM_FIELDS, MAX_FORM_TEXT, MAX_UPLOAD};
 use axum::http::{HeaderMap, header};
 use bytes::Bytes;
-use futures::stream;
+use futures::stream::iter;
 use multer::Multipart;
 use proto::ids::ModelId;
 use proto::operation::TranscribeOptions;
@@ -33,6 +34,8 @@ pub(super) struct Form {
     pub(super) model: Option<ModelId>,
     pub(super) options: TranscribeOptions,
     pub(super) format: Format,
+    /// Whether the answer is a stream of events.
+    pub(super) stream: bool,
 }
 
 /// The boundary between the fields of a multipart body.
@@ -51,12 +54,12 @@ pub(super) fn of_file(error: ApiError) -> ApiError {
 }
 
 pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Form, ApiError> {
-    let mut form = Multipart::new(stream::iter([Ok::<_, Infallible>(body)]), boundary);
+    let mut form = Multipart::new(iter([Ok::<_, Infallible>(body)]), boundary);
     let torn = |_| ApiError::field("body", "is cut off, or no form");
     let mut file = None;
     let (mut model, mut options, mut format) = (None, TranscribeOptions::default(), Format::Json);
     options.translate = task == Task::Translate;
-    let (mut segments, mut words) = (false, false);
+    let (mut segments, mut words, mut stream) = (false, false, false);
     let mut seen = HashSet::new();
     for fields in 0.. {
         let Some(field) = form.next_field().await.map_err(torn)? else { break };
@@ -114,8 +117,11 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
                 Ok(temperature) if (0.0..=1.0).contains(&temperature) => options.temperature = temperature,
                 _ => return wrong("is not a number from 0 to 1"),
             },
-            "stream" if text == "false" => {}
-            "stream" => return wrong("is not false: the answer is sent whole"),
+            "stream" if task == Task::Transcribe => match text.to_ascii_lowercase().as_str() {
+                "true" => stream = true,
+                "false" => stream = false,
+                _ => return wrong("is neither true nor false"),
+            },
             "timestamp_granularities[]" => match text {
                 "segment" => segments = true,
                 "word" => words = true,
@@ -132,8 +138,11 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
         format = Format::Verbose { segments, words };
         options.words = words;
     }
+    if stream && format != Format::Json {
+        return Err(ApiError::field("stream", "events have a response_format of json, no other"));
+    }
     let file = file.ok_or_else(|| ApiError::field("file", "is missing: a recording"))?;
-    Ok(Form { file, model, options, format })
+    Ok(Form { file, model, options, format, stream })
 }
 
 #[cfg(test)]
@@ -201,7 +210,7 @@ mod tests {
             ("timestamp_granularities[]", "letter"),
             ("timestamp_granularities[]", "word"),
             ("timestamp_granularities[]", "segment"),
-            ("stream", "true"),
+            ("stream", "yes"),
             ("include[]", "logprobs"),
             ("chunking_strategy", "auto"),
             ("prompt", long.as_str()),
@@ -209,12 +218,17 @@ mod tests {
             let refusal = form(Task::Transcribe, &[(name, value)]).unwrap_err();
             assert_eq!(refusal.param(), Some(name), "{name}={value}: {refusal}");
         }
-        assert_eq!(form(Task::Translate, &[("language", "de")]).unwrap_err().param(), Some("language"));
+        for (name, value) in [("language", "de"), ("stream", "true")] {
+            assert_eq!(form(Task::Translate, &[(name, value)]).unwrap_err().param(), Some(name));
+        }
         assert_eq!(form(Task::Transcribe, &[("model", "../x")]).unwrap_err().code(), "model_not_found");
         assert_eq!(
             form(Task::Transcribe, &[("prompt", "a"), ("prompt", "b")]).unwrap_err().param(),
             Some("prompt")
         );
+        let both = [("stream", "true"), ("response_format", "text")];
+        assert_eq!(form(Task::Transcribe, &both).unwrap_err().param(), Some("stream"));
+        assert!(form(Task::Transcribe, &[("stream", "True")]).unwrap().stream);
         let many = vec![("timestamp_granularities[]", "segment"); MAX_FORM_FIELDS];
         assert_eq!(form(Task::Transcribe, &many).unwrap_err().param(), Some("body"));
         let missing = block_on(read(body(&[]), "XX".to_owned(), Task::Transcribe)).unwrap_err();

@@ -1,7 +1,8 @@
 //! Writes a transcript in each response format.
 
+use super::Task;
 use super::form::Format;
-use super::{Task, languages};
+use crate::languages;
 use proto::operation::{SpokenText, SpokenWord};
 use serde::Serialize;
 use std::fmt::Write;
@@ -25,9 +26,14 @@ pub(super) struct Transcript {
 }
 
 #[derive(Debug, Serialize)]
-struct Usage {
+pub(super) struct Usage {
     r#type: &'static str,
     seconds: u64,
+}
+
+/// The usage of a recording of this length in seconds.
+pub(super) fn usage(duration: f64) -> Usage {
+    Usage { r#type: "duration", seconds: duration.ceil() as u64 }
 }
 
 #[derive(Debug, Serialize)]
@@ -88,7 +94,7 @@ impl Transcript {
     }
 
     fn usage(&self) -> Usage {
-        Usage { r#type: "duration", seconds: self.duration.ceil() as u64 }
+        usage(self.duration)
     }
 
     /// A position in seconds, rounded to milliseconds.

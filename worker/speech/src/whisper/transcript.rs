@@ -19,6 +19,8 @@ const TIME: usize = 2;
 const PER_SECOND: f64 = super::RATE as f64 / FRAME as f64;
 /// A window that was decoded at a higher temperature is not the text before the next one.
 const RESET: f32 = 0.5;
+/// Most tokens of text that are kept for the next segment.
+const MAX_TEXT: usize = 1 << 12;
 
 /// Validated options of a transcription.
 #[derive(Debug, Clone)]
@@ -40,6 +42,8 @@ pub(super) struct Task {
 pub(super) struct Transcript {
     task: Task,
     features: Spectrogram,
+    /// Seconds of audio before the features.
+    offset: f64,
     /// Start of the current window in frames.
     seek: usize,
     window: Option<Window>,
@@ -68,9 +72,16 @@ struct Parts<'a> {
 }
 
 impl Transcript {
-    pub(super) fn new(task: Task, features: Spectrogram) -> Self {
-        let before = task.prompt.clone();
-        Self { task, features, seek: 0, window: None, before, last_speech: 0.0 }
+    /// `skipped`: samples of audio before the features.
+    pub(super) fn new(task: Task, features: Spectrogram, skipped: usize) -> Self {
+        let (before, offset) = (task.prompt.clone(), skipped as f64 / f64::from(super::RATE));
+        Self { task, features, offset, seek: 0, window: None, before, last_speech: 0.0 }
+    }
+
+    /// The tokens of the text, as the prompt of what follows.
+    pub(super) fn into_text(mut self) -> Vec<u32> {
+        self.before.drain(..self.before.len().saturating_sub(MAX_TEXT));
+        self.before
     }
 
     /// Runs one step. Returns whether more work is left.
@@ -161,7 +172,7 @@ impl Transcript {
         }
         // Skip a window that makes no progress.
         self.seek = if end > from { end } else { from + size };
-        let at = |seconds: f64| (seconds * f64::from(self.task.rate)).round() as u64;
+        let at = |seconds: f64| ((self.offset + seconds) * f64::from(self.task.rate)).round() as u64;
         for (WindowPart { tokens, .. }, span) in parts.iter().zip(spans) {
             let text = whisper.words.decode(tokens);
             if span.start == span.end || text.trim().is_empty() {

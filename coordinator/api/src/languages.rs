@@ -104,13 +104,13 @@ const LANGUAGES: [(&str, &str); 100] = [
 ];
 
 /// The code of a language given by its code or English name.
-pub(super) fn code(named: &str) -> Option<&'static str> {
+pub(crate) fn code(named: &str) -> Option<&'static str> {
     let named = named.trim().to_ascii_lowercase();
     LANGUAGES.iter().find(|(code, name)| [*code, *name].contains(&named.as_str())).map(|(code, _)| *code)
 }
 
 /// The English name of a language; the code itself if unknown.
-pub(super) fn name(code: &str) -> &str {
+pub(crate) fn name(code: &str) -> &str {
     LANGUAGES.iter().find(|(other, _)| *other == code).map_or(code, |(_, name)| name)
 }
 
