@@ -11,7 +11,7 @@ use proto::ids::ModelId;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use text::tokenizer::Tokenizer;
 use worker::load::{EngineOptions, LoadedModel};
 
@@ -122,9 +122,13 @@ impl LocalEngine {
     /// Runs steps until all requests are finished.
     pub(crate) fn run_to_end(&mut self) -> Result<()> {
         while self.engine.has_work() {
-            if self.engine.step(Instant::now())? == StepOutcome::Idle && self.engine.has_work() {
+            if self.engine.step(Instant::now())? != StepOutcome::Idle || !self.engine.has_work() {
+                continue;
+            }
+            if !self.engine.encodes_images() {
                 anyhow::bail!("internal error: the scheduler has work but planned an empty step");
             }
+            std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
     }

@@ -40,7 +40,7 @@ pub(crate) struct Logits {
     #[arg(long, value_name = "F.safetensors", conflicts_with_all = ["shards", "image"])]
     pixels: Option<PathBuf>,
     /// PNG, JPEG, WebP or GIF file whose rows take the places of the image tokens of all prompts; may be given several
-    /// times. Also writes `p{i}.pixel_values.{k}`
+    /// times. Also writes the tensors that --pixels reads
     #[arg(long, value_name = "FILE", conflicts_with = "shards")]
     image: Vec<PathBuf>,
     /// Output: `p{i}.logits` f32 `[n, vocab]`, `p{i}.cached` i32 `[1]` (rows of cached tokens are NaN),
@@ -330,10 +330,7 @@ impl Logits {
             }
             let floats = collected.rows.iter().flat_map(|value| value.to_le_bytes()).collect();
             tensors.push((format!("p{i}.logits"), Dtype::F32, vec![prompt.tokens.len(), vocab], floats));
-            for (k, (shape, values)) in prompt.pixels.iter().enumerate() {
-                let floats = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-                tensors.push((format!("p{i}.pixel_values.{k}"), Dtype::F32, shape.clone(), floats));
-            }
+            tensors.extend(prompt.pixels.iter().flat_map(|pixels| pixels.tensors(i)));
             let mut counts = vec![("cached", collected.cached), ("preemptions", collected.preemptions)];
             if self.spec != SpecArg::Off {
                 counts.extend([("drafted", collected.drafted), ("accepted", collected.accepted)]);

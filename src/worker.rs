@@ -182,6 +182,9 @@ pub(crate) struct WorkerSettings {
     /// Limit of pinned prefixes in the KV cache [default: a quarter of it].
     #[arg(long, value_name = "SIZE", env = "KVASIR_PIN_BYTES")]
     pub(crate) pin_bytes: Option<ByteSize>,
+    /// Memory for embeddings of images, so that a picture is encoded once [default: 256MiB].
+    #[arg(long, value_name = "SIZE", env = "KVASIR_IMAGE_CACHE")]
+    pub(crate) image_cache: Option<ByteSize>,
     /// Host memory for prefixes that do not fit into the KV cache [default: none].
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_HOST_BYTES")]
     pub(crate) kv_host_bytes: Option<ByteSize>,
@@ -525,6 +528,7 @@ impl WorkerSettings {
                 Some(true) => self.pin_bytes,
                 _ => or!(pin_bytes, quarter, "a quarter of kv_bytes; the rest serves all requests"),
             },
+            image_cache: self.image_cache,
             kv_host_bytes: or!(kv_host_bytes, ByteSize(0), "off unless a size is set"),
             kv_disk: self.kv_disk.clone(),
             snapshot_bytes: or!(snapshot_bytes, quarter, "a quarter of kv_bytes"),
@@ -594,6 +598,7 @@ impl WorkerSettings {
             ("kv_host_bytes", some(self.kv_host_bytes)),
             ("kv_disk", self.kv_disk.is_some()),
             ("pin_bytes", some(self.pin_bytes)),
+            ("image_cache", self.image_cache.is_some()),
             ("block_tokens", self.block_tokens.is_some_and(|tokens| tokens != BLOCK_TOKENS[0])),
             ("kv_type", self.kv_type.is_some_and(|ty| ty != KvTypeArg::F16)),
             ("kv_type_v", self.kv_type_v.is_some()),
@@ -675,6 +680,7 @@ impl WorkerSettings {
             kv_bytes: self.kv_bytes.map(|size| size.0),
             pin_bytes: self.pin_bytes.map(|size| size.0),
             tiers: self.tiers(),
+            image_cache_bytes: self.image_cache.map_or(default.image_cache_bytes, |size| size.0),
             chunk: self.chunk,
             max_sequences: self.max_seqs,
             max_model_len: numerics::model_len(self.max_model_len)?,

@@ -15,13 +15,41 @@ use worker::load::{EngineOptions, ModelVision};
 pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
     pub(super) images: Vec<EngineImage>,
-    /// Preprocessed pixels of its image files, with their shapes.
-    pub(super) pixels: Vec<(Vec<usize>, Vec<f32>)>,
+    /// Of its image files, in order.
+    pub(super) pixels: Option<PromptPixels>,
+}
+
+/// Preprocessed pixels of all images of a prompt, with the token ids before their rows had ids of their own.
+pub(super) struct PromptPixels {
+    ids: Vec<u32>,
+    /// That of one image, with more tiles or patches.
+    shape: Vec<usize>,
+    values: Vec<f32>,
+    /// Three numbers for each image, of models that see images of all sizes.
+    grids: Vec<u32>,
+}
+
+impl PromptPixels {
+    /// Tensors from which [`with_pixels`] makes the prompt of this number.
+    pub(super) fn tensors(&self, number: usize) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
+        let name = |field: &str| format!("v{number}.{field}");
+        let integers = |ids: &[u32]| ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let values = self.values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let mut tensors = vec![
+            (name("ids"), Dtype::I32, vec![self.ids.len()], integers(&self.ids)),
+            (name("pixel_values"), Dtype::F32, self.shape.clone(), values),
+        ];
+        if !self.grids.is_empty() {
+            let shape = vec![self.grids.len() / 3, 3];
+            tensors.push((name("image_grid_thw"), Dtype::I32, shape, integers(&self.grids)));
+        }
+        tensors
+    }
 }
 
 impl From<Vec<u32>> for Prompt {
     fn from(tokens: Vec<u32>) -> Self {
-        Self { tokens, images: Vec::new(), pixels: Vec::new() }
+        Self { tokens, images: Vec::new(), pixels: None }
     }
 }
 
@@ -119,14 +147,20 @@ fn place_pixels(
 
 /// A prompt with image files. Its row tokens are those of the files, in order.
 pub(super) fn with_files(vision: &ModelVision, tokens: Vec<u32>, files: &[PathBuf]) -> Result<Prompt> {
-    let (mut images, mut pixels) = (Vec::new(), Vec::new());
+    let mut pixels =
+        PromptPixels { ids: tokens.clone(), shape: Vec::new(), values: Vec::new(), grids: Vec::new() };
+    let mut images = Vec::with_capacity(files.len());
     for path in files {
         let file = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         let image = vision.processor().process(&file).with_context(|| path.display().to_string())?;
-        pixels.push((image.shape.clone(), image.pixels()));
+        let before = pixels.shape.first().copied().unwrap_or(0);
+        pixels.shape.clone_from(&image.shape);
+        pixels.shape[0] += before;
+        pixels.values.extend(image.pixels());
+        pixels.grids.extend(image.grid.into_iter().flatten());
         images.push((image.rows, image.digest, ImageSource::File(file.into())));
     }
-    Ok(Prompt { pixels, ..place(tokens, vision.processor().row_token(), images)? })
+    Ok(Prompt { pixels: Some(pixels), ..place(tokens, vision.processor().row_token(), images)? })
 }
 
 /// Replaces the row tokens of a prompt by the ids of the images' rows. `images`: rows, digest and source of each.
@@ -154,7 +188,7 @@ fn place(
         let runs = own.chunk_by(|at, next| at + 1 == *next).filter_map(run).collect();
         placed.push(EngineImage { place: PlacedImage { runs, digest }, source });
     }
-    Ok(Prompt { tokens, images: placed, pixels: Vec::new() })
+    Ok(Prompt { tokens, images: placed, pixels: None })
 }
 
 fn digest(values: &[f32]) -> [u8; 32] {

@@ -217,6 +217,13 @@ impl Tensors {
         Ok(names.collect::<BTreeSet<String>>().into_iter().collect())
     }
 
+    /// Writes the tensors whose names begin with `prefix` to a file.
+    pub fn write(&self, path: &Path, prefix: &str) -> anyhow::Result<()> {
+        let file = SafeTensors::deserialize(&self.0)?;
+        let tensors = file.tensors().into_iter().filter(|(name, _)| name.starts_with(prefix));
+        Ok(safetensors::serialize_to_file(tensors, None, path)?)
+    }
+
     /// The values of an F32 tensor, row-major; `None` if there is no such tensor.
     pub fn floats(&self, name: &str) -> anyhow::Result<Option<Vec<f32>>> {
         let file = SafeTensors::deserialize(&self.0)?;

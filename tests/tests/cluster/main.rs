@@ -15,6 +15,7 @@ mod engines;
 mod failover;
 mod gpu_health;
 mod grammars;
+mod images;
 mod joining;
 mod metrics;
 mod mixed;

@@ -54,4 +54,5 @@ mod tokenize;
 mod transcripts;
 mod try_grammar;
 mod usage;
+mod vision;
 mod voices;

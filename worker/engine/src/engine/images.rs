@@ -178,6 +178,11 @@ impl Engine {
         self.executor.decoder().image_rules().filter(|_| self.executor.ranks() == 1)
     }
 
+    /// Whether requests wait for embeddings, which come from another thread.
+    pub fn encodes_images(&self) -> bool {
+        !self.images.waiting().is_empty()
+    }
+
     /// Checks the images of a request. `None`: it has none.
     pub(super) fn place_images(
         &self,
