@@ -1,11 +1,14 @@
-//! Speech to text with Whisper's network, in CTranslate2's file format ([`file`]), on this engine's own
-//! kernels.
+//! Speech to text with Whisper's network, on this engine's own kernels. Its files are those of CTranslate2
+//! ([`file`]), of Hugging Face or of whisper.cpp ([`named`]).
 
 mod align;
 mod file;
+mod named;
 mod network;
 mod rules;
+mod source;
 mod transcript;
+mod vocabulary;
 mod window;
 mod words;
 
@@ -20,16 +23,19 @@ use crate::speech_rule::invalid;
 use file::Weights;
 use kernels::denormals::FlushDenormals;
 use kernels::registry::Refusal;
+use named::{Named, Vocabulary};
 use network::Network;
 use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TranscribeOptions};
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use transcript::{Task, Transcript};
-use words::Words;
+use words::{Config, Words};
 
-/// The files of a model.
-const FILES: [&str; 3] = ["model.bin", "config.json", "tokenizer.json"];
+/// Weights in CTranslate2's and in Hugging Face's form, with [`BESIDE`].
+const CTRANSLATE2: &str = "model.bin";
+const SAFETENSORS: &str = "model.safetensors";
+const BESIDE: [&str; 2] = ["config.json", "tokenizer.json"];
 /// Accepted sample rates. Audio is resampled to [`RATE`].
 const RATES: std::ops::RangeInclusive<u32> = 8_000..=192_000;
 /// Maximum seconds of a recording.
@@ -53,13 +59,43 @@ pub(crate) struct Whisper {
 /// A model that sessions share.
 pub(crate) struct Shared(Arc<Whisper>);
 
+/// The files of a model.
+#[derive(Debug, PartialEq, Eq)]
+enum Form {
+    CTranslate2(PathBuf),
+    HuggingFace(PathBuf),
+    /// Of whisper.cpp.
+    Ggml(PathBuf),
+}
+
 /// Checks that a folder has all files of a model.
 pub(crate) fn is_in(folder: &Path) -> Result<(), Refusal> {
-    match FILES.iter().find(|file| !folder.join(file).is_file()) {
-        None => Ok(()),
-        Some(file) => {
-            Err(Refusal::Artefact { reason: format!("there is no {file} in {}", folder.display()) })
+    form(folder).map(drop)
+}
+
+/// The form of the model in a folder.
+fn form(folder: &Path) -> Result<Form, Refusal> {
+    let there = |name: &str| Some(folder.join(name)).filter(|path| path.is_file());
+    let is_ggml = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.starts_with("ggml") && name.ends_with(".bin") && path.is_file()
+    };
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let ggml: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(is_ggml).collect();
+    let wrong = |reason| Err(Refusal::Artefact { reason });
+    let form = match (there(CTRANSLATE2), there(SAFETENSORS), &ggml[..]) {
+        (Some(path), None, []) => Form::CTranslate2(path),
+        (None, Some(path), []) => Form::HuggingFace(path),
+        (None, None, [path]) => return Ok(Form::Ggml(path.clone())),
+        (None, None, []) => {
+            let names = format!("{CTRANSLATE2}, {SAFETENSORS} or ggml-*.bin");
+            return wrong(format!("there is no {names} in {}", folder.display()));
         }
+        _ => return wrong(format!("there are several models in {}", folder.display())),
+    };
+    match BESIDE.into_iter().find(|name| there(name).is_none()) {
+        None => Ok(form),
+        Some(name) => wrong(format!("there is no {name} in {}", folder.display())),
     }
 }
 
@@ -70,11 +106,39 @@ impl Whisper {
     /// [`Error::Artefact`] for a file that is not valid; I/O errors.
     pub(crate) fn load(folder: &Path, threads: NonZeroUsize) -> Result<Self, Error> {
         let compute = Compute::new(threads)?;
-        let network = Network::load(&mut Weights::open(&folder.join(FILES[0]))?, threads.get())?;
-        let words = Words::load(folder, network.shape.tokens)?;
+        let form = form(folder)
+            .map_err(|refusal| Error::Artefact { path: folder.to_owned(), reason: refusal.to_string() })?;
+        let (network, words) = match form {
+            Form::CTranslate2(path) => {
+                let network = Network::load(&mut Weights::open(&path)?, threads.get())?;
+                let words = Words::load(folder, network.shape.tokens)?;
+                (network, words)
+            }
+            Form::HuggingFace(path) => {
+                let Config { d_model, encoder_attention_heads, decoder_attention_heads, .. } =
+                    Config::load(folder)?;
+                let heads = [encoder_attention_heads, decoder_attention_heads].map(Option::unwrap_or_default);
+                let mut weights = Named::safetensors(&path, heads, d_model.unwrap_or_default())?;
+                let network = Network::load(&mut weights, threads.get())?;
+                let words = Words::load(folder, network.shape.tokens)?;
+                (network, words)
+            }
+            Form::Ggml(path) => {
+                let (mut weights, Vocabulary { tokens, size }) = Named::ggml(&path)?;
+                let network = Network::load(&mut weights, threads.get())?;
+                // Of this file only the heads that align words count.
+                let config = match folder.join(BESIDE[0]).is_file() {
+                    true => Config::load(folder)?,
+                    false => Config::default(),
+                };
+                let words = vocabulary::words(&tokens, size, config)
+                    .map_err(|reason| Error::Artefact { path: path.clone(), reason })?;
+                (network, words)
+            }
+        };
         let mel = LogMel::new(network.shape.bands);
         let heads = alignment_heads(&words.alignment_heads, network.decoder_heads())
-            .map_err(|reason| Error::Artefact { path: folder.join(FILES[1]), reason })?;
+            .map_err(|reason| Error::Artefact { path: folder.join(BESIDE[0]), reason })?;
         Ok(Self { network, words, mel, compute, heads })
     }
 }

@@ -142,6 +142,22 @@ fn a_folder_with_two_files_or_a_foreign_one_is_refused() {
 }
 
 #[test]
+fn a_model_of_transcripts_has_one_of_three_forms() {
+    let asr = |files: &[&str]| {
+        let (_dir, bundle) = bundle(files);
+        chosen(Operation::Asr, &bundle, &[])
+    };
+    let beside = ["asr/config.json", "asr/tokenizer.json"];
+    for file in ["asr/model.bin", "asr/model.safetensors"] {
+        assert_eq!(asr(&[&[file], &beside[..]].concat()).as_deref(), Ok(KERNELS), "{file}");
+        assert!(asr(&[file, beside[0]]).unwrap_err().contains("there is no tokenizer.json"));
+    }
+    assert_eq!(asr(&["asr/ggml-base.bin"]).as_deref(), Ok(KERNELS));
+    let several = asr(&["asr/ggml-base.bin", "asr/ggml-tiny.bin"]).unwrap_err();
+    assert!(several.contains("there are several models in"), "{several}");
+}
+
+#[test]
 fn folders_define_the_operations_and_unserved_ones_are_named() {
     let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
     assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
@@ -150,7 +166,11 @@ fn folders_define_the_operations_and_unserved_ones_are_named() {
     assert!(error.starts_with("no backend serves tts; onnx: "), "{error}");
     let error =
         load_audio_model(Operation::Asr, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
-    assert!(error.starts_with("no backend serves asr; kernels: there is no model.bin in"), "{error}");
+    let models = "model.bin, model.safetensors or ggml-*.bin";
+    assert!(
+        error.starts_with(&format!("no backend serves asr; kernels: there is no {models} in")),
+        "{error}"
+    );
     let error =
         load_audio_model(Operation::Embed, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
     assert!(error.contains("embed is for texts"), "{error}");

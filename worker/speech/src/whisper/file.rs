@@ -10,8 +10,9 @@
 //! The content is not trusted: lengths are compared with the file's length before anything is read into
 //! memory.
 
+use super::source::Source;
 use crate::Error;
-use kernels::quant::{GgmlType, dequantize};
+use kernels::quant::GgmlType;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
@@ -231,28 +232,33 @@ impl<R: Read + Seek> Weights<R> {
         Ok(Self { path: path.to_owned(), source: reader.source, variables })
     }
 
-    /// Error for a file that is not supported.
-    pub(super) fn wrong(&self, reason: impl Into<String>) -> Error {
-        Error::Artefact { path: self.path.clone(), reason: reason.into() }
-    }
-
     fn find(&self, name: &str) -> Result<Variable, Error> {
         self.variables.get(name).cloned().ok_or_else(|| self.wrong(format!("it has no {name}")))
     }
 
-    pub(super) fn has(&self, name: &str) -> bool {
+    fn values(&mut self, variable: &Variable) -> Result<Vec<u8>, Error> {
+        let mut bytes = vec![0; variable.bytes];
+        let read =
+            self.source.seek(SeekFrom::Start(variable.at)).and_then(|_| self.source.read_exact(&mut bytes));
+        read.map_err(|source| failed(&self.path, source))?;
+        Ok(bytes)
+    }
+}
+
+impl<R: Read + Seek> Source for Weights<R> {
+    fn wrong(&self, reason: String) -> Error {
+        Error::Artefact { path: self.path.clone(), reason }
+    }
+
+    fn has(&self, name: &str) -> bool {
         self.variables.contains_key(name)
     }
 
-    /// The dimensions of a variable, which must have `N`.
-    pub(super) fn dims<const N: usize>(&self, name: &str) -> Result<[usize; N], Error> {
-        let dims = self.find(name)?.dims;
-        let wrong = |dims: Vec<usize>| self.wrong(format!("{name} is {dims:?}, it must have {N} dimensions"));
-        dims.try_into().map_err(wrong)
+    fn dims_of(&self, name: &str) -> Result<Vec<usize>, Error> {
+        Ok(self.find(name)?.dims)
     }
 
-    /// An integer variable; `None` if there is none of this name.
-    pub(super) fn number(&mut self, name: &str) -> Result<Option<i32>, Error> {
+    fn number(&mut self, name: &str) -> Result<Option<i32>, Error> {
         let Some(variable) = self.variables.get(name).cloned() else { return Ok(None) };
         if !variable.dims.is_empty() {
             return Err(self.wrong(format!("{name} is {:?}, it must be one number", variable.dims)));
@@ -266,16 +272,7 @@ impl<R: Read + Seek> Weights<R> {
         }))
     }
 
-    fn values(&mut self, variable: &Variable) -> Result<Vec<u8>, Error> {
-        let mut bytes = vec![0; variable.bytes];
-        let read =
-            self.source.seek(SeekFrom::Start(variable.at)).and_then(|_| self.source.read_exact(&mut bytes));
-        read.map_err(|source| failed(&self.path, source))?;
-        Ok(bytes)
-    }
-
-    /// Floats in the file's format, of these dimensions.
-    pub(super) fn floats(&mut self, name: &str, dims: &[usize]) -> Result<(GgmlType, Vec<u8>), Error> {
+    fn floats(&mut self, name: &str, dims: &[usize]) -> Result<(GgmlType, Vec<u8>), Error> {
         let variable = self.find(name)?;
         if variable.dims != dims {
             return Err(self.wrong(format!("{name} is {:?}, it must be {dims:?}", variable.dims)));
@@ -286,16 +283,6 @@ impl<R: Read + Seek> Weights<R> {
             );
         };
         Ok((ty, self.values(&variable)?))
-    }
-
-    pub(super) fn vector(&mut self, name: &str, dims: &[usize]) -> Result<Vec<f32>, Error> {
-        let (ty, bytes) = self.floats(name, dims)?;
-        let mut values = vec![0.0; dims.iter().product()];
-        dequantize(ty, &bytes, &mut values)?;
-        match values.iter().position(|value| !value.is_finite()) {
-            None => Ok(values),
-            Some(at) => Err(self.wrong(format!("value {at} of {name} is not a number"))),
-        }
     }
 }
 

@@ -5,13 +5,12 @@
 //! layers with a norm before each part; GELU with the error function; the embedding matrix is also the output
 //! head.
 
-use super::file::Weights;
+use super::source::Source;
 use crate::Error;
 use crate::compute::{Compute, Linear, Matrix, Norm};
 use crate::{dot, finite};
 use kernels::ops::softmax;
 use parking_lot::Mutex;
-use std::io::{Read, Seek};
 
 /// Positions of the encoder, one for every 20 ms.
 pub(super) const POSITIONS: usize = 1500;
@@ -109,14 +108,14 @@ impl Cache {
 }
 
 /// Reads the parts of a network.
-struct Loader<'a, R> {
-    weights: &'a mut Weights<R>,
+struct Loader<'a, S> {
+    weights: &'a mut S,
     width: usize,
     /// Number of parts of the decoder's matrices, which are multiplied with single rows.
     parts: usize,
 }
 
-impl<R: Read + Seek> Loader<'_, R> {
+impl<S: Source> Loader<'_, S> {
     fn norm(&mut self, name: &str) -> Result<Norm, Error> {
         let mut of = |part| self.weights.vector(&format!("{name}/layer_norm/{part}"), &[self.width]);
         Ok(Norm { weight: of("gamma")?, bias: of("beta")? })
@@ -181,7 +180,7 @@ impl Network {
     ///
     /// # Errors
     /// [`Error::Artefact`] if it is not such a network.
-    pub(super) fn load<R: Read + Seek>(weights: &mut Weights<R>, threads: usize) -> Result<Self, Error> {
+    pub(super) fn load(weights: &mut impl Source, threads: usize) -> Result<Self, Error> {
         let shape = Shape::read(weights)?;
         let Shape { bands, tokens, context, width, .. } = shape;
         let (ty, bytes) = weights.floats("decoder/embeddings/weight", &[tokens, width])?;
@@ -422,7 +421,7 @@ impl FeedForward {
 }
 
 impl Shape {
-    fn read<R: Read + Seek>(weights: &mut Weights<R>) -> Result<Self, Error> {
+    fn read(weights: &mut impl Source) -> Result<Self, Error> {
         let [width, bands, taps] = weights.dims("encoder/conv1/weight")?;
         let [tokens, _] = weights.dims("decoder/embeddings/weight")?;
         let [context, _] = weights.dims("decoder/position_encodings/encodings")?;

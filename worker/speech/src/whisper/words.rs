@@ -29,44 +29,69 @@ pub(super) struct Words {
     pub(super) alignment_heads: Vec<[usize; 2]>,
 }
 
-#[derive(Deserialize)]
-struct Config {
-    #[serde(default)]
-    alignment_heads: Vec<[usize; 2]>,
-    #[serde(default)]
-    suppress_ids: Vec<u32>,
-    #[serde(default)]
-    suppress_ids_begin: Vec<u32>,
-    #[serde(default)]
-    lang_ids: Vec<u32>,
+/// `config.json` of CTranslate2 or of Hugging Face, and the latter's `generation_config.json`.
+#[derive(Default, Deserialize)]
+pub(super) struct Config {
+    alignment_heads: Option<Vec<[usize; 2]>>,
+    #[serde(alias = "suppress_tokens")]
+    suppress_ids: Option<Vec<u32>>,
+    #[serde(alias = "begin_suppress_tokens")]
+    suppress_ids_begin: Option<Vec<u32>>,
+    /// Missing: the tokens between the start and the first task.
+    lang_ids: Option<Vec<u32>>,
+    /// The network's shape, in Hugging Face's file.
+    pub(super) d_model: Option<usize>,
+    pub(super) encoder_attention_heads: Option<u32>,
+    pub(super) decoder_attention_heads: Option<u32>,
+}
+
+impl Config {
+    /// Reads the files of a folder.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] for a file that is not valid.
+    pub(super) fn load(folder: &Path) -> Result<Self, Error> {
+        let config: Self = read(&folder.join("config.json"))?;
+        let generation = folder.join("generation_config.json");
+        if !generation.is_file() {
+            return Ok(config);
+        }
+        let generation: Self = read(&generation)?;
+        Ok(Self {
+            alignment_heads: generation.alignment_heads.or(config.alignment_heads),
+            suppress_ids: generation.suppress_ids.or(config.suppress_ids),
+            suppress_ids_begin: generation.suppress_ids_begin.or(config.suppress_ids_begin),
+            ..config
+        })
+    }
 }
 
 #[derive(Deserialize)]
-struct File {
-    model: Bpe,
+pub(super) struct File {
+    pub(super) model: Bpe,
     #[serde(default)]
-    added_tokens: Vec<Added>,
+    pub(super) added_tokens: Vec<Added>,
 }
 
 #[derive(Deserialize)]
-struct Bpe {
+pub(super) struct Bpe {
     #[serde(rename = "type")]
-    kind: Option<String>,
-    vocab: HashMap<String, u32>,
-    merges: Vec<Merge>,
+    pub(super) kind: Option<String>,
+    pub(super) vocab: HashMap<String, u32>,
+    pub(super) merges: Vec<Merge>,
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Merge {
+pub(super) enum Merge {
     Line(String),
     Pair(String, String),
 }
 
 #[derive(Deserialize)]
-struct Added {
-    id: u32,
-    content: String,
+pub(super) struct Added {
+    pub(super) id: u32,
+    pub(super) content: String,
 }
 
 fn read<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T, Error> {
@@ -86,13 +111,16 @@ impl Words {
     /// # Errors
     /// [`Error::Artefact`] if the files are not valid.
     pub(super) fn load(folder: &Path, tokens: usize) -> Result<Self, Error> {
-        let path = folder.join("config.json");
-        let config: Config = read(&path)?;
+        let config = Config::load(folder)?;
         let path = folder.join("tokenizer.json");
         Self::new(read(&path)?, config, tokens).map_err(|reason| Error::Artefact { path, reason })
     }
 
-    fn new(File { model, added_tokens }: File, config: Config, tokens: usize) -> Result<Self, String> {
+    pub(super) fn new(
+        File { model, added_tokens }: File,
+        config: Config,
+        tokens: usize,
+    ) -> Result<Self, String> {
         if let Some(kind) = model.kind.filter(|kind| kind != "BPE") {
             return Err(format!("it is of type {kind:?}, BPE is served"));
         }
@@ -110,14 +138,18 @@ impl Words {
         };
         let need = |text: &str| special(text).ok_or_else(|| format!("it has no token {text}"));
         let end = need("<|endoftext|>")?;
+        let [start, transcribe, translate] =
+            [need("<|startoftranscript|>")?, need("<|transcribe|>")?, need("<|translate|>")?];
+        let lang_ids = config.lang_ids.unwrap_or_else(|| (start + 1..transcribe.min(translate)).collect());
+        let alignment_heads = config.alignment_heads.unwrap_or_default();
         let rules = Rules {
             end,
             no_times: need("<|notimestamps|>")?,
-            suppressed: config.suppress_ids,
-            suppressed_first: config.suppress_ids_begin,
+            suppressed: config.suppress_ids.unwrap_or_default(),
+            suppressed_first: config.suppress_ids_begin.unwrap_or_default(),
         };
-        let listed = [rules.suppressed.len(), rules.suppressed_first.len(), config.lang_ids.len()];
-        if listed.iter().chain([&config.alignment_heads.len()]).any(|listed| *listed > SUPPRESSED) {
+        let listed = [rules.suppressed.len(), rules.suppressed_first.len(), lang_ids.len()];
+        if listed.iter().chain([&alignment_heads.len()]).any(|listed| *listed > SUPPRESSED) {
             return Err(format!("a list of config.json has more than {SUPPRESSED} entries"));
         }
         // One token for each step of 20 ms in a window, and one for its end.
@@ -133,7 +165,7 @@ impl Words {
             let code = text.strip_prefix("<|")?.strip_suffix("|>")?;
             Some((code.to_owned(), id))
         };
-        let languages: Option<BTreeMap<_, _>> = config.lang_ids.iter().map(|id| language(*id)).collect();
+        let languages: Option<BTreeMap<_, _>> = lang_ids.iter().map(|id| language(*id)).collect();
         let languages = languages.ok_or("config.json lists a language that has no token")?;
         if languages.is_empty() {
             return Err("config.json lists no languages: models of English alone are not served".to_owned());
@@ -159,14 +191,14 @@ impl Words {
         ]);
         Ok(Self {
             tokenizer: Tokenizer::from_metadata(&metadata).map_err(|error| error.to_string())?,
-            start: need("<|startoftranscript|>")?,
+            start,
             before: need("<|startofprev|>")?,
-            transcribe: need("<|transcribe|>")?,
-            translate: need("<|translate|>")?,
+            transcribe,
+            translate,
             silence,
             rules,
             languages,
-            alignment_heads: config.alignment_heads,
+            alignment_heads,
         })
     }
 

@@ -1,5 +1,6 @@
 //! Compares the network with plain f64 sums, and with itself for other splits and numbers of threads.
 
+use super::super::file::Weights;
 use super::super::file::tests::{file, variable};
 use super::*;
 use std::collections::HashMap;
@@ -7,17 +8,17 @@ use std::io::Cursor;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-const WIDTH: usize = 16;
-const HEADS: usize = 2;
+pub(in super::super) const WIDTH: usize = 16;
+pub(in super::super) const HEADS: usize = 2;
 const BANDS: usize = 8;
 const INNER: usize = 24;
-const TOKENS: usize = 40;
+pub(in super::super) const TOKENS: usize = 40;
 const CONTEXT: usize = 16;
 
-type Values = HashMap<String, (Vec<usize>, Vec<f32>)>;
+pub(in super::super) type Values = HashMap<String, (Vec<usize>, Vec<f32>)>;
 
 /// A network of one layer each, with random weights.
-fn tiny() -> (Values, Vec<u8>) {
+pub(in super::super) fn tiny() -> (Values, Vec<u8>) {
     let mut state = 1u32;
     let mut next = move || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -60,20 +61,38 @@ fn tiny() -> (Values, Vec<u8>) {
         }
     }
     let mut values = Values::new();
-    let mut stored = Vec::new();
     for (name, dims) in all {
         let shift = if name.ends_with("gamma") { 1.0 } else { 0.0 };
         let numbers: Vec<f32> = (0..dims.iter().product()).map(|_| next() * 0.3 + shift).collect();
-        let bytes: Vec<u8> = numbers.iter().flat_map(|value| value.to_le_bytes()).collect();
-        stored.push(variable(&name, &dims, 0, &bytes));
         values.insert(name, (dims, numbers));
     }
+    let bytes = ctranslate2(&values);
+    (values, bytes)
+}
+
+/// A network as a file of CTranslate2.
+pub(in super::super) fn ctranslate2(values: &Values) -> Vec<u8> {
+    let mut stored: Vec<Vec<u8>> = values
+        .iter()
+        .map(|(name, (dims, numbers))| {
+            let bytes: Vec<u8> = numbers.iter().flat_map(|value| value.to_le_bytes()).collect();
+            variable(name, dims, 0, &bytes)
+        })
+        .collect();
     for of in ["encoder", "decoder"] {
         stored.push(variable(&format!("{of}/num_heads"), &[], 2, &[HEADS as u8, 0]));
         stored.push(variable(&format!("{of}/activation"), &[], 1, &[GELU as u8]));
         stored.push(variable(&format!("{of}/pre_norm"), &[], 1, &[1]));
     }
-    (values, file(&stored, &[("decoder/projection/weight", "decoder/embeddings/weight")]))
+    file(&stored, &[("decoder/projection/weight", "decoder/embeddings/weight")])
+}
+
+/// The logits after some tokens.
+pub(in super::super) fn logits_of(network: &Network) -> Vec<f32> {
+    let compute = Compute::new(NonZeroUsize::new(2).unwrap()).unwrap();
+    let encoded = network.encode(&compute, &features()).unwrap();
+    let memory = network.memory(&compute, &encoded).unwrap();
+    network.decode(&compute, &memory, &mut network.cache(), &SEQUENCE, &[3, 6]).unwrap().concat()
 }
 
 fn load(bytes: Vec<u8>, threads: usize) -> Result<(Network, Compute), Error> {
