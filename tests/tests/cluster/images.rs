@@ -66,7 +66,8 @@ fn a_picture_that_many_requests_share_is_encoded_once_on_each_worker() {
     let (prompt, rows) = answers[0];
     assert!(rows > 64 && answers.iter().all(|answer| answer.1 == rows), "{answers:?}");
     let metric = |name: &str| cluster.worker_metric(name).unwrap() as u64;
-    let (encoded, computed) = (metric("kvasir_images_encoded_total"), metric("kvasir_prefill_tokens_computed_total"));
+    let (encoded, computed) =
+        (metric("kvasir_images_encoded_total"), metric("kvasir_prefill_tokens_computed_total"));
     println!("{encoded} encoded, {computed} tokens computed, prompts of {prompt} with {rows} rows");
     let workers = cluster.nodes().workers.len() as u64;
     assert!((1..=workers).contains(&encoded), "{encoded} encoded by {workers} workers");
