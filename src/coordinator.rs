@@ -128,6 +128,11 @@ pub(crate) struct CoordinatorSettings {
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cors_origins: Option<Vec<String>>,
+    /// Hosts from which images of chats are fetched by `http://` and `https://`, separated by commas: names,
+    /// `*.example.com`, or `any`. Private addresses are never connected to [default: none].
+    #[arg(long, value_name = "HOST,..", env = "KVASIR_IMAGE_URLS", value_delimiter = ',')]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) image_urls: Option<Vec<String>>,
     /// Weights of tenants whose requests wait at the same time, such as `team-a=4,team-b=2`: coordinators and workers
     /// divide tokens in proportion [default: 1 for each].
     #[arg(long, value_name = "TENANT=N,..", env = "KVASIR_TENANT_WEIGHTS", value_delimiter = ',')]
@@ -226,6 +231,7 @@ impl CoordinatorSettings {
             keys: self.keys,
             shards: self.shards,
             cors_origins: self.cors_origins,
+            image_urls: self.image_urls,
             tenant_weights: self.tenant_weights,
             otlp_endpoint: self.otlp_endpoint,
             otlp_certificate: self.otlp_certificate,
@@ -334,6 +340,7 @@ impl CoordinatorSettings {
             max_connections: self.max_connections.unwrap_or(default.max_connections),
             keep_alive_s: ms(self.keep_alive, default.keep_alive_s * 1000).div_ceil(1000),
             cors_origins: self.cors_origins.clone(),
+            image_urls: self.image_urls.clone().unwrap_or_default(),
             tenant_weights: self.tenant_weights.clone().unwrap_or_default(),
             sessions_per_tenant: self.sessions_per_tenant.unwrap_or(default.sessions_per_tenant),
             session_idle_s: ms(self.session_idle, default.session_idle_s * 1000).div_ceil(1000),

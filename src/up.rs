@@ -186,6 +186,10 @@ struct UpSettings {
     /// [default: any origin if keys are required, else only origins on this machine]
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     cors_origins: Option<Vec<String>>,
+    /// Hosts from which images of chats are fetched by `http://` and `https://`, separated by commas: names,
+    /// `*.example.com`, or `any`. Private addresses are never connected to [default: none]
+    #[arg(long, value_name = "HOST,..", env = "KVASIR_IMAGE_URLS", value_delimiter = ',')]
+    image_urls: Option<Vec<String>>,
     /// Directory for identities, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     data_dir: Option<PathBuf>,
@@ -305,6 +309,7 @@ impl Plan {
                 queue_requests: self.settings.queue_requests,
                 worker_inflight: self.settings.worker_inflight,
                 cors_origins: self.settings.cors_origins.clone(),
+                image_urls: self.settings.image_urls.clone(),
                 shards: self.shards,
                 ..CoordinatorSettings::default()
             };

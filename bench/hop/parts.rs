@@ -193,6 +193,7 @@ impl Bench {
             parent: &|_| None,
             seed: 1,
             popularity: &self.popularity,
+            fetched: None,
         };
         Ok(plan::generation(plan::Kind::Chat, body, &sources, plan::Effort::Full { counted: false })?)
     }

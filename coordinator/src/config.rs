@@ -2,6 +2,7 @@
 
 use api::auth::KeyEntry;
 use api::cors::Cors;
+use api::image_urls::ImageUrls;
 use consensus::table::MAX_VOTERS;
 use dispatch::models::ModelEntry;
 use group::agreement::PeerEntry;
@@ -70,6 +71,8 @@ pub struct Config {
     /// Origins whose pages may send requests from browsers: `https://app.example`, `*` or `none`. `None`: any
     /// origin if keys are configured, else no origin.
     pub cors_origins: Option<Vec<String>>,
+    /// Hosts from which images of chats are fetched: names, `*.example.com` or `any`. Empty: no addresses are fetched.
+    pub image_urls: Vec<String>,
     /// Tenants with a larger share of turns: `TENANT=WEIGHT`.
     pub tenant_weights: Vec<String>,
     /// Most concurrent sessions of operations for one tenant at this coordinator.
@@ -124,6 +127,7 @@ impl Default for Config {
             // no request.
             keep_alive_s: 75,
             cors_origins: None,
+            image_urls: Vec::new(),
             tenant_weights: Vec::new(),
             sessions_per_tenant: 64,
             session_idle_s: 30,
@@ -158,6 +162,9 @@ pub enum ConfigError {
     /// A text that is not an origin.
     #[error("cors_origins: {0:?} is neither an origin such as https://app.example, nor * or none")]
     Origin(String),
+    /// A text that names no host.
+    #[error("image_urls: {0:?} is neither the name of a host, nor *. and a domain, nor any")]
+    ImageHost(String),
     #[error(transparent)]
     Weight(#[from] BadWeight),
     /// An impossible group of coordinators.
@@ -183,6 +190,7 @@ impl Config {
             return Err(ConfigError::KeysRequired { http: self.http });
         }
         Cors::new(self.cors_origins.as_deref()).map_err(ConfigError::Origin)?;
+        ImageUrls::new(&self.image_urls).map_err(ConfigError::ImageHost)?;
         TenantWeights::new(&self.tenant_weights)?;
         self.check_peers()?;
         let wrong = |field, value, rule| Err(ConfigError::OutOfRange { field, value, rule });

@@ -8,6 +8,7 @@ use crate::usage::UsageFile;
 use crate::workers::{self, Terms};
 use ::usage::store::StoreError;
 use api::cors::Cors;
+use api::image_urls::ImageUrls;
 use api::images::HeldImages;
 use api::operations::Sessions;
 use api::planning_threads::PlanningThreads;
@@ -194,6 +195,7 @@ impl Coordinator {
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
+            image_urls: ImageUrls::new(&config.image_urls).map_err(ConfigError::ImageHost)?,
             images: HeldImages::default(),
             planning: Arc::clone(&planning),
             cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,

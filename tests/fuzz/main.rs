@@ -284,6 +284,7 @@ fn http() {
         parent: &|_| None,
         seed: 1,
         popularity: &popularity,
+        fetched: None,
     };
     let offered = models.get("m").unwrap();
     fuzz("http", Vec::new(), mutate::json, |body| {

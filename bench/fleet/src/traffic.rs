@@ -92,6 +92,7 @@ impl Traffic {
             parent: &|_| None,
             seed: 1,
             popularity: &popularity,
+            fetched: None,
         };
         let prompt = |body: &Value| -> Result<Prompt> {
             let planned = plan::generation(

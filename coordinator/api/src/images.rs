@@ -1,15 +1,18 @@
 //! Images of chats: from parts of messages to files.
 //!
-//! A file is in the request, in base64. Its form is found by its content; what the request says about it is not used.
+//! A file is in the request, in base64, or at an address that the operator allows. Its form is found by its content; what
+//! the request says about it is not used.
 
 #[cfg(test)]
 mod tests;
 
 use super::error::ApiError;
+use super::image_urls::Fetched;
 use super::limits::{MAX_HELD_IMAGE_BYTES, MAX_IMAGE_BYTES, MAX_IMAGES};
 use base64::Engine;
 use base64::alphabet::STANDARD;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
+use bytes::Bytes;
 use dispatch::models::{MAX_FILE_BYTES, OfferedModel, PromptWithImages, SeenImage};
 use proto::message::{FileBytes, MAX_IMAGE_RUNS, PromptImage, TokenIds};
 use proto::served_model::ServedModel;
@@ -37,7 +40,13 @@ pub struct GivenImages<'a>(Vec<GivenImage<'a>>);
 pub(super) struct GivenImage<'a> {
     /// Path of the field with the file.
     field: String,
-    base64: Cow<'a, str>,
+    source: Source<'a>,
+}
+
+#[derive(Debug)]
+enum Source<'a> {
+    Base64(Cow<'a, str>),
+    Address(Cow<'a, str>),
 }
 
 /// Bytes of the images of all requests that have no answer yet.
@@ -96,23 +105,47 @@ impl<'a> GivenImages<'a> {
         self.0.is_empty()
     }
 
+    /// The addresses to fetch: the path of the field, and the address.
+    pub(super) fn addresses(&self) -> Vec<(String, String)> {
+        let address = |image: &GivenImage<'_>| match &image.source {
+            Source::Base64(_) => None,
+            Source::Address(address) => Some((image.field.clone(), address.to_string())),
+        };
+        let mut addresses: Vec<(String, String)> = Vec::new();
+        for (field, address) in self.0.iter().filter_map(address) {
+            if !addresses.iter().any(|(_, known)| *known == address) {
+                addresses.push((field, address));
+            }
+        }
+        addresses
+    }
+
     /// Decodes the images of `messages`, in the order of these, as `model` sees them.
     pub(super) fn see(
         &self,
         model: &OfferedModel,
         served: Option<&ServedModel>,
         messages: &[Message<'_>],
+        fetched: Option<&Fetched>,
     ) -> Result<Vec<SeenFile>, ApiError> {
         let contents = messages.iter().filter_map(|message| message.content.as_ref());
         let images: Vec<_> = contents.flat_map(Content::images).filter_map(|at| self.0.get(at)).collect();
         let mut bytes = 0;
-        for GivenImage { field, base64 } in &images {
+        for GivenImage { field, source } in &images {
             let wrong = |reason: String| ApiError::field(field, reason);
             model.images().map_err(|error| wrong(error.to_string()))?;
             if let Some(served) = served.filter(|served| !served.images) {
                 return Err(wrong(format!("no worker that serves the model {} sees images", served.id)));
             }
-            let length = base64.len() / 4 * 3;
+            let length = match (source, fetched) {
+                (Source::Base64(base64), _) => base64.len() / 4 * 3,
+                (Source::Address(address), Some(fetched)) => fetched.get(&**address).map_or(0, Bytes::len),
+                (Source::Address(address), None) => {
+                    let shown: String = address.chars().take(SHOWN).collect();
+                    let reason = "is an address, and this server fetches no addresses: send a data: URL";
+                    return Err(wrong(format!("{shown:?} {reason}")));
+                }
+            };
             // Padding may take two bytes off.
             if length > MAX_FILE_BYTES + 2 {
                 return Err(wrong(format!(
@@ -127,10 +160,20 @@ impl<'a> GivenImages<'a> {
         }
         let limit = served.map_or(model.context as u64, |served| served.max_model_len.into());
         let (mut files, mut rows) = (Vec::with_capacity(images.len()), 0);
-        for GivenImage { field, base64 } in images {
+        for GivenImage { field, source } in images {
             let wrong = |reason: String| ApiError::field(field, reason);
-            let file =
-                BASE64.decode(base64.as_bytes()).map_err(|error| wrong(format!("is not base64: {error}")))?;
+            let file = match source {
+                Source::Base64(base64) => BASE64
+                    .decode(base64.as_bytes())
+                    .map_err(|error| wrong(format!("is not base64: {error}")))?,
+                Source::Address(address) => {
+                    let file = fetched.and_then(|fetched| fetched.get(&**address));
+                    file.ok_or_else(|| {
+                        wrong("its address is written in a form that is not fetched".to_owned())
+                    })?
+                    .to_vec()
+                }
+            };
             let seen = model.images().map_err(|error| wrong(error.to_string()))?.see(&file);
             let seen = seen.map_err(|error| wrong(error.to_string()))?;
             rows += seen.rows as u64;
@@ -148,8 +191,13 @@ impl<'a> GivenImages<'a> {
     }
 }
 
-/// An image at an address, which must be a `data:` URL.
+/// An image at an address: a `data:` URL, `http://` or `https://`.
 pub(super) fn at_address(field: String, url: Cow<'_, str>) -> Result<GivenImage<'_>, ApiError> {
+    let begins =
+        |scheme: &str| url.get(..scheme.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(scheme));
+    if begins("http://") || begins("https://") {
+        return Ok(GivenImage { field, source: Source::Address(url) });
+    }
     match file_of_data_url(&url) {
         Ok(start) => {
             let base64 = match url {
@@ -159,7 +207,7 @@ pub(super) fn at_address(field: String, url: Cow<'_, str>) -> Result<GivenImage<
                     Cow::Owned(url)
                 }
             };
-            Ok(GivenImage { field, base64 })
+            Ok(in_base64(field, base64))
         }
         Err(reason) => Err(ApiError::field(field, reason)),
     }
@@ -167,7 +215,7 @@ pub(super) fn at_address(field: String, url: Cow<'_, str>) -> Result<GivenImage<
 
 /// An image in base64.
 pub(super) fn in_base64(field: String, base64: Cow<'_, str>) -> GivenImage<'_> {
-    GivenImage { field, base64 }
+    GivenImage { field, source: Source::Base64(base64) }
 }
 
 /// Where the base64 of a `data:` URL begins.
@@ -175,7 +223,7 @@ pub fn file_of_data_url(url: &str) -> Result<usize, String> {
     let shown = || -> String { url.chars().take(SHOWN).collect() };
     let scheme = url.get(..5).filter(|scheme| scheme.eq_ignore_ascii_case("data:"));
     if scheme.is_none() {
-        return Err(format!("{:?} is no data: URL, and this server fetches no addresses", shown()));
+        return Err(format!("{:?} is no data: URL", shown()));
     }
     let head = url.bytes().take(256).position(|byte| byte == b',');
     let Some(comma) = head else { return Err(format!("{:?} has no comma after its media type", shown())) };

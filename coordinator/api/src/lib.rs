@@ -24,6 +24,7 @@ pub mod error;
 pub mod fields;
 pub mod grammar;
 pub mod http_ext;
+pub mod image_urls;
 pub mod images;
 mod kind;
 mod languages;
@@ -73,6 +74,7 @@ use documents::Popularity;
 use encode::{EncodePlan, Gathered, gather};
 use error::ApiError;
 use futures::future::BoxFuture;
+use image_urls::{Fetched, ImageUrls};
 use loading::Loading;
 use messages::MessageWriter;
 use origin::from_another_site;
@@ -115,6 +117,8 @@ pub struct AppState {
     pub metrics: Arc<Metrics>,
     /// Request counts of documents.
     pub popularity: Popularity,
+    /// Fetches images at addresses. `None`: none are fetched.
+    pub image_urls: Option<ImageUrls>,
     /// Bytes of images in running requests.
     pub images: images::HeldImages,
     /// Limits concurrent planning and takes the tenants in turn.
@@ -456,7 +460,8 @@ async fn health(State(state): State<Arc<AppState>>) -> Result<(), ApiError> {
 
 async fn tokenize(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (admitted, body) = admit_within(&state, request, state.max_body(Kind::Chat)).await?;
-    let tokenized = state.plan(&admitted, move |sources| plan::tokenize(&body, sources)).await?;
+    let fetched = state.fetched(&admitted, Kind::Chat, &body).await?;
+    let tokenized = state.plan(&admitted, fetched, move |sources| plan::tokenize(&body, sources)).await?;
     let count = tokenized.tokens.len();
     let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
     Ok(Json(body).into_response())
@@ -464,13 +469,14 @@ async fn tokenize(state: Arc<AppState>, request: Request) -> Result<Response, Ap
 
 async fn count_tokens(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (admitted, body) = admit_within(&state, request, state.max_body(Kind::Messages)).await?;
-    let tokens = state.plan(&admitted, move |sources| plan::count_tokens(&body, sources)).await?;
+    let fetched = state.fetched(&admitted, Kind::Messages, &body).await?;
+    let tokens = state.plan(&admitted, fetched, move |sources| plan::count_tokens(&body, sources)).await?;
     Ok(Json(json!({"input_tokens": tokens})).into_response())
 }
 
 async fn detokenize(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (admitted, body) = admit(&state, request).await?;
-    let text = state.plan(&admitted, move |sources| plan::detokenize(&body, sources)).await?;
+    let text = state.plan(&admitted, None, move |sources| plan::detokenize(&body, sources)).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }
 
@@ -498,6 +504,7 @@ async fn answer(
     let deadline = admitted.arrived + state.request_timeout;
     let id = admitted.id.clone();
     let job_id = id.clone();
+    let fetched = state.fetched(&admitted, kind, &body).await?;
     let planned = Instant::now();
     let context = trace.as_ref().map(Span::context);
     if let Some(span) = trace {
@@ -508,7 +515,8 @@ async fn answer(
         let jobs = app.jobs(&plan, sources.caller, (&job_id, context), group, deadline);
         Ok((plan, jobs))
     };
-    let (plan, jobs) = match state.with_sources(&admitted.caller, |sources| plan(sources, Effort::Short)) {
+    let short = |sources: &Sources<'_>| plan(sources, Effort::Short);
+    let (plan, jobs) = match state.with_sources(&admitted.caller, fetched.as_ref(), short) {
         Ok(planned) => planned,
         Err(Unplanned::Refused(error)) => return Err(error),
         Err(Unplanned::TooLong { counted }) => {
@@ -517,7 +525,7 @@ async fn answer(
                 Err(Unplanned::TooLong { .. }) => Err(ApiError::Internal),
                 Ok(planned) => Ok(planned),
             };
-            state.plan(&admitted, plan).await?
+            state.plan(&admitted, fetched, plan).await?
         }
     };
     state.metrics.stage("plan", planned.elapsed());
@@ -594,7 +602,7 @@ async fn encode<S: Send + 'static, A: Serialize>(
             span.part("receive", admitted.arrived);
         }
         let (id, read) = (admitted.id.clone(), Instant::now());
-        let planned = state.plan(&admitted, move |sources| plan(&body, sources)).await?;
+        let planned = state.plan(&admitted, None, move |sources| plan(&body, sources)).await?;
         let EncodePlan { operation: task, model, texts, shape } = planned;
         if let Some(span) = &mut trace {
             spans::encodes(span, operation, (&id, &model), texts.len(), read);
@@ -725,17 +733,43 @@ impl AppState {
     async fn plan<T: Send + 'static>(
         self: &Arc<Self>,
         admitted: &AdmittedRequest,
+        fetched: Option<Fetched>,
         work: impl FnOnce(&Sources<'_>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         let (state, caller) = (Arc::clone(self), admitted.caller.clone());
-        self.planning.run(admitted.caller.tenant(), move || state.with_sources(&caller, work)).await
+        let work = move || state.with_sources(&caller, fetched.as_ref(), work);
+        self.planning.run(admitted.caller.tenant(), work).await
     }
 
-    fn with_sources<T>(&self, caller: &Caller, work: impl FnOnce(&Sources<'_>) -> T) -> T {
+    /// Fetches the images of a chat that are at addresses. `None`: no addresses are fetched.
+    async fn fetched(
+        &self,
+        admitted: &AdmittedRequest,
+        kind: Kind,
+        body: &Bytes,
+    ) -> Result<Option<Fetched>, ApiError> {
+        let Some(urls) = &self.image_urls else { return Ok(None) };
+        let has = |text: &str| memchr::memmem::find(body, text.as_bytes()).is_some();
+        if kind == Kind::Completion || !has("image") || !has("://") && !has(":\\/") {
+            return Ok(Some(Fetched::new()));
+        }
+        let body = body.clone();
+        let addresses = move || Ok(plan::image_addresses(kind, &body));
+        let addresses = self.planning.run(admitted.caller.tenant(), addresses).await?;
+        urls.fetch_all(addresses).await.map(Some)
+    }
+
+    fn with_sources<T>(
+        &self,
+        caller: &Caller,
+        fetched: Option<&Fetched>,
+        work: impl FnOnce(&Sources<'_>) -> T,
+    ) -> T {
         let served = |id: &ModelId| self.dispatch.model(id);
         let parent = |id: &ModelId| self.dispatch.parent(id);
         let (models, popularity) = (&*self.models, &self.popularity);
-        work(&Sources { caller, models, served: &served, parent: &parent, seed: random_u64(), popularity })
+        let seed = random_u64();
+        work(&Sources { caller, models, served: &served, parent: &parent, seed, popularity, fetched })
     }
 }
 

@@ -7,6 +7,7 @@ use super::documents::{self, Document, Popularity};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar;
+use super::image_urls::Fetched;
 use super::images;
 pub use super::kind::Kind;
 use super::limits::{MAX_CHOICES, MAX_LOGPROBS};
@@ -106,6 +107,8 @@ pub struct Sources<'a> {
     pub seed: u64,
     /// Request counts of documents.
     pub popularity: &'a Popularity,
+    /// Images that were fetched for the request. `None`: no addresses are fetched.
+    pub fetched: Option<&'a Fetched>,
 }
 
 /// How much work planning a request may take.
@@ -240,7 +243,7 @@ pub fn generation(
             if short && !chat.images.is_empty() {
                 return Err(too_long());
             }
-            let files = chat.images.see(&model, served.as_ref(), &chat.messages)?;
+            let files = chat.images.see(&model, served.as_ref(), &chat.messages, sources.fetched)?;
             let rendered = rendered(&mut chat, &model, (&documents, &order), true, short)?;
             let rendered = rendered.ok_or_else(too_long)?;
             check_text(&model, rendered.text.len(), limit)?;
@@ -295,6 +298,18 @@ pub fn generation(
     })
 }
 
+/// The addresses of a chat's images: the path of the field, and the address. Of a body that is no chat there are none.
+pub fn image_addresses(kind: Kind, body: &[u8]) -> Vec<(String, String)> {
+    let chat = Fields::parse(body, kind.known_fields()).and_then(|fields| match kind {
+        Kind::Completion => Ok(Vec::new()),
+        Kind::Chat => Ok(chat::read(&fields)?.images.addresses()),
+        Kind::Responses => Ok(responses::read(&fields)?.images.addresses()),
+        Kind::Messages => Ok(messages::read(&fields, false)?.images.addresses()),
+    });
+    // What is wrong is said when the request is planned.
+    chat.unwrap_or_default()
+}
+
 /// Counts the tokens of an Anthropic prompt.
 pub fn count_tokens(body: &[u8], sources: &Sources<'_>) -> Result<usize, ApiError> {
     let fields = Fields::parse(body, Kind::Messages.known_fields())?;
@@ -303,7 +318,7 @@ pub fn count_tokens(body: &[u8], sources: &Sources<'_>) -> Result<usize, ApiErro
     let order = sources.popularity.order(sources.caller.tenant(), &documents);
     let bos = fields.get("add_special_tokens")?.unwrap_or(true);
     let chat = messages::read(&fields, false)?;
-    Ok(chat_prompt(chat, (&model, served.as_ref()), (&documents, &order), bos)?.len())
+    Ok(chat_prompt(chat, (&model, served.as_ref()), (&documents, &order), bos, sources.fetched)?.len())
 }
 
 /// Serves `/tokenize`.
@@ -325,7 +340,8 @@ pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiErro
             let documents = documents::documents(&fields)?;
             let order = sources.popularity.order(sources.caller.tenant(), &documents);
             let chat = chat::read(&fields)?;
-            let tokens = chat_prompt(chat, (&model, served.as_ref()), (&documents, &order), special)?;
+            let tokens =
+                chat_prompt(chat, (&model, served.as_ref()), (&documents, &order), special, sources.fetched)?;
             model.in_vocabulary(&tokens)
         }
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
@@ -513,8 +529,9 @@ fn chat_prompt(
     (model, served): (&OfferedModel, Option<&ServedModel>),
     documents: (&[Document], &[usize]),
     bos: bool,
+    fetched: Option<&Fetched>,
 ) -> Result<TokenIds, ApiError> {
-    let files = chat.images.see(model, served, &chat.messages)?;
+    let files = chat.images.see(model, served, &chat.messages, fetched)?;
     let text = chat_text(&mut chat, model, documents, true)?;
     if files.is_empty() {
         return Ok(model.chat(&text, bos));

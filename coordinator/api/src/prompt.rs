@@ -378,7 +378,7 @@ mod tests {
             (image(json!(7)), "messages[0].content[0].image_url"),
             (image(json!({})), "messages[0].content[0].image_url.url"),
             (image(json!({"url": 7})), "messages[0].content[0].image_url.url"),
-            (image(json!({"url": "http://x/y.png"})), "messages[0].content[0].image_url.url"),
+            (image(json!({"url": "file:///y.png"})), "messages[0].content[0].image_url.url"),
             (image(json!({"url": PIXEL, "detail": "x"})), "messages[0].content[0].image_url.detail"),
         ] {
             assert_eq!(named(chat(&given)), field, "{given}");

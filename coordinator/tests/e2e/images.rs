@@ -34,6 +34,11 @@ struct Images {
 impl Images {
     /// A coordinator with a model that sees images, and workers of which these do.
     async fn new(workers: &[bool]) -> Self {
+        Self::with(workers, &[]).await
+    }
+
+    /// With hosts from which images are fetched.
+    async fn with(workers: &[bool], hosts: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
         let mut metadata = model_metadata(TEMPLATE, &["<image>"]);
@@ -45,7 +50,8 @@ impl Images {
         let tokenizer_digest =
             Tokenizer::from_metadata(ModelFile::open(&path).unwrap().metadata()).unwrap().digest();
         let entry = ModelEntry { id: ModelId::new("tiny").unwrap(), path };
-        let rig = Rig::bare(|config| config.models = vec![entry]).await;
+        let image_urls = hosts.iter().map(|host| (*host).to_owned()).collect();
+        let rig = Rig::bare(|config| (config.models, config.image_urls) = (vec![entry], image_urls)).await;
         let mut joined = Vec::new();
         for (name, images) in ["w1", "w2", "w3"].into_iter().zip(workers) {
             let setup = Setup { tokenizer_digest, images: *images, ..rig.setup(name, 1) };
@@ -279,4 +285,46 @@ async fn bad_images_are_refused_by_field() {
     let body = json!({"messages": [{"role": "assistant", "content": [chat_part(&image)]}]});
     assert_eq!(images.post(CHAT, &body).await.error().2, "messages[0].content[0].type");
     assert!(images.requests().is_empty());
+}
+
+/// Whatever the hosts that the operator allows, no private address is connected to.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_image_addresses() {
+    let trap = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    trap.set_nonblocking(true).unwrap();
+    let port = trap.local_addr().unwrap().port();
+    let refused = async |images: &Images, path: &str, body: Value| {
+        let reply = images.post(path, &body).await;
+        let message = reply.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert_eq!(reply.status.as_u16(), 400, "{message}");
+        message
+    };
+    let (any, one) = (Images::with(&[true], &["any"]).await, Images::with(&[true], &["img.example"]).await);
+    for (host, reason) in [
+        ("127.0.0.1", "has no public address"),
+        ("localhost", "has no public address"),
+        ("[::ffff:127.0.0.1]", "has no public address"),
+    ] {
+        let url = format!("http://{host}:{port}/x.png");
+        let part = json!({"type": "image_url", "image_url": {"url": url}});
+        let field = "messages[0].content[0].image_url.url";
+        assert_eq!(refused(&any, CHAT, chat(json!([part]))).await, format!("{field}: {host} {reason}"));
+        let listed = format!(
+            "{field}: the server fetches no images from {host}: the setting image_urls lists the hosts"
+        );
+        assert_eq!(refused(&one, CHAT, chat(json!([part]))).await, listed);
+        assert_eq!(refused(&one, "/tokenize", chat(json!([part]))).await, listed);
+        let block = json!({"type": "image", "source": {"type": "url", "url": url}});
+        let message = refused(&any, MESSAGES, chat(json!([block]))).await;
+        assert_eq!(message, format!("messages[0].content[0].source.url: {host} {reason}"));
+        let part = json!({"type": "input_image", "image_url": url});
+        let body = json!({"input": [{"role": "user", "content": [part]}]});
+        assert_eq!(
+            refused(&any, RESPONSES, body).await,
+            format!("input[0].content[0].image_url: {host} {reason}")
+        );
+    }
+    // Images in the request need no address.
+    ok(&any.post(CHAT, &chat(json!([chat_part(&file("png rgb"))]))).await);
+    assert!(trap.accept().is_err(), "an address was connected to");
 }

@@ -50,7 +50,9 @@ impl Planner {
         };
         let (caller, models, popularity) = (&self.caller, &self.models, &self.popularity);
         let parent = |_: &ModelId| None;
-        let sources = Sources { caller, models, served: &served, parent: &parent, seed: 1, popularity };
+        let fetched = None;
+        let sources =
+            Sources { caller, models, served: &served, parent: &parent, seed: 1, popularity, fetched };
         generation(Kind::Chat, body.to_string().as_bytes(), &sources, effort)
     }
 }
