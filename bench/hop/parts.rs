@@ -7,6 +7,7 @@ use anyhow::{Context, anyhow};
 use api::auth::{Caller, Keys};
 use api::documents::Popularity;
 use api::fields::Fields;
+use api::images::GivenImages;
 use api::plan::{self, GenerationPlan, Sources};
 use api::prompt::messages;
 use dispatch::models::{ModelEntry, Models, OfferedModel};
@@ -156,7 +157,7 @@ impl Bench {
         let again: &Arc<OfferedModel> = &self.again.only().context("no model")?;
         let template = again.template.as_ref().context("no chat template")?;
         let fields = timed(&mut took, || Fields::parse(body, CHAT))?;
-        let messages = timed(&mut took, || messages(&fields))?;
+        let messages = timed(&mut took, || messages(&fields, &mut GivenImages::default()))?;
         let text =
             timed(&mut took, || template.render_marked(&messages, None, true, &serde_json::Map::new()))?;
         let tokens = timed(&mut took, || again.chat(&text, true));
