@@ -2,13 +2,14 @@
 //! with its text, whole or as events. Runs the operation `asr` ([`audio`](super::audio)).
 
 mod form;
+mod parts;
 mod streamed;
 mod written;
 
 use super::admitted::AdmittedRequest;
 use super::answer::WORKER_HEADER;
 use super::audio::run_in_time;
-use super::audio::wav::{Recording, read_any};
+use super::audio::wav::read_any;
 use super::error::ApiError;
 use super::operations::seconds;
 use super::{AppState, admit_within, limits, spans};
@@ -17,9 +18,10 @@ use axum::http::{HeaderValue, header};
 use axum::response::Response;
 use dispatch::OperationJob;
 use form::{Form, read};
-use futures::FutureExt;
-use proto::ids::NodeId;
-use proto::operation::{OpenedOperation, Operation, OperationOptions};
+use futures::{FutureExt, StreamExt, TryStreamExt, stream};
+use parts::{Part, divide, placed};
+use proto::ids::{NodeId, RequestId};
+use proto::operation::{OpenedOperation, Operation, OperationOptions, SpokenText};
 use proto::trace::Span;
 use std::sync::Arc;
 use streamed::Segments;
@@ -34,6 +36,8 @@ pub(super) enum Task {
     Translate,
 }
 
+/// Most parts of a recording that are transcribed at once.
+const PARTS_AT_ONCE: usize = 4;
 /// Shorter recordings contain no word; in seconds.
 const SHORTEST: f64 = 0.1;
 
@@ -57,12 +61,12 @@ async fn answer(
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
-    let Form { file, model, options, format, stream } = read(body, boundary, task).await?;
+    let Form { file, model, options, format, stream: streams, parts } = read(body, boundary, task).await?;
     let language = options.language.clone();
     let recording =
         state.planning.run(admitted.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
     let samples = recording.samples();
-    let Recording { sample_rate, pieces } = recording;
+    let sample_rate = recording.sample_rate;
     let duration = seconds(samples, sample_rate);
     if duration < SHORTEST {
         return Err(ApiError::field(
@@ -80,7 +84,8 @@ async fn answer(
         tenant: Arc::clone(admitted.caller.tenant()),
         key: admitted.caller.key_id().map(str::to_owned),
     };
-    if stream {
+    if streams {
+        let pieces = recording.pieces;
         let (state, mut span) = (Arc::clone(state), trace.take());
         let (sink, texts) = mpsc::channel(1);
         let call = async move {
@@ -95,12 +100,21 @@ async fn answer(
         };
         return Segments { call: call.boxed(), texts, duration }.respond().await;
     }
-    let (worker, opened, results) = run_in_time(state, &job, &admitted, &pieces, None).await?;
+    let parts = match parts {
+        true => state.planning.run(admitted.caller.tenant(), move || Ok(divide(&recording))).await?,
+        false => vec![Part { start: 0, pieces: recording.pieces }],
+    };
+    let calls = parts.into_iter().zip(0..).map(|part| transcribe_part(state, &job, &admitted, part));
+    let done: Vec<Transcribed> = stream::iter(calls).buffered(PARTS_AT_ONCE).try_collect().await?;
+    let texts = done.iter().flat_map(|done| done.texts.iter().cloned()).collect();
+    let Some(Transcribed { worker, opened, language: detected, .. }) = done.into_iter().next() else {
+        return Err(ApiError::Internal);
+    };
     if let Some(span) = trace {
         record(span, &admitted, (&worker, &opened), samples);
     }
-    let language = language.or_else(|| results.language.map(|language| language.code)).unwrap_or_default();
-    let transcript = Transcript { task, language, sample_rate, duration, texts: results.texts };
+    let language = language.or(detected).unwrap_or_default();
+    let transcript = Transcript { task, language, sample_rate, duration, texts };
     let (kind, body) = transcript.render(format);
     let mut response = Response::new(body.into());
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
@@ -109,6 +123,30 @@ async fn answer(
         response.headers_mut().insert(WORKER_HEADER, worker);
     }
     Ok(response)
+}
+
+/// The transcript of a part.
+struct Transcribed {
+    worker: NodeId,
+    opened: OpenedOperation,
+    texts: Vec<SpokenText>,
+    /// Code of the detected language.
+    language: Option<String>,
+}
+
+async fn transcribe_part(
+    state: &Arc<AppState>,
+    whole: &OperationJob,
+    admitted: &AdmittedRequest,
+    (Part { start, pieces }, number): (Part, u32),
+) -> Result<Transcribed, ApiError> {
+    // Each session has its own name at the workers. A name that has no room for a number is shared.
+    let own = RequestId::new(format!("{}.{number}", whole.request_id.as_str())).ok().filter(|_| number > 0);
+    let mut job = whole.clone();
+    job.request_id = own.unwrap_or(job.request_id);
+    let (worker, opened, results) = run_in_time(state, &job, admitted, &pieces, None).await?;
+    let language = results.language.map(|language| language.code);
+    Ok(Transcribed { worker, opened, texts: placed(results.texts, start), language })
 }
 
 /// Records the session of a finished call.

@@ -95,6 +95,38 @@ async fn compressed_recordings_are_decoded() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn parts_of_a_long_recording_go_to_several_workers() {
+    let (rig, worker) = rig(|_| {}).await;
+    let setup = Setup { operations: offers(&[(Operation::Asr, "ears")]), ..rig.setup("w2", 1) };
+    let other = rig.join_as(setup).await.unwrap();
+    // Silence in seconds 50 and 100.
+    let sample = |at: usize| if [50, 100].contains(&(at / 8_000)) { 0 } else { 1_000 };
+    let long = wav(&(0..130 * 8_000).map(sample).collect::<Vec<i16>>(), 8_000);
+    let fields = [("chunking_strategy", "auto"), ("response_format", "verbose_json")];
+    let all = [("timestamp_granularities[]", "word"), ("timestamp_granularities[]", "segment")];
+    let said = post_form(&rig, WORDS, &[], form(&long, &[&fields[..], &all].concat())).await;
+    let json = said.json();
+    let times: Vec<(f64, f64)> = json["segments"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|segment| (segment["start"].as_f64().unwrap(), segment["end"].as_f64().unwrap()))
+        .collect();
+    assert_eq!(times, [(0.0, 50.95), (50.95, 100.95), (100.95, 130.0)], "{json}");
+    assert_eq!(json["text"], "heard 407600 heard 400000 heard 232400");
+    assert_eq!((&json["words"][2]["start"], &json["segments"][2]["seek"]), (&json!(100.95), &json!(10_095)));
+    let requests = [worker.sessions().requests(), other.sessions().requests()];
+    assert!(requests.iter().all(|requests| !requests.is_empty()), "both have parts");
+    let mut names: Vec<String> =
+        requests.concat().iter().map(|request| request.request_id.to_string()).collect();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), 3, "{names:?}");
+    let plain = post_form(&rig, WORDS, &[], form(&long, &[])).await;
+    assert_eq!(plain.json()["text"], "heard 1040000", "one sequence without it");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_has_openais_events() {
     let (rig, worker) = rig(|config| config.request_timeout_s = 2).await;
     let streamed = [("stream", "true"), ("model", "ears")];

@@ -36,6 +36,8 @@ pub(super) struct Form {
     pub(super) format: Format,
     /// Whether the answer is a stream of events.
     pub(super) stream: bool,
+    /// Whether several workers transcribe parts of the recording.
+    pub(super) parts: bool,
 }
 
 /// The boundary between the fields of a multipart body.
@@ -59,7 +61,7 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
     let mut file = None;
     let (mut model, mut options, mut format) = (None, TranscribeOptions::default(), Format::Json);
     options.translate = task == Task::Translate;
-    let (mut segments, mut words, mut stream) = (false, false, false);
+    let (mut segments, mut words, mut stream, mut parts) = (false, false, false, false);
     let mut seen = HashSet::new();
     for fields in 0.. {
         let Some(field) = form.next_field().await.map_err(torn)? else { break };
@@ -127,6 +129,8 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
                 "word" => words = true,
                 _ => return wrong("is neither segment nor word"),
             },
+            "chunking_strategy" if text == "auto" => parts = true,
+            "chunking_strategy" => return wrong("is not auto"),
             _ => return Err(ApiError::field(name, "is not a known field")),
         }
     }
@@ -141,8 +145,11 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
     if stream && format != Format::Json {
         return Err(ApiError::field("stream", "events have a response_format of json, no other"));
     }
+    if stream && parts {
+        return Err(ApiError::field("chunking_strategy", "is not for a stream, which is one sequence"));
+    }
     let file = file.ok_or_else(|| ApiError::field("file", "is missing: a recording"))?;
-    Ok(Form { file, model, options, format, stream })
+    Ok(Form { file, model, options, format, stream, parts })
 }
 
 #[cfg(test)]
@@ -212,7 +219,7 @@ mod tests {
             ("timestamp_granularities[]", "segment"),
             ("stream", "yes"),
             ("include[]", "logprobs"),
-            ("chunking_strategy", "auto"),
+            ("chunking_strategy", "server_vad"),
             ("prompt", long.as_str()),
         ] {
             let refusal = form(Task::Transcribe, &[(name, value)]).unwrap_err();
@@ -228,6 +235,9 @@ mod tests {
         );
         let both = [("stream", "true"), ("response_format", "text")];
         assert_eq!(form(Task::Transcribe, &both).unwrap_err().param(), Some("stream"));
+        let both = [("stream", "true"), ("chunking_strategy", "auto")];
+        assert_eq!(form(Task::Transcribe, &both).unwrap_err().param(), Some("chunking_strategy"));
+        assert!(form(Task::Translate, &both[1..]).unwrap().parts);
         assert!(form(Task::Transcribe, &[("stream", "True")]).unwrap().stream);
         let many = vec![("timestamp_granularities[]", "segment"); MAX_FORM_FIELDS];
         assert_eq!(form(Task::Transcribe, &many).unwrap_err().param(), Some("body"));
