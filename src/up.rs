@@ -100,7 +100,7 @@ struct UpSettings {
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_KV_EVENTS_REPLAY", value_delimiter = ',')]
     kv_events_replay: Option<Vec<String>>,
     /// Bundles of operations that all workers offer in addition to the model: silero-vad, smart-turn, whisper-base,
-    /// openwakeword, resemblyzer, pyannote-diarization, piper-joe, a directory with a folder for each operation, or
+    /// openwakeword, resemblyzer, pyannote-diarization, piper-joe, kokoro, a directory with a folder for each operation, or
     /// ID=DIR; several times, or separated by commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     operation: Option<Vec<String>>,

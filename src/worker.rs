@@ -120,7 +120,7 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_name = "TOPIC", env = "KVASIR_KV_EVENTS_TOPIC")]
     pub(crate) kv_events_topic: Option<String>,
     /// Bundle of operations to offer, with or without a model: a catalog name (silero-vad, smart-turn, whisper-base,
-    /// openwakeword, resemblyzer, pyannote-diarization, piper-joe), a directory with a folder for each operation, or
+    /// openwakeword, resemblyzer, pyannote-diarization, piper-joe, kokoro), a directory with a folder for each operation, or
     /// ID=DIR; several times, or separated by commas.
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     pub(crate) operation: Option<Vec<String>>,

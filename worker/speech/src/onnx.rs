@@ -1,5 +1,6 @@
 //! Runs models in the ONNX format with rten: pure Rust, CPU only. The backend's name is `onnx`.
 
+mod rewrite;
 mod sizes;
 pub mod trial;
 
@@ -40,9 +41,8 @@ impl Onnx {
             file.map_err(|source| Error::Io { what: format!("cannot read {}", path.display()), source })?;
         sizes::check(&file, path.parent().unwrap_or(Path::new(""))).map_err(fault)?;
         let bytes = file.len() as u64;
-        drop(file);
         trial::tried(path).map_err(fault)?;
-        let model = Model::load_file(path).map_err(|error| fault(error.to_string()))?;
+        let model = load(path, &file).map_err(fault)?;
         let threads = Arc::new(started_on(threads, cpus)?);
         Ok(Self { path: path.to_owned(), bytes, model, threads })
     }
@@ -112,6 +112,15 @@ impl Onnx {
     pub fn fault(&self, reason: impl Into<String>) -> Error {
         Error::Artefact { path: self.path.clone(), reason: reason.into() }
     }
+}
+
+/// Loads a file with these bytes, which were checked.
+fn load(path: &Path, file: &[u8]) -> Result<Model, String> {
+    let model = match rewrite::rewritten(file)? {
+        Some(rewritten) => Model::load(rewritten),
+        None => Model::load_file(path),
+    };
+    model.map_err(|error| error.to_string())
 }
 
 /// Starts threads that flush denormal floats to zero. They inherit this, and their CPUs, from the thread that

@@ -6,7 +6,7 @@
 //! trusted: all positions are compared with the file's length, and values are read only when a tensor is
 //! asked for.
 
-mod archive;
+pub(crate) mod archive;
 mod pickle;
 #[cfg(test)]
 mod tests;

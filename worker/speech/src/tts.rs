@@ -1,10 +1,11 @@
 //! Speech for a text: sentences become phonemes by espeak-ng ([`espeak`]), and these become audio by a network
-//! in the ONNX format ([`piper`]).
+//! in the ONNX format ([`piper`], [`kokoro`]).
 //!
 //! A session takes no audio. It speaks its text when it is finished, piece by piece: a sentence, or a part of
 //! one if that has many phonemes. The first piece is short, so that its audio comes early.
 
 mod espeak;
+mod kokoro;
 mod piper;
 mod text;
 
@@ -14,6 +15,7 @@ use crate::session::{AudioModel, Session};
 use crate::speech_rule::invalid;
 pub(crate) use espeak::available;
 use kernels::registry::Refusal;
+use kokoro::Kokoro;
 use piper::Piper;
 use proto::operation::{
     MAX_FRAME_SAMPLES, MAX_SPEECH_CHARS, Operation, OperationError, OperationOptions, OperationOutput, Pcm,
@@ -44,11 +46,11 @@ trait Network: Send + Sync {
     /// The names of its voices, at least one.
     fn names(&self) -> &[String];
 
-    /// The phonemes of a clause, without its mark. Empty if it has nothing to be spoken.
+    /// The phonemes of a clause for a voice, without its mark. Empty if it has nothing to be spoken.
     ///
     /// # Errors
     /// [`Error::Program`] if they cannot be made.
-    fn phonemes(&self, clause: &Clause) -> Result<String, Error>;
+    fn phonemes(&self, clause: &Clause, voice: usize) -> Result<String, Error>;
 
     /// The audio of phonemes, at most [`MAX_PIECE`] of them, full scale 1. `voice` is an index of the names.
     ///
@@ -63,11 +65,20 @@ trait Network: Send + Sync {
 /// A model that sessions share.
 pub(crate) struct Voices(Arc<dyn Network>);
 
-/// The network of a folder.
-fn the_network(folder: &Path) -> Result<PathBuf, Refusal> {
+/// The files of a folder.
+enum Files {
+    Piper { network: PathBuf },
+    Kokoro { network: PathBuf, voices: PathBuf },
+}
+
+fn files(folder: &Path) -> Result<Files, Refusal> {
     let refuse = |reason: String| Err(Refusal::Artefact { reason });
     match onnx_files(folder).as_slice() {
-        [network] if piper::settings(network).is_file() => Ok(network.clone()),
+        [network] if piper::settings(network).is_file() => Ok(Files::Piper { network: network.clone() }),
+        [network] if network.with_file_name(kokoro::VOCABULARY).is_file() => match kokoro::voices(folder) {
+            Some(voices) => Ok(Files::Kokoro { network: network.clone(), voices }),
+            None => refuse(format!("there is no *.npz in {}", folder.display())),
+        },
         [network] => refuse(format!("there is no {}", piper::settings(network).display())),
         [] => refuse(format!("there is no *.onnx in {}", folder.display())),
         _ => refuse(format!("there is more than one *.onnx in {}", folder.display())),
@@ -76,7 +87,7 @@ fn the_network(folder: &Path) -> Result<PathBuf, Refusal> {
 
 /// Checks that a folder has all files of a model.
 pub(crate) fn is_in(folder: &Path) -> Result<(), Refusal> {
-    the_network(folder).map(drop)
+    files(folder).map(drop)
 }
 
 /// Reads a file of at most `most` bytes.
@@ -100,10 +111,12 @@ impl Voices {
     /// [`Error::Artefact`] for a file that is not valid; I/O errors.
     pub(crate) fn load(folder: &Path, cpus: NonZeroUsize) -> Result<Self, Error> {
         let threads = (cpus.get() / 2).clamp(1, MAX_THREADS);
-        let network = the_network(folder);
-        let network = network
+        let files = files(folder)
             .map_err(|refusal| Error::Artefact { path: folder.to_owned(), reason: refusal.to_string() })?;
-        Ok(Self(Arc::new(Piper::load(&network, threads)?)))
+        Ok(Self(match files {
+            Files::Piper { network } => Arc::new(Piper::load(&network, threads)?),
+            Files::Kokoro { network, voices } => Arc::new(Kokoro::load(&network, &voices, threads)?),
+        }))
     }
 }
 
@@ -194,7 +207,7 @@ impl Session for Speech {
             let Some(clauses) = self.sentences.pop_front() else { return Ok(false) };
             let mut parts = Vec::with_capacity(clauses.len());
             for clause in &clauses {
-                let phonemes = self.network.phonemes(clause)?;
+                let phonemes = self.network.phonemes(clause, self.voice)?;
                 if !phonemes.is_empty() {
                     parts.push(phonemes + clause.stop.mark());
                 }

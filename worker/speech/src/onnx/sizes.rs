@@ -56,16 +56,17 @@ struct Walk<'a> {
 }
 
 /// The unread rest of a message.
-struct Fields<'a>(&'a [u8]);
+pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
-enum Value<'a> {
+pub(super) enum Value<'a> {
     Number(u64),
     Bytes(&'a [u8]),
-    Fixed,
+    /// Of 4 or 8 bytes.
+    Fixed(&'a [u8]),
 }
 
 impl<'a> Fields<'a> {
-    fn number(&mut self) -> Result<u64, String> {
+    pub(super) fn number(&mut self) -> Result<u64, String> {
         let mut number = 0;
         for shift in (0..64).step_by(7) {
             let (byte, rest) = self.0.split_first().ok_or("it ends within a number")?;
@@ -87,7 +88,7 @@ impl<'a> Fields<'a> {
         Ok(taken)
     }
 
-    fn next(&mut self) -> Result<Option<(u64, Value<'a>)>, String> {
+    pub(super) fn next(&mut self) -> Result<Option<(u64, Value<'a>)>, String> {
         if self.0.is_empty() {
             return Ok(None);
         }
@@ -95,12 +96,12 @@ impl<'a> Fields<'a> {
         let field = tag >> 3;
         let value = match tag & 7 {
             0 => Value::Number(self.number()?),
-            1 => self.take(8, field).map(|_| Value::Fixed)?,
+            1 => Value::Fixed(self.take(8, field)?),
             2 => {
                 let bytes = self.number()?;
                 Value::Bytes(self.take(bytes, field)?)
             }
-            5 => self.take(4, field).map(|_| Value::Fixed)?,
+            5 => Value::Fixed(self.take(4, field)?),
             kind => return Err(format!("field {field} is of wire type {kind}, known are 0, 1, 2 and 5")),
         };
         Ok(Some((field, value)))

@@ -78,7 +78,7 @@ fn run(program: &Program, file: &Path) -> Result<(), String> {
     }
 }
 
-/// What the trial process does: loads the file and runs it once with zeros. Only termination matters; the
+/// What the trial process does: loads the file and runs it once with ones and zeros. Only termination matters; the
 /// actual load reports errors in the file.
 ///
 /// # Errors
@@ -87,9 +87,10 @@ pub fn attempt(file: &Path) -> io::Result<()> {
     if file.extension().is_none_or(|extension| extension != SUFFIX) {
         return Err(io::Error::other(format!("a file is called *.{SUFFIX}")));
     }
-    let Ok(model) = Model::load_file(file) else { return Ok(()) };
+    let Ok(bytes) = std::fs::read(file) else { return Ok(()) };
+    let Ok(model) = super::load(file, &bytes) else { return Ok(()) };
     let inputs: Option<Vec<_>> =
-        model.input_ids().iter().map(|id| Some((*id, zeros(&model, *id)?))).collect();
+        model.input_ids().iter().map(|id| Some((*id, values(&model, *id)?))).collect();
     if let Some(inputs) = inputs {
         let options = RunOptions::default().with_thread_pool(Some(Arc::new(ThreadPool::with_num_threads(1))));
         let _ = model.run(inputs, model.output_ids(), Some(options));
@@ -97,8 +98,9 @@ pub fn attempt(file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Zeros in the input's shape; symbolic dimensions are 1. `None` if the shape is unknown.
-fn zeros(model: &Model, id: rten::NodeId) -> Option<ValueOrView<'static>> {
+/// Ones for floats, of which some are divisors, and zeros for integers, in the input's shape; symbolic
+/// dimensions are 1. `None` if the shape is unknown.
+fn values(model: &Model, id: rten::NodeId) -> Option<ValueOrView<'static>> {
     let input = model.node_info(id)?;
     let dim = |dim: Dimension| match dim {
         Dimension::Fixed(size) => size,
@@ -107,7 +109,7 @@ fn zeros(model: &Model, id: rten::NodeId) -> Option<ValueOrView<'static>> {
     let shape: Vec<usize> = input.shape()?.into_iter().map(dim).collect();
     let len = shape.iter().try_fold(1usize, |all, dim| all.checked_mul(*dim))?;
     match input.dtype()? {
-        ValueType::Tensor(DataType::Float) => Value::from_shape(shape, vec![0f32; len]).ok(),
+        ValueType::Tensor(DataType::Float) => Value::from_shape(shape, vec![1f32; len]).ok(),
         ValueType::Tensor(DataType::Int32) => Value::from_shape(shape, vec![0i32; len]).ok(),
         _ => None,
     }
@@ -143,7 +145,7 @@ mod tests {
             for file in files.filter(|file| file.extension().is_some_and(|extension| extension == "onnx")) {
                 let model = Model::load_file(&file).unwrap();
                 assert!(
-                    model.input_ids().iter().all(|id| zeros(&model, *id).is_some()),
+                    model.input_ids().iter().all(|id| values(&model, *id).is_some()),
                     "{}",
                     file.display()
                 );

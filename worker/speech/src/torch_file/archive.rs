@@ -21,20 +21,20 @@ const LOCAL_BYTES: u64 = 30;
 
 /// A range of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Span {
-    pub(super) at: u64,
-    pub(super) len: u64,
+pub(crate) struct Span {
+    pub(crate) at: u64,
+    pub(crate) len: u64,
 }
 
 /// The members of an archive by name.
-pub(super) type Members = HashMap<String, Span>;
+pub(crate) type Members = HashMap<String, Span>;
 
-pub(super) fn io_fault(error: io::Error) -> String {
+pub(crate) fn io_fault(error: io::Error) -> String {
     format!("it cannot be read: {error}")
 }
 
 /// Reads a range, which must be in the file.
-pub(super) fn read(file: &File, span: Span) -> Result<Vec<u8>, String> {
+pub(crate) fn read(file: &File, span: Span) -> Result<Vec<u8>, String> {
     let len = usize::try_from(span.len).map_err(|_| "a part is too long".to_owned())?;
     let mut bytes = vec![0; len];
     file.read_exact_at(&mut bytes, span.at).map_err(io_fault)?;
@@ -50,7 +50,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// The members of an archive, or `None` if the file of `len` bytes is none.
-pub(super) fn members(file: &File, len: u64) -> Result<Option<Members>, String> {
+pub(crate) fn members(file: &File, len: u64) -> Result<Option<Members>, String> {
     if len < END_BYTES || read(file, Span { at: 0, len: 4 })? != LOCAL {
         return Ok(None);
     }
@@ -76,7 +76,7 @@ pub(super) fn members(file: &File, len: u64) -> Result<Option<Members>, String> 
         let name_text = String::from_utf8_lossy(name_bytes).into_owned();
         let [stored, size] = [20, 24].map(|at| u64::from(u32_at(entry, at)));
         if u16_at(entry, 10) != 0 || stored != size {
-            return Err(format!("member {name_text} is compressed, which torch.save does not do"));
+            return Err(format!("member {name_text} is compressed, which is not supported"));
         }
         let header = u64::from(u32_at(entry, 42));
         members.insert(name_text, Span { at: header, len: size });
@@ -86,7 +86,7 @@ pub(super) fn members(file: &File, len: u64) -> Result<Option<Members>, String> 
 }
 
 /// The bytes of a member, from the position of its header.
-pub(super) fn member(file: &File, len: u64, name: &str, member: Span) -> Result<Span, String> {
+pub(crate) fn member(file: &File, len: u64, name: &str, member: Span) -> Result<Span, String> {
     let fault = || format!("member {name} is not in the file's {len} bytes");
     if member.at + LOCAL_BYTES > len {
         return Err(fault());

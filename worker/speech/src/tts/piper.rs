@@ -192,7 +192,7 @@ impl Network for Piper {
         &self.names
     }
 
-    fn phonemes(&self, clause: &Clause) -> Result<String, Error> {
+    fn phonemes(&self, clause: &Clause, _: usize) -> Result<String, Error> {
         self.phonemizer.phonemes(clause)
     }
 

@@ -14,7 +14,7 @@ impl Network for Letters {
         &self.0
     }
 
-    fn phonemes(&self, clause: &Clause) -> Result<String, Error> {
+    fn phonemes(&self, clause: &Clause, _: usize) -> Result<String, Error> {
         let words = clause.text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
         Ok(words.filter(|word| *word != "mute").collect::<Vec<_>>().join(" "))
     }
@@ -162,7 +162,7 @@ impl Network for Loud {
         &[]
     }
 
-    fn phonemes(&self, clause: &Clause) -> Result<String, Error> {
+    fn phonemes(&self, clause: &Clause, _: usize) -> Result<String, Error> {
         Ok(clause.text.clone())
     }
 

@@ -187,6 +187,7 @@ pub static CATALOG: &[Entry] = &[
             sha256: &["5a38b08c441ae1adbafb1d2b8a7167e0d48734d83af68b268cefea1eec553dcd"],
         },
     },
+    voices::KOKORO,
     Entry {
         name: "llama-3.1-8b",
         file: "Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf",

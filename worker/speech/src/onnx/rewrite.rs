@@ -1,0 +1,310 @@
+//! Replaces operators that the runtime lacks, or computes otherwise than onnxruntime, by others with the right
+//! values.
+//!
+//! - `ConvInteger` with pads: the runtime pads with 0, but the input's zero point stands for 0. A `Pad` with the
+//!   zero point comes before it.
+//! - Microsoft's `FusedMatMul` of matrices in one batch, which the runtime does not read: `Transpose` and
+//!   `MatMul`, if it does not scale.
+
+use super::sizes::{Fields, Value};
+
+// Numbers of fields, by onnx.proto.
+const GRAPH: u64 = 7;
+const NODE: u64 = 1;
+const INITIALIZER: u64 = 5;
+const INPUT: u64 = 1;
+const OUTPUT: u64 = 2;
+const OPERATOR: u64 = 4;
+const ATTRIBUTE: u64 = 5;
+const ATTRIBUTE_NAME: u64 = 1;
+const ATTRIBUTE_FLOAT: u64 = 2;
+const ATTRIBUTE_INTEGER: u64 = 3;
+const ATTRIBUTE_INTEGERS: u64 = 8;
+const ATTRIBUTE_TYPE: u64 = 20;
+const TENSOR_DIMS: u64 = 1;
+const TENSOR_TYPE: u64 = 2;
+const TENSOR_NAME: u64 = 8;
+const TENSOR_BYTES: u64 = 9;
+/// Type of an attribute with a list of integers, and of a tensor of integers of 64 bits.
+const INTEGERS: u64 = 7;
+const INT64: u64 = 7;
+
+/// Returns the file with other operators, or `None` if it has none that must be replaced.
+///
+/// # Errors
+/// The fault of a file that [`check`](super::sizes::check) refuses, or an operator that cannot be replaced.
+pub(super) fn rewritten(file: &[u8]) -> Result<Option<Vec<u8>>, String> {
+    let (mut out, mut replaced) = (Vec::new(), 0);
+    let mut model = Fields(file);
+    loop {
+        let before = model.0;
+        match model.next()? {
+            None => return Ok((replaced > 0).then_some(out)),
+            Some((GRAPH, Value::Bytes(graph))) => {
+                let graph = rewritten_graph(graph, &mut replaced)?;
+                bytes(&mut out, GRAPH, &graph);
+            }
+            Some(_) => out.extend_from_slice(&before[..before.len() - model.0.len()]),
+        }
+    }
+}
+
+fn rewritten_graph(graph: &[u8], replaced: &mut usize) -> Result<Vec<u8>, String> {
+    let mut out = Vec::with_capacity(graph.len());
+    let mut fields = Fields(graph);
+    loop {
+        let before = fields.0;
+        let Some((field, value)) = fields.next()? else { return Ok(out) };
+        let whole = &before[..before.len() - fields.0.len()];
+        match value {
+            Value::Bytes(node) if field == NODE => {
+                let nodes = replacement(node, *replaced)?;
+                *replaced += usize::from(nodes.is_some());
+                out.extend(nodes.as_deref().unwrap_or(whole));
+            }
+            _ => out.extend_from_slice(whole),
+        }
+    }
+}
+
+/// The parts of a node that matter here.
+#[derive(Default)]
+struct Node<'a> {
+    inputs: Vec<&'a [u8]>,
+    output: &'a [u8],
+    operator: &'a [u8],
+    integers: Vec<(&'a [u8], Vec<u64>)>,
+    scale: Option<f32>,
+}
+
+impl<'a> Node<'a> {
+    fn read(node: &'a [u8]) -> Result<Self, String> {
+        let mut read = Self::default();
+        let mut fields = Fields(node);
+        while let Some((field, value)) = fields.next()? {
+            let Value::Bytes(bytes) = value else { continue };
+            match field {
+                INPUT => read.inputs.push(bytes),
+                OUTPUT if read.output.is_empty() => read.output = bytes,
+                OPERATOR => read.operator = bytes,
+                ATTRIBUTE => {
+                    let (name, integers, float) = attribute(bytes)?;
+                    if name == b"alpha" {
+                        read.scale = float;
+                    }
+                    read.integers.push((name, integers));
+                }
+                _ => {}
+            }
+        }
+        Ok(read)
+    }
+
+    /// The integers of an attribute; none if it is missing.
+    fn integers(&self, name: &[u8]) -> &[u64] {
+        self.integers.iter().find(|(found, _)| *found == name).map_or(&[], |(_, integers)| integers)
+    }
+}
+
+/// The name, the integers and the float of an attribute.
+type Attribute<'a> = (&'a [u8], Vec<u64>, Option<f32>);
+
+fn attribute(bytes: &[u8]) -> Result<Attribute<'_>, String> {
+    let (mut name, mut integers, mut float): (&[u8], _, _) = (&[], Vec::new(), None);
+    let mut fields = Fields(bytes);
+    while let Some((field, value)) = fields.next()? {
+        match (field, value) {
+            (ATTRIBUTE_NAME, Value::Bytes(bytes)) => name = bytes,
+            (ATTRIBUTE_INTEGER | ATTRIBUTE_INTEGERS, Value::Number(number)) => integers.push(number),
+            (ATTRIBUTE_INTEGERS, Value::Bytes(packed)) => {
+                let mut packed = Fields(packed);
+                while !packed.0.is_empty() {
+                    integers.push(packed.number()?);
+                }
+            }
+            (ATTRIBUTE_FLOAT, Value::Fixed(bytes)) => {
+                float = bytes.try_into().ok().map(f32::from_le_bytes);
+            }
+            _ => {}
+        }
+    }
+    Ok((name, integers, float))
+}
+
+/// The nodes that replace a node, as fields of the graph. `number` makes names unique.
+fn replacement(node: &[u8], number: usize) -> Result<Option<Vec<u8>>, String> {
+    let read = Node::read(node)?;
+    let name = |what: &str| format!("kvasir/{what}/{number}").into_bytes();
+    let mut out = Vec::new();
+    match (read.operator, read.inputs.as_slice()) {
+        (b"ConvInteger", [input, _, zero, ..]) => {
+            let pads = read.integers(b"pads");
+            if pads.iter().all(|pad| *pad == 0) || zero.is_empty() {
+                return Ok(None);
+            }
+            // The first two axes are those of the batch and the channels.
+            let (begin, end) = pads.split_at(pads.len() / 2);
+            let pads = [&[0, 0], begin, &[0, 0], end].concat();
+            let (sizes, padded) = (name("pads"), name("padded"));
+            integer_tensor(&mut out, &sizes, &pads);
+            simple_node(&mut out, b"Pad", &[input, &sizes, zero], &padded, None);
+            // The same node, with another input and without pads.
+            let (mut convolution, mut first) = (Vec::new(), true);
+            let mut fields = Fields(node);
+            loop {
+                let before = fields.0;
+                let Some((field, value)) = fields.next()? else { break };
+                match value {
+                    Value::Bytes(_) if field == INPUT && std::mem::take(&mut first) => {
+                        bytes(&mut convolution, INPUT, &padded);
+                    }
+                    Value::Bytes(inner) if field == ATTRIBUTE && attribute(inner)?.0 == b"pads" => {}
+                    _ => convolution.extend_from_slice(&before[..before.len() - fields.0.len()]),
+                }
+            }
+            bytes(&mut out, NODE, &convolution);
+        }
+        (b"FusedMatMul", [a, b]) => {
+            let is_set = |name: &[u8]| read.integers(name).iter().any(|value| *value != 0);
+            if read.scale.is_some_and(|scale| scale != 1.0)
+                || is_set(b"transBatchA")
+                || is_set(b"transBatchB")
+            {
+                return Err("FusedMatMul scales or transposes a batch, which is not supported".to_owned());
+            }
+            let (mut left, mut right) = (a.to_vec(), b.to_vec());
+            for (input, flag, what) in [(&mut left, "transA", "left"), (&mut right, "transB", "right")] {
+                if is_set(flag.as_bytes()) {
+                    let turned = name(what);
+                    simple_node(&mut out, b"Transpose", &[input], &turned, Some(("perm", &[0, 2, 1])));
+                    *input = turned;
+                }
+            }
+            simple_node(&mut out, b"MatMul", &[&left, &right], read.output, None);
+        }
+        _ => return Ok(None),
+    }
+    Ok(Some(out))
+}
+
+/// Appends a node to a graph's fields.
+fn simple_node(
+    out: &mut Vec<u8>,
+    operator: &[u8],
+    inputs: &[&[u8]],
+    output: &[u8],
+    integers: Option<(&str, &[u64])>,
+) {
+    let mut node = Vec::new();
+    inputs.iter().for_each(|input| bytes(&mut node, INPUT, input));
+    bytes(&mut node, OUTPUT, output);
+    bytes(&mut node, OPERATOR, operator);
+    if let Some((name, values)) = integers {
+        let mut attribute = Vec::new();
+        bytes(&mut attribute, ATTRIBUTE_NAME, name.as_bytes());
+        values.iter().for_each(|value| number(&mut attribute, ATTRIBUTE_INTEGERS, *value));
+        number(&mut attribute, ATTRIBUTE_TYPE, INTEGERS);
+        bytes(&mut node, ATTRIBUTE, &attribute);
+    }
+    bytes(out, NODE, &node);
+}
+
+/// Appends a constant to a graph's fields.
+fn integer_tensor(out: &mut Vec<u8>, name: &[u8], values: &[u64]) {
+    let mut tensor = Vec::new();
+    number(&mut tensor, TENSOR_DIMS, values.len() as u64);
+    number(&mut tensor, TENSOR_TYPE, INT64);
+    bytes(&mut tensor, TENSOR_NAME, name);
+    let raw: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    bytes(&mut tensor, TENSOR_BYTES, &raw);
+    bytes(out, INITIALIZER, &tensor);
+}
+
+fn varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+fn number(out: &mut Vec<u8>, field: u64, value: u64) {
+    varint(out, field << 3);
+    varint(out, value);
+}
+
+fn bytes(out: &mut Vec<u8>, field: u64, value: &[u8]) {
+    varint(out, field << 3 | 2);
+    varint(out, value.len() as u64);
+    out.extend_from_slice(value);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(operator: &[u8], inputs: &[&[u8]], integers: Option<(&str, &[u64])>) -> Vec<u8> {
+        let mut graph = Vec::new();
+        simple_node(&mut graph, operator, inputs, b"y", integers);
+        let mut model = Vec::new();
+        number(&mut model, 1, 9);
+        bytes(&mut model, GRAPH, &graph);
+        model
+    }
+
+    /// Of each node its operator, inputs, output and attributes.
+    fn nodes(model: &[u8]) -> Vec<String> {
+        let mut found = Vec::new();
+        let mut fields = Fields(model);
+        while let Some((field, value)) = fields.next().unwrap() {
+            let Value::Bytes(graph) = value else { continue };
+            assert_eq!(field, GRAPH);
+            let mut fields = Fields(graph);
+            while let Some((field, value)) = fields.next().unwrap() {
+                let Value::Bytes(inner) = value else { panic!() };
+                if field == NODE {
+                    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+                    let node = Node::read(inner).unwrap();
+                    let inputs: Vec<_> = node.inputs.iter().map(|input| text(input)).collect();
+                    let integers: Vec<_> = node
+                        .integers
+                        .iter()
+                        .map(|(name, values)| format!("{}{values:?}", text(name)))
+                        .collect();
+                    let (operator, output) = (text(node.operator), text(node.output));
+                    found.push(format!("{operator} {} -> {output} {}", inputs.join(" "), integers.join(" ")));
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn only_operators_that_need_it_are_replaced() {
+        let pads: &[u64] = &[1, 2];
+        let conv = node(b"ConvInteger", &[b"x", b"w", b"z", b"v"], Some(("pads", pads)));
+        assert_eq!(
+            nodes(&rewritten(&conv).unwrap().unwrap()),
+            ["Pad x kvasir/pads/0 z -> kvasir/padded/0 ", "ConvInteger kvasir/padded/0 w z v -> y "]
+        );
+        let turned = node(b"FusedMatMul", &[b"a", b"b"], Some(("transA", &[1])));
+        assert_eq!(
+            nodes(&rewritten(&turned).unwrap().unwrap()),
+            ["Transpose a -> kvasir/left/0 perm[0, 2, 1]", "MatMul kvasir/left/0 b -> y "]
+        );
+        for same in [
+            node(b"ConvInteger", &[b"x", b"w", b"z"], Some(("pads", &[0, 0]))),
+            node(b"ConvInteger", &[b"x", b"w", b"z"], None),
+            node(b"ConvInteger", &[b"x", b"w"], Some(("pads", pads))),
+            node(b"Conv", &[b"x", b"w", b"z"], Some(("pads", pads))),
+        ] {
+            assert_eq!(rewritten(&same).unwrap(), None);
+        }
+        let batch = node(b"FusedMatMul", &[b"a", b"b"], Some(("transBatchA", &[1])));
+        assert!(rewritten(&batch).unwrap_err().contains("transposes a batch"));
+        for cut in 0..conv.len() {
+            // Refused or read, but never a panic.
+            let _ = rewritten(&conv[..cut]);
+        }
+    }
+}
