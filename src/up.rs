@@ -537,7 +537,7 @@ fn banner(nodes: &Nodes, task: ModelTask, deployed: &[String], up_file: &std::pa
     }
     let first = nodes.listening(Role::Coordinator).find_map(|node| node.http);
     let (path, question) = match task {
-        ModelTask::Generate => {
+        ModelTask::Generate | ModelTask::GenerateFromImages => {
             ("chat/completions", r#""stream":true,"messages":[{"role":"user","content":"Hello!"}]"#)
         }
         ModelTask::Embed { .. } => ("embeddings", r#""input":"Hello!""#),

@@ -444,7 +444,7 @@ impl WorkerSettings {
             None => (load::host(&with_threads)?, None, ModelTask::Generate),
         };
         // An encoder keeps keys and values for one step only, so the step's size determines their memory.
-        let encodes = task != ModelTask::Generate;
+        let encodes = !task.generates();
         let (kv_type, kv_reason) = match encodes {
             true => (KvTypeArg::F32, "kept for one step only, so a smaller type saves nothing"),
             false => (KvTypeArg::F16, "half the memory of f32 with the same answers"),

@@ -112,7 +112,6 @@ impl Bench {
             numeric_class: "none".into(),
             block_tokens: 16,
             task: ModelTask::Generate,
-            images: false,
         };
         let (mut balancer, mut held, now) =
             (Balancer::new(Policy::default()), HashMap::new(), Instant::now());

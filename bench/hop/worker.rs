@@ -109,7 +109,6 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         numeric_class: "none".into(),
         block_tokens: 16,
         task: ModelTask::Generate,
-        images: false,
     };
     let worker = WorkerInfo {
         node: identity.name().node.clone(),

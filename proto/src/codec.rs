@@ -18,8 +18,10 @@ use serde::de::DeserializeOwned;
 pub enum Cap {
     /// Hellos, RPC requests and replies: 16 MiB.
     Control,
-    /// A [`GenerateRequest`](crate::message::GenerateRequest), with the files of its images: 32 MiB.
+    /// A [`GenerateRequest`](crate::message::GenerateRequest): 8 MiB.
     GenerateRequest,
+    /// The images of a generate request: 32 MiB.
+    Images,
     /// Frames of KV events and snapshots: 4 MiB.
     Events,
     /// Token frames, tensor headers and tensor chunks: 1 MiB.
@@ -32,7 +34,8 @@ impl Cap {
     pub const fn bytes(self) -> usize {
         match self {
             Self::Control => 16 * MIB,
-            Self::GenerateRequest => 32 * MIB,
+            Self::GenerateRequest => 8 * MIB,
+            Self::Images => 32 * MIB,
             Self::Events => 4 * MIB,
             Self::Stream => MIB,
         }
@@ -123,6 +126,7 @@ pub fn decode_prefix<T: DeserializeOwned>(bytes: &[u8], cap: Cap) -> Result<(T, 
         Cap::GenerateRequest => {
             bincode::serde::decode_from_slice(bytes, config::<{ Cap::GenerateRequest.bytes() }>())
         }
+        Cap::Images => bincode::serde::decode_from_slice(bytes, config::<{ Cap::Images.bytes() }>()),
         Cap::Events => bincode::serde::decode_from_slice(bytes, config::<{ Cap::Events.bytes() }>()),
         Cap::Stream => bincode::serde::decode_from_slice(bytes, config::<{ Cap::Stream.bytes() }>()),
     };

@@ -197,8 +197,6 @@ pub struct ModelFacts {
     pub digest: [u8; 32],
     pub tokenizer_digest: [u8; 32],
     pub task: ModelTask,
-    /// The model's prompts may have images.
-    pub images: bool,
     /// The model's longest sequence, in tokens.
     pub context: u32,
     /// Bytes that the loaded model needs at least on the worker that reports: weights, scratch and the smallest

@@ -13,7 +13,7 @@ mod transfer;
 
 pub use encode::{EncodeReply, EncodeRequest, EncodeText, EncodedHead, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH};
 pub use grammar::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, OPTIONAL_TOOLS};
-pub use images::{FileBytes, MAX_IMAGE_RUNS, MAX_PROMPT_IMAGES, PromptImage};
+pub use images::{FileBytes, MAX_IMAGE_RUNS, MAX_PROMPT_IMAGES, PromptImage, PromptImages};
 pub use prefix::{NumberedPrefix, PrefixNote};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
 pub use transfer::{GenerateRequest, PullCost, PullReport, TenantShare, WorkPart};

@@ -102,7 +102,7 @@ impl Operation {
     /// Returns the operation of a model's task. `None` for generation, which is not an operation.
     pub fn of_task(task: ModelTask) -> Option<Self> {
         match task {
-            ModelTask::Generate => None,
+            ModelTask::Generate | ModelTask::GenerateFromImages => None,
             ModelTask::Embed { .. } => Some(Self::Embed),
             ModelTask::Rerank { .. } => Some(Self::Rerank),
         }

@@ -15,12 +15,24 @@ pub enum ModelTask {
     Embed { width: u32 },
     /// Returns `scores` scores for a pair of texts.
     Rerank { scores: u32 },
+    /// Generates tokens that follow a prompt, which may have images.
+    GenerateFromImages,
 }
 
 impl ModelTask {
+    /// Whether it generates tokens.
+    pub fn generates(self) -> bool {
+        matches!(self, Self::Generate | Self::GenerateFromImages)
+    }
+
+    /// Whether prompts may have images.
+    pub fn sees_images(self) -> bool {
+        self == Self::GenerateFromImages
+    }
+
     pub fn name(self) -> &'static str {
         match self {
-            Self::Generate => "generate",
+            Self::Generate | Self::GenerateFromImages => "generate",
             Self::Embed { .. } => "embed",
             Self::Rerank { .. } => "rerank",
         }
@@ -54,6 +66,4 @@ pub struct ServedModel {
     /// Prefix hits end at multiples of this many tokens.
     pub hit_tokens: u32,
     pub task: ModelTask,
-    /// Prompts may have images.
-    pub images: bool,
 }

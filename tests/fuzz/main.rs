@@ -270,7 +270,6 @@ fn http() {
             numeric_class: "cpu".to_owned(),
             block_tokens: 16,
             task,
-            images: false,
         })
     };
     // Without keys every caller is accepted.

@@ -167,7 +167,6 @@ impl OpenedEngine {
             // Units end at multiples of 16 tokens, whatever smaller pages a server has.
             hit_tokens: block_tokens.max(HASH_UNIT_TOKENS as u32),
             task: ModelTask::Generate,
-            images: false,
         }
     }
 }

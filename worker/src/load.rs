@@ -372,7 +372,10 @@ impl Prepared {
         let digests = (self.model_digest, self.tokenizer.digest());
         let lengths = (self.max_model_len, self.cache.block_tokens as usize);
         let described = describe(id, &self.decoder, digests, lengths, self.kv_type);
-        ServedModel { images: self.vision.is_some(), ..described }
+        match self.vision {
+            Some(_) => ServedModel { task: ModelTask::GenerateFromImages, ..described },
+            None => described,
+        }
     }
 
     /// The adapters that are loaded with it.
@@ -485,7 +488,6 @@ fn describe(
         engine: BUILT_IN.to_owned(),
         hit_tokens: HASH_UNIT_TOKENS as u32,
         task: engine::encoder::task(decoder.spec()),
-        images: false,
     }
 }
 

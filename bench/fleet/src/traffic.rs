@@ -72,7 +72,6 @@ impl Traffic {
             numeric_class: "simulated".to_owned(),
             block_tokens: 16,
             task: ModelTask::Generate,
-            images: false,
         };
         let key = ClusterKey([3; 32]);
         let root = key.root(Scope {

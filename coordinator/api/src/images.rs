@@ -134,7 +134,7 @@ impl<'a> GivenImages<'a> {
         for GivenImage { field, source } in &images {
             let wrong = |reason: String| ApiError::field(field, reason);
             model.images().map_err(|error| wrong(error.to_string()))?;
-            if let Some(served) = served.filter(|served| !served.images) {
+            if let Some(served) = served.filter(|served| !served.task.sees_images()) {
                 return Err(wrong(format!("no worker that serves the model {} sees images", served.id)));
             }
             let length = match (source, fetched) {

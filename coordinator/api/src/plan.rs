@@ -201,7 +201,7 @@ pub fn generation(
         return Err(Unplanned::TooLong { counted: false });
     }
     let (model, served) = requested_model(&fields, sources)?;
-    if let Some(served) = served.as_ref().filter(|served| served.task != ModelTask::Generate) {
+    if let Some(served) = served.as_ref().filter(|served| !served.task.generates()) {
         return Err(wrong_task(served).into());
     }
     let vocab = model.tokenizer.vocab_size();
@@ -326,7 +326,7 @@ pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiErro
     let fields = Fields::parse(body, request_fields::tokenized())?;
     let (model, served) = requested_model(&fields, sources)?;
     let special = fields.get("add_special_tokens")?.unwrap_or(true);
-    let encodes = served.as_ref().is_some_and(|served| served.task != ModelTask::Generate);
+    let encodes = served.as_ref().is_some_and(|served| !served.task.generates());
     let tokens = match (fields.raw("prompt"), fields.raw("messages")) {
         (Some(_), None) => {
             let text: String = fields.get("prompt")?.unwrap_or_default();
@@ -407,7 +407,9 @@ pub(super) fn requested_model(
 /// The error for a model that serves another task; it names the model's endpoint.
 pub(super) fn wrong_task(served: &ServedModel) -> ApiError {
     let hint = match served.task {
-        ModelTask::Generate => "generates text: use /v1/completions or /v1/chat/completions",
+        ModelTask::Generate | ModelTask::GenerateFromImages => {
+            "generates text: use /v1/completions or /v1/chat/completions"
+        }
         ModelTask::Embed { .. } => "embeds texts: use /v1/embeddings",
         ModelTask::Rerank { .. } => "compares texts: use /v1/rerank",
     };

@@ -54,7 +54,7 @@ use proto::ids::{Epoch, ModelId, NodeId};
 use proto::log::Repeats;
 use proto::message::GenerateError;
 use proto::sequence::SequenceName;
-use proto::served_model::ServedModel;
+use proto::served_model::{ModelTask, ServedModel};
 use proto::worker::{LoadReport, Register, WorkerInfo};
 use random::random_u64;
 use router::admission::TenantWeights;
@@ -448,7 +448,9 @@ impl Dispatch {
         let state = self.state.lock();
         let mut served = state.balancer.model(id).cloned()?;
         let mut members = state.balancer.table().members().filter_map(|member| member.model(id));
-        served.images |= members.any(|served| served.images);
+        if served.task.generates() && members.any(|served| served.task.sees_images()) {
+            served.task = ModelTask::GenerateFromImages;
+        }
         Some(served)
     }
 

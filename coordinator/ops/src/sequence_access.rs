@@ -10,7 +10,7 @@ use dispatch::models::OfferedModel;
 use proto::block::{BlockId, Scope};
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::sequence::{SequenceName, SequenceOperation, SequenceReply, SequenceRequest};
-use proto::served_model::{ModelTask, ServedModel};
+use proto::served_model::ServedModel;
 use serde::Deserialize;
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,7 +63,7 @@ impl<'a> SequenceAccess<'a> {
             None => ApiError::field("model", "is missing"),
         })?;
         let served = ops.dispatch.model(&model.id).ok_or(ApiError::NoWorker)?;
-        if served.task != ModelTask::Generate {
+        if !served.task.generates() {
             return Err(ApiError::field("model", "does not generate text, so it has no sequences"));
         }
         let root = ops.cluster_key.root(Scope {

@@ -117,7 +117,6 @@ impl Leader {
                 digest,
                 tokenizer_digest: digest,
                 task: ModelTask::Generate,
-                images: false,
                 context: 0,
                 needed_bytes: costs.needed,
             };

@@ -244,7 +244,6 @@ pub(crate) mod tests {
             numeric_class: "test".into(),
             block_tokens: 16,
             task: ModelTask::Generate,
-            images: false,
         };
         WorkerInfo {
             node: NodeId::new(name).unwrap(),

@@ -271,8 +271,7 @@ impl Shared {
             hit_tokens: 16,
             numeric_class: "fake".into(),
             block_tokens: 16,
-            task: self.setup.task,
-            images: self.setup.images,
+            task: if self.setup.images { ModelTask::GenerateFromImages } else { self.setup.task },
         }]
     }
 
@@ -450,7 +449,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
 pub(crate) fn values(text: &EncodeText, task: ModelTask) -> Vec<f32> {
     let sum: u32 = text.tokens.iter().zip(1..).map(|(token, index)| token * index).sum();
     match task {
-        ModelTask::Generate => Vec::new(),
+        ModelTask::Generate | ModelTask::GenerateFromImages => Vec::new(),
         ModelTask::Embed { width } => (0..width).map(|i| (sum % 97 + i * i % 13) as f32 - 40.0).collect(),
         ModelTask::Rerank { scores } => {
             let start = text.segment_start.unwrap_or(0);

@@ -45,7 +45,6 @@ impl Planner {
                 numeric_class: "none".into(),
                 block_tokens: 16,
                 task: ModelTask::Generate,
-                images: false,
             })
         };
         let (caller, models, popularity) = (&self.caller, &self.models, &self.popularity);

@@ -27,6 +27,16 @@ pub struct PromptImage {
     pub runs: Vec<Range<u32>>,
 }
 
+/// The images of a prompt.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct PromptImages(
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_PROMPT_IMAGES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_PROMPT_IMAGES>"
+    )]
+    pub Vec<PromptImage>,
+);
+
 /// A file's bytes. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct FileBytes(pub Arc<[u8]>);

@@ -1,9 +1,8 @@
 //! Generate requests and KV transfer: the phases of a request that a worker serves, the cost of pulling a
 //! prefix from it, and the source that a request may pull its prefix from.
 
-use super::{GrammarSpec, MAX_PROMPT_IMAGES, PromptImage, Sampling, Stop, TokenIds};
+use super::{GrammarSpec, PromptImage, Sampling, Stop, TokenIds};
 use crate::block::BlockId;
-use crate::codec::bounded;
 use crate::ids::{Attempt, ModelId, RequestId};
 use crate::pull::PullSource;
 use crate::trace::TraceContext;
@@ -54,11 +53,8 @@ pub struct GenerateRequest {
     /// Root of the prefix chain: tenant, model, tokenizer and adapter.
     pub root: BlockId,
     pub prompt: TokenIds,
-    /// Images whose rows the prompt contains.
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_PROMPT_IMAGES>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_PROMPT_IMAGES>"
-    )]
+    /// Images whose rows the prompt contains. They are sent before the request, as [`PromptImages`](super::PromptImages).
+    #[serde(skip)]
     pub images: Vec<PromptImage>,
     /// Tokens that an earlier attempt has already sent to the client. They are replayed and not sent again.
     pub emitted: TokenIds,

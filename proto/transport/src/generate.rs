@@ -7,7 +7,7 @@ use super::prefixes::{Numbering, Sending};
 use super::streams::{FrameReader, FrameWriter, StreamCode, StreamKind};
 use crate::Error;
 use proto::codec::Cap;
-use proto::message::{GenerateFrame, GenerateRequest, NumberedPrefix, PrefixNote};
+use proto::message::{GenerateFrame, GenerateRequest, NumberedPrefix, PrefixNote, PromptImages};
 use quinn::{RecvStream, SendStream};
 
 /// Bytes of a request other than its tokens, unless it has many stop strings or biases.
@@ -75,7 +75,10 @@ impl Connection {
 impl GenerateStream {
     /// Starts a generation on a stream on which nothing has been sent.
     async fn start(send: SendStream, receive: RecvStream, request: &GenerateRequest) -> Result<Self, Error> {
-        let writer = opening(send, StreamKind::Generate, request);
+        let writer = match request.images.is_empty() {
+            true => opening(send, StreamKind::Generate, request),
+            false => noted(send, &PrefixNote::default(), request)?,
+        };
         Self::sent(writer, receive, request, SentPrefix::default()).await
     }
 
@@ -96,7 +99,7 @@ impl GenerateStream {
             request.prompt = request.prompt.get(numbered..).unwrap_or_default().into();
         }
         let note = PrefixNote { after, keep };
-        let writer = opening(send, StreamKind::GenerateAfter, &request).preceded_by(&note)?;
+        let writer = noted(send, &note, &request)?;
         Self::sent(writer, receive, &request, SentPrefix { numbering, short, unknown: false }).await
     }
 
@@ -164,6 +167,20 @@ fn opening(send: SendStream, kind: StreamKind, request: &GenerateRequest) -> Fra
     // A token takes at most three bytes in all existing vocabularies.
     let room = 3 * tokens + REQUEST_ROOM;
     FrameWriter::opening(send, kind, Cap::GenerateRequest, room)
+}
+
+/// Creates a writer that starts with the note and the images of a request.
+fn noted(
+    send: SendStream,
+    note: &PrefixNote,
+    request: &GenerateRequest,
+) -> Result<FrameWriter<GenerateRequest>, Error> {
+    if request.images.is_empty() {
+        return opening(send, StreamKind::GenerateAfter, request).preceded_by(note, Cap::GenerateRequest);
+    }
+    let writer = opening(send, StreamKind::GenerateFromImages, request);
+    let images = PromptImages(request.images.clone());
+    writer.preceded_by(note, Cap::GenerateRequest)?.preceded_by(&images, Cap::Images)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use super::prefixes::KeptPrefixes;
 use super::streams::{FrameReader, FrameWriter, StreamCode, next_request, read_request};
 use crate::Error;
 use proto::codec::Cap;
-use proto::message::{GenerateFrame, GenerateRequest, PrefixNote};
+use proto::message::{GenerateFrame, GenerateRequest, PrefixNote, PromptImages};
 use quinn::{RecvStream, SendStream};
 
 const WHAT: &str = "a generation's request";
@@ -37,9 +37,32 @@ impl GenerateCall {
         kept: &KeptPrefixes,
     ) -> Result<Self, Error> {
         let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
-        let PrefixNote { after, keep } = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
-        let (mut request, mut frames) =
-            next_request::<GenerateRequest, _>(send, notes.retyped(Cap::GenerateRequest), WHAT).await?;
+        let note = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+        Self::read_noted(send, notes.retyped(Cap::GenerateRequest), note, kept).await
+    }
+
+    /// Like [`read_after`](Self::read_after), for a prompt with images.
+    pub(super) async fn read_with_images(
+        send: SendStream,
+        receive: RecvStream,
+        kept: &KeptPrefixes,
+    ) -> Result<Self, Error> {
+        let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
+        let note = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+        let mut images = notes.retyped::<PromptImages>(Cap::Images);
+        let PromptImages(prompt_images) = images.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+        let mut call = Self::read_noted(send, images.retyped(Cap::GenerateRequest), note, kept).await?;
+        call.request.images = prompt_images;
+        Ok(call)
+    }
+
+    async fn read_noted(
+        send: SendStream,
+        requests: FrameReader<GenerateRequest>,
+        PrefixNote { after, keep }: PrefixNote,
+        kept: &KeptPrefixes,
+    ) -> Result<Self, Error> {
+        let (mut request, mut frames) = next_request(send, requests, WHAT).await?;
         if let Some(after) = after {
             let Some(whole) = kept.whole(after, &request.prompt) else {
                 frames.reset(StreamCode::UnknownPrefix);

@@ -177,6 +177,11 @@ async fn identify(
                 .await
                 .map(|call| Some(Incoming::Generate(Box::new(call))));
         }
+        (Ok(StreamKind::GenerateFromImages), Some(send)) => {
+            return GenerateCall::read_with_images(send, receive, kept)
+                .await
+                .map(|call| Some(Incoming::Generate(Box::new(call))));
+        }
         (Ok(StreamKind::Encode), Some(send)) => {
             return EncodeCall::read(send, receive).await.map(|call| Some(Incoming::Encode(call)));
         }

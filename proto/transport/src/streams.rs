@@ -62,6 +62,8 @@ pub enum StreamKind {
     Operation = 18,
     /// Zeros to measure a path, between any two nodes. Bidirectional.
     Probe = 20,
+    /// One generation whose prompt has images, coordinator to worker. Bidirectional.
+    GenerateFromImages = 21,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -89,6 +91,7 @@ impl StreamKind {
             Self::Revocations,
             Self::Operation,
             Self::Probe,
+            Self::GenerateFromImages,
             Self::Hello,
         ]
         .into_iter()
@@ -102,6 +105,7 @@ impl StreamKind {
             Self::WorkerRpc
             | Self::Generate
             | Self::GenerateAfter
+            | Self::GenerateFromImages
             | Self::KvSnapshot
             | Self::Encode
             | Self::Sequence
@@ -240,8 +244,8 @@ impl<T: Serialize> FrameWriter<T> {
     }
 
     /// Inserts a frame of another type before the first.
-    pub(super) fn preceded_by<U: Serialize>(mut self, item: &U) -> Result<Self, Error> {
-        put_frame(item, self.cap, &mut self.buffer)?;
+    pub(super) fn preceded_by<U: Serialize>(mut self, item: &U, cap: Cap) -> Result<Self, Error> {
+        put_frame(item, cap, &mut self.buffer)?;
         Ok(self)
     }
 

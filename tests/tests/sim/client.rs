@@ -276,7 +276,6 @@ fn change_canary(table: &Table, new: u32, random: &mut Random) -> (Option<(Cell,
                 digest,
                 tokenizer_digest: [0; 32],
                 task: ModelTask::Generate,
-                images: false,
                 context: 1,
                 needed_bytes: 1,
             };

@@ -199,7 +199,7 @@ impl Encoder {
         let (pooling, row_width) = (pooling(spec), spec.hidden);
         let width = match task(spec) {
             ModelTask::Rerank { scores } => scores as usize,
-            ModelTask::Embed { .. } | ModelTask::Generate => row_width,
+            ModelTask::Embed { .. } | ModelTask::Generate | ModelTask::GenerateFromImages => row_width,
         };
         let forward = Forward::Onnx(OnnxTexts::load(file, operation, (pooling, width), threads)?.into());
         let backend = speech::onnx::NAME;

@@ -61,7 +61,6 @@ pub(crate) fn server_facts(
         digest: model_digest(path, options)?,
         tokenizer_digest: Tokenizer::from_metadata(file.metadata())?.digest(),
         task: ModelTask::Generate,
-        images: false,
         context: spec.context_length.min(MAX_CONTEXT) as u32,
         needed_bytes: 0,
     };

@@ -35,7 +35,7 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     let operation = match super::task(path)? {
         ModelTask::Embed { .. } => Operation::Embed,
         ModelTask::Rerank { .. } => Operation::Rerank,
-        ModelTask::Generate => {
+        ModelTask::Generate | ModelTask::GenerateFromImages => {
             let instead = "`kvasir run` and `kvasir up` let it";
             return Err(Error::WrongTask { does: "generates text and has no vectors", instead });
         }
@@ -109,7 +109,6 @@ pub(super) fn onnx_encoder(
         hit_tokens: HASH_UNIT_TOKENS as u32,
         block_tokens: options.block_tokens as u32,
         task: task(&spec),
-        images: false,
     };
     let threads = options.threads.unwrap_or_else(|| engine::cgroup::cpus().get());
     let threads = (threads, options.cpus.as_deref());

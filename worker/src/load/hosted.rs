@@ -21,6 +21,7 @@ use model::spec::ModelSpec;
 use model::{ModelFile, TensorBytes};
 use parking_lot::Mutex;
 use proto::deployment::ModelFacts;
+use proto::served_model::ModelTask;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -453,8 +454,10 @@ pub fn facts(path: &Path, options: &EngineOptions) -> Result<ModelFacts, Error> 
     Ok(ModelFacts {
         digest,
         tokenizer_digest: tokenizer.digest(),
-        task: task(&spec),
-        images: super::images::needed_bytes(&file, options).is_some(),
+        task: match super::images::needed_bytes(&file, options) {
+            Some(_) => ModelTask::GenerateFromImages,
+            None => task(&spec),
+        },
         context: full.context_length.min(MAX_CONTEXT) as u32,
         needed_bytes: bytes.peak(),
     })

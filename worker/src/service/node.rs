@@ -120,7 +120,7 @@ impl Loaded {
     /// Loads the model in the file according to its task.
     pub(super) fn load(path: &Path, options: &EngineOptions) -> Result<Self, Error> {
         match crate::load::task(path)? {
-            ModelTask::Generate => {
+            ModelTask::Generate | ModelTask::GenerateFromImages => {
                 Ok(Self::Generator(Box::new(crate::load::prepare(path, options, &mut |_, _| {})?)))
             }
             ModelTask::Embed { .. } | ModelTask::Rerank { .. } => {

@@ -27,7 +27,6 @@ fn worker_info(name: &str, epoch: u64, digest: u8) -> WorkerInfo {
         numeric_class: "test".into(),
         block_tokens: 16,
         task: ModelTask::Generate,
-        images: false,
     };
     WorkerInfo {
         node: node(name),

@@ -183,7 +183,6 @@ fn served(id: ModelId, version: &Version, deployment: &Deployment) -> ServedMode
         engine: deployment.settings.engine.clone(),
         hit_tokens: BLOCK_TOKENS,
         task: facts.map_or(proto::served_model::ModelTask::Generate, |facts| facts.task),
-        images: facts.is_some_and(|facts| facts.images),
     }
 }
 

@@ -620,7 +620,7 @@ impl RequestState {
         let declined = self.declined_by.iter().any(|(n, e)| *n == register.node && *e == register.epoch);
         let class = || member.model(&self.request.model).map(|m| m.numeric_class.as_str());
         let unsupported = || self.unsupported_by.iter().any(|refusing| class() == Some(refusing.as_str()));
-        let sees = || member.model(&self.request.model).is_some_and(|model| model.images);
+        let sees = || member.model(&self.request.model).is_some_and(|model| model.task.sees_images());
         let sees = !self.request.images || sees();
         sees && !declined
             && !unsupported()

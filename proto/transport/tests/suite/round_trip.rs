@@ -96,12 +96,11 @@ prop_compose! {
         id in "[A-Za-z0-9._:-]{1,128}", choice: u32, attempt: u32, model in model_id(), root in block(),
         prompt in vec(any::<u32>(), 0..200), emitted in vec(any::<u32>(), 0..20), sampling in sampling(),
         (stop, (pull, together, trace, tenant_share)) in (stop(), origin()), numbers: (u32, u64),
-        images in vec(image(), 0..3),
     ) -> GenerateRequest {
         let (predicted_cached, deadline_ms) = numbers;
         GenerateRequest {
             request_id: RequestId::new(id).unwrap(), choice, attempt: Attempt(attempt), model, root,
-            prompt: prompt.into(), images, emitted: emitted.into(), sampling, stop, predicted_cached, deadline_ms,
+            prompt: prompt.into(), images: Vec::new(), emitted: emitted.into(), sampling, stop, predicted_cached, deadline_ms,
             pull, together, trace, grammar: None, tenant: tenant_share,
         }
     }
@@ -186,6 +185,7 @@ prop_compose! {
 fn task() -> impl Strategy<Value = ModelTask> {
     prop_oneof![
         Just(ModelTask::Generate),
+        Just(ModelTask::GenerateFromImages),
         any::<u32>().prop_map(|width| ModelTask::Embed { width }),
         any::<u32>().prop_map(|scores| ModelTask::Rerank { scores }),
     ]
@@ -195,9 +195,9 @@ prop_compose! {
     fn served()(
         id in model_id(), model_digest: [u8; 32], tokenizer_digest: [u8; 32], max_model_len: u32,
         layers: (u32, u32), numeric_class in ".*", block_tokens: u32, engine in ".*",
-        hit_tokens: u32, (task, images) in (task(), any::<bool>()),
+        hit_tokens: u32, task in task(),
     ) -> ServedModel {
-        ServedModel { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, engine, hit_tokens, task, images }
+        ServedModel { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, engine, hit_tokens, task }
     }
 }
 
@@ -274,8 +274,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn generation(request in request(), frame in frame()) {
+    fn generation(request in request(), frame in frame(), images in vec(image(), 0..3)) {
         survives(&request, Cap::GenerateRequest);
+        survives(&PromptImages(images), Cap::Images);
         survives(&frame, Cap::Stream);
     }
 

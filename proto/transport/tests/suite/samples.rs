@@ -79,6 +79,11 @@ fn prefix_note() -> PrefixNote {
     PrefixNote { after: numbered(300, 7_200), keep: numbered(301, 70_000) }
 }
 
+pub(crate) fn images() -> PromptImages {
+    let runs = vec![1..2, 4..7];
+    PromptImages(vec![PromptImage { file: b"GIF89a".to_vec().into(), digest: [4; 32], runs }])
+}
+
 pub(crate) fn request() -> GenerateRequest {
     let pull = PullSource { node: NodeId::new("w2").unwrap(), quic: "10.0.0.2:7001".into(), tokens: 1488 };
     let grammar = GrammarSpec {
@@ -87,7 +92,6 @@ pub(crate) fn request() -> GenerateRequest {
         text: "start: \"a\"".into(),
         trigger: Some("<tool_call>".into()),
     };
-    let image = PromptImage { file: b"GIF89a".to_vec().into(), digest: [4; 32], runs: vec![1..2, 4..7] };
     GenerateRequest {
         request_id: RequestId::new("req-1").unwrap(),
         choice: 1,
@@ -103,7 +107,7 @@ pub(crate) fn request() -> GenerateRequest {
             ..Sampling::default()
         },
         stop: Stop { max_tokens: 16, strings: vec!["\n\n".into()], token_ids: vec![2], ..Stop::default() },
-        images: vec![image],
+        images: Vec::new(),
         predicted_cached: 1488,
         deadline_ms: 30_000,
         pull: Some(pull),
@@ -126,7 +130,6 @@ fn model() -> ServedModel {
         numeric_class: "cpu".into(),
         block_tokens: 16,
         task: ModelTask::Generate,
-        images: true,
     }
 }
 
@@ -475,7 +478,7 @@ pub(crate) fn sequence_errors() -> Vec<SequenceError> {
 }
 
 pub(crate) fn all() -> Vec<Samples> {
-    use Cap::{Control, Events, GenerateRequest as Request, Stream};
+    use Cap::{Control, Events, GenerateRequest as Request, Images, Stream};
     let elements = [TensorType::U8, TensorType::I32, TensorType::F32, TensorType::F16, TensorType::Bf16];
     let tensor = |shape| TensorHeader { name: "k".into(), element: TensorType::F16, shape };
     let versions = VersionRange { min: 1, max: 300 };
@@ -485,6 +488,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples_of_struct("Revocations", Stream, [Revocations { list: vec![0x30, 0] }]),
         samples_of_struct("GenerateRequest", Request, [request()]),
         samples_of_struct("PrefixNote", Request, [prefix_note()]),
+        samples_of_struct("PromptImages", Images, [images()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
@@ -500,7 +504,12 @@ pub(crate) fn all() -> Vec<Samples> {
         samples(
             "ModelTask",
             Control,
-            [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }],
+            [
+                ModelTask::Generate,
+                ModelTask::Embed { width: 384 },
+                ModelTask::Rerank { scores: 1 },
+                ModelTask::GenerateFromImages,
+            ],
         ),
         samples_of_struct("Register", Control, [register("w1")]),
         samples("JoinRequest", Stream, join_requests()),

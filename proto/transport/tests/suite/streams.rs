@@ -570,13 +570,14 @@ async fn coordinators_of_two_versions_skip_unknown_frames() {
     assert_eq!(with_timeout("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(2));
 }
 
-/// The common prefix of several prompts is sent once.
+/// The common prefix of several prompts is sent once, with and without images.
 #[tokio::test]
 async fn prompts_with_numbered_prefixes_arrive_whole() {
     let nodes = pair().await;
     let request = |text: u32, length: u32, end: u32, predicted_cached: u32| {
         let prompt: Vec<u32> = (0..length).map(|at| at * 3 + text).chain([end]).collect();
-        GenerateRequest { prompt: prompt.into(), predicted_cached, ..samples::request() }
+        let images = if end == 1 { samples::images().0 } else { Vec::new() };
+        GenerateRequest { prompt: prompt.into(), predicted_cached, images, ..samples::request() }
     };
     for (text, length, cached) in [
         (1, 4_000, 0),

@@ -113,7 +113,6 @@ impl WorkerRun {
             numeric_class: CLASS.into(),
             block_tokens: 64,
             task: ModelTask::Generate,
-            images: false,
         };
         let (node, epoch) = (self.node.clone(), self.epoch);
         WorkerInfo { node, epoch, pid: 1, quic: String::new(), ops: String::new(), models: vec![model] }

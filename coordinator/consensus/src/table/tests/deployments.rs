@@ -27,7 +27,6 @@ fn facts(digest: u8) -> ModelFacts {
         digest: [digest; 32],
         tokenizer_digest: [2; 32],
         task: ModelTask::Generate,
-        images: false,
         context: 8192,
         needed_bytes: 1 << 20,
     }

@@ -23,14 +23,7 @@ fn id(name: &str) -> ModelId {
 fn facts(model: &str, needed_bytes: u64) -> ModelFacts {
     let mut digest = [0; 32];
     digest[..model.len()].copy_from_slice(model.as_bytes());
-    ModelFacts {
-        digest,
-        tokenizer_digest: [1; 32],
-        task: ModelTask::Generate,
-        images: false,
-        context: 8192,
-        needed_bytes,
-    }
+    ModelFacts { digest, tokenizer_digest: [1; 32], task: ModelTask::Generate, context: 8192, needed_bytes }
 }
 
 fn version(model: &str) -> ModelId {

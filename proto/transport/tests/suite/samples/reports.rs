@@ -44,7 +44,6 @@ pub(super) fn models_report() -> ModelsReport {
         digest: [0xab; 32],
         tokenizer_digest: [4; 32],
         task: ModelTask::Generate,
-        images: true,
         context: 8192,
         needed_bytes: 70_000,
     };
