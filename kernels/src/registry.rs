@@ -56,7 +56,7 @@ pub trait Provider<O: Operation>: Send + Sync {
     /// Checks cheaply whether this host has the device, driver or instruction set.
     ///
     /// # Errors
-    /// What is missing.
+    /// The missing part.
     fn available(&self) -> Result<(), String>;
 
     /// Checks whether the provider serves the whole request. A provider that would ignore part of it must

@@ -26,7 +26,7 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
     GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
 );
-/// When a request that finds no room for its images may try again.
+/// Time after which a request that finds no room for its images may try again.
 const HELD_RETRY: Duration = Duration::from_secs(1);
 /// Most characters of a value in an error.
 const SHOWN: usize = 64;

@@ -306,7 +306,7 @@ pub fn image_addresses(kind: Kind, body: &[u8]) -> Vec<(String, String)> {
         Kind::Responses => Ok(responses::read(&fields)?.images.addresses()),
         Kind::Messages => Ok(messages::read(&fields, false)?.images.addresses()),
     });
-    // What is wrong is said when the request is planned.
+    // A fault is reported when the request is planned.
     chat.unwrap_or_default()
 }
 

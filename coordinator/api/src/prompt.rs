@@ -217,7 +217,7 @@ fn part_text(
 
 /// The address of an image, with the path of its field in the part.
 fn image_url<'a>(part: &ContentPart<'a>) -> Result<(&'static str, Cow<'a, str>), (&'static str, String)> {
-    /// How closely models of OpenAI look; here an image has one size.
+    /// Resolution that OpenAI's models use; here an image has one size.
     const DETAILS: [&str; 4] = ["auto", "low", "high", "original"];
     #[derive(Deserialize)]
     struct ImageUrl<'a> {

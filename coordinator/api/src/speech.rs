@@ -60,7 +60,7 @@ struct Plan {
     delivery: Delivery,
 }
 
-/// What a task tells about its session.
+/// State of a session, from its task.
 #[derive(Debug)]
 enum Told {
     /// There is audio. Always first, unless there is an error.

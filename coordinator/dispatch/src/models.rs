@@ -63,7 +63,7 @@ pub struct OfferedModel {
     pub template: Option<ChatTemplate>,
     /// How the model writes tool calls and reasoning.
     pub dialect: Arc<Dialect>,
-    /// How the model sees images. `None` if it does not; an error if the file's way to see them is not supported.
+    /// The model's preprocessing of images. `None`: it sees none. An error: the file has one that is not supported.
     images: Result<Option<Images>, vision::Error>,
     /// Default sampling parameters.
     pub sampling: SamplingDefaults,

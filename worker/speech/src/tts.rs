@@ -173,9 +173,9 @@ struct Speech {
     text: String,
     voice: usize,
     speed: f32,
-    /// What is left of the text.
+    /// The rest of the text.
     sentences: VecDeque<Vec<Clause>>,
-    /// What is left of the sentence before.
+    /// The rest of the sentence before.
     pieces: VecDeque<Piece>,
     /// Nothing has been spoken.
     first: bool,

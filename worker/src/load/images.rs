@@ -24,7 +24,7 @@ pub struct ModelVision {
     tower: VisionTower,
 }
 
-/// What a model's file says of images.
+/// Description of images in a model's file.
 struct Description {
     processor: ImageProcessor,
     spec: VisionSpec,

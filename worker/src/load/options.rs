@@ -16,7 +16,7 @@ use std::time::Duration;
 /// Default of [`EngineOptions::image_cache_bytes`]: about 30,000 rows of 2,048 values.
 pub const IMAGE_CACHE_BYTES: u64 = 256 << 20;
 
-/// How to run a model.
+/// Options of a model that is loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineOptions {
     /// Compute threads. `None`: as many as there are usable CPUs.

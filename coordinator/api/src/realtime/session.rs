@@ -129,7 +129,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Segments {
     pending: u32,
-    /// When the last one was complete.
+    /// Time at which the last one was complete.
     complete: Option<Instant>,
 }
 

@@ -83,7 +83,7 @@ impl Spoken {
         }
     }
 
-    /// What follows the last audio.
+    /// Events after the last audio.
     pub(super) fn end(&mut self) -> Option<Vec<u8>> {
         self.over = true;
         // Speech costs no tokens.

@@ -19,7 +19,7 @@ use vision::{ImageProcessor, Piece, ProcessedImage};
 /// Most files whose facts are kept for each model.
 const MAX_KNOWN: usize = 2048;
 
-/// How a model sees images.
+/// Preprocessing of a model's images.
 #[derive(Debug)]
 pub struct Images {
     processor: ImageProcessor,
@@ -175,7 +175,7 @@ impl Images {
 }
 
 impl OfferedModel {
-    /// How the model sees images.
+    /// Preprocessing of the model's images.
     pub fn images(&self) -> Result<&Images, PlaceError> {
         let model = || self.id.clone();
         match &self.images {

@@ -78,7 +78,7 @@ fn run(program: &Program, file: &Path) -> Result<(), String> {
     }
 }
 
-/// What the trial process does: loads the file and runs it once with ones and zeros. Only termination matters; the
+/// The trial process: it loads the file and runs it once with ones and zeros. Only termination matters; the
 /// actual load reports errors in the file.
 ///
 /// # Errors

@@ -29,7 +29,7 @@ pub(super) struct Phonemizer {
 /// Checks that the program runs.
 ///
 /// # Errors
-/// What is missing.
+/// The missing part.
 pub(crate) fn available() -> Result<(), String> {
     let missing = |reason: String| {
         format!("the program {PROGRAM}, which makes the phonemes of a text, cannot be used: {reason}")

@@ -50,7 +50,7 @@ struct Language {
     rules: Rules,
 }
 
-/// How espeak-ng's phonemes become the network's (misaki, `espeak.py`).
+/// Rules from espeak-ng's phonemes to the network's (misaki, `espeak.py`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rules {
     American,

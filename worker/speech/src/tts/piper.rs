@@ -51,7 +51,7 @@ struct Espeak {
     voice: String,
 }
 
-/// How much the network's noise counts, and the length of the phonemes.
+/// Factors of the network's noise and of the length of the phonemes.
 #[derive(Debug, Clone, Copy, Deserialize)]
 struct Inference {
     noise_scale: f32,

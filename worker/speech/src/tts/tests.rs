@@ -259,7 +259,7 @@ fn phonemes_are_those_of_piper() {
     }
     // A title ends no sentence, unlike there.
     assert_eq!(phonemes("Dr. Smith."), ["dˈɑːktɚ smˈɪθ."]);
-    // What is no text to be spoken makes no process fail.
+    // Texts without words make no process fail.
     for text in
         ["a\u{1}2b", "x [[h@l'oU]] y", "<speak>1</speak>", "你好 b", "🙂 c", "-q d", &"a".repeat(4096)]
     {

@@ -1,7 +1,7 @@
 //! Divides a text into sentences and clauses. A clause is what espeak-ng speaks without a pause, by its rules
 //! for punctuation. Unlike there, an abbreviation (`Dr. Smith`) ends neither.
 
-/// How a clause ends.
+/// End of a clause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stop {
     Comma,

@@ -33,7 +33,7 @@ const MAX_ENTRIES: u32 = 1 << 20;
 /// Most bytes of a name or token.
 const MAX_NAME: u32 = 1 << 12;
 
-/// Whose names the tensors have.
+/// Project whose names the tensors have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Style {
     HuggingFace,
