@@ -79,6 +79,8 @@ def panel(title, unit, *queries, about="", kind="timeseries", needs=None):
 
 GPU = "the metrics of NVIDIA's DCGM exporter, which reads a GPU"
 HOST = "the metrics of Prometheus' node exporter"
+OFFERED = "shown by workers with operations"
+SEEN = "shown for models that see images"
 UNIFIED = "shown by a host whose GPU shares its memory"
 
 BOARDS = {
@@ -184,6 +186,27 @@ BOARDS = {
             panel("KV in tiers", "bytes", (of_workers("kvasir_tier_bytes", "tier"), "{{worker}} {{tier}}")),
             panel("Stages: share of time that they compute", "percentunit", (worker_rate("kvasir_shard_busy_seconds_total", "stage"), "{{worker}} {{stage}}")),
             panel("Stages: share of time that they wait", "percentunit", (worker_rate("kvasir_shard_stalled_seconds_total", "stage"), "{{worker}} {{stage}}")),
+        ],
+    ),
+    "operations": (
+        "Kvasir: operations and images",
+        [
+            panel("Sessions", "none", ("sum by (operation) (kvasir_operation_client_sessions)", "{{operation}}"), needs=OFFERED),
+            panel("Ended because of", "ops",
+                  (f"sum by (operation, reason) ({rate('kvasir_operation_client_sessions_ended_total')})", "{{operation}} {{reason}}"), needs=OFFERED),
+            panel("Audio", "none", (f"sum by (operation) ({rate('kvasir_operation_client_audio_seconds_total')})", "{{operation}}"),
+                  about="Seconds of audio in a second.", needs=OFFERED),
+            panel("Time until a session is open, p95", "s", (quantile(0.95, "kvasir_operation_open_seconds", "operation"), "{{operation}}"), needs=OFFERED),
+            panel("Workers that offer an operation", "none", ("max by (operation) (kvasir_operation_workers)", "{{operation}}"), needs=OFFERED),
+            panel("Computing, p95", "s", (quantile(0.95, "kvasir_operation_compute_seconds", "operation"), "{{operation}}"),
+                  about="Of one piece of audio.", needs=OFFERED),
+            panel("Images of requests", "ops", (f"sum({rate('kvasir_images_decoded_total')})", "decoded/s"),
+                  (f"sum({rate('kvasir_images_known_total')})", "known/s"), (f"sum({rate('kvasir_images_refused_total')})", "refused/s"), needs=SEEN),
+            panel("Images encoded", "ops", (worker_rate("kvasir_images_encoded_total"), "{{worker}}"),
+                  (worker_rate("kvasir_image_cache_hits_total"), "{{worker}} from the cache"),
+                  (worker_rate("kvasir_image_encodings_shared_total"), "{{worker}} shared")),
+            panel("Time to encode an image", "s", *quantiles("kvasir_image_encode_seconds")),
+            panel("Embeddings of images", "bytes", (of_workers("kvasir_image_cache_bytes"), "{{worker}}")),
         ],
     ),
     "gpu": (
