@@ -9,7 +9,7 @@ use crate::Error;
 use crate::bundle::Bundle;
 use crate::flushed::Flushed;
 use crate::session::AudioModel;
-use crate::silero::Silero;
+use crate::silero::{self, Silero};
 use crate::smart_turn::SmartTurn;
 use crate::speaker::{SpeakerModel, resemblyzer};
 use crate::wakeword::Wakewords;
@@ -144,7 +144,13 @@ fn vad() -> Registry<Vad> {
         name: onnx::NAME,
         rank: onnx::RANK,
         can_serve: |bundle: &Bundle| the_file(&bundle.folder(Operation::Vad), SILERO).map(drop),
-        service: audio_model(Operation::Vad, SILERO, Silero::load),
+        service: audio_model(Operation::Vad, SILERO, Silero::on_onnx),
+    }));
+    registry.register(Box::new(Backend {
+        name: KERNELS,
+        rank: KERNELS_RANK,
+        can_serve: |bundle: &Bundle| silero::is_in(&the_file(&bundle.folder(Operation::Vad), SILERO)?),
+        service: audio_model(Operation::Vad, SILERO, Silero::on_kernels),
     }));
     registry
 }

@@ -1,10 +1,12 @@
 //! Runs models in the ONNX format with rten: pure Rust, CPU only. The backend's name is `onnx`.
 
+mod constants;
 mod rewrite;
 mod sizes;
 pub mod trial;
 
 use crate::Error;
+pub(crate) use constants::{Constants, constants};
 use kernels::denormals::FlushDenormals;
 use kernels::registry::Refusal;
 use rten::{Dimension, Model, RunOptions, ThreadPool, Value};

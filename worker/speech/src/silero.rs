@@ -16,7 +16,55 @@ use std::sync::Arc;
 /// Shape of the state: two layers of 128 values.
 const STATE: [usize; 3] = [2, 1, 128];
 
-pub(crate) struct Silero(Arc<Network>);
+mod kernels;
+
+pub(crate) use kernels::{KernelNetwork, is_in};
+
+/// A network that any number of streams use.
+pub(crate) trait VoiceNetwork: Send + Sync {
+    /// A new stream at 16,000 or 8,000 Hz.
+    fn stream(&self, rate: u32) -> Box<dyn Stream>;
+}
+
+/// The network's state after some windows.
+pub(crate) trait Stream: Send {
+    /// The probability of speech in the next window, which `sound` has behind its context.
+    ///
+    /// # Errors
+    /// Errors of the model.
+    fn probability(&mut self, sound: &[f32]) -> Result<f32, Error>;
+
+    /// Returns to the state before the first window.
+    fn reset(&mut self);
+}
+
+pub(crate) struct Silero(Box<dyn VoiceNetwork>);
+
+impl Silero {
+    /// Loads the network for this engine's kernels.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] if the file has another network; I/O errors.
+    pub(crate) fn on_kernels(path: &Path) -> Result<Self, Error> {
+        Ok(Self(Box::new(KernelNetwork::load(path)?)))
+    }
+
+    /// Loads the network for the ONNX runtime. One thread suffices for it.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] if the file has another network; I/O errors.
+    pub(crate) fn on_onnx(path: &Path) -> Result<Self, Error> {
+        let onnx = Onnx::load(path, 1, None)?;
+        let node = |name| onnx.node(name);
+        let (sound, state, rate) = (node("input")?, node("state")?, node("sr")?);
+        let (probability, next_state) = (node("output")?, node("stateN")?);
+        let network = Network { onnx, sound, state, rate, probability, next_state };
+        Ok(Self(Box::new(OnnxNetwork(Arc::new(network)))))
+    }
+}
+
+/// The network on the ONNX runtime.
+struct OnnxNetwork(Arc<Network>);
 
 struct Network {
     onnx: Onnx,
@@ -27,63 +75,24 @@ struct Network {
     next_state: NodeId,
 }
 
-impl Silero {
-    /// Loads the network. One thread suffices for it.
-    pub(crate) fn load(path: &Path) -> Result<Self, Error> {
-        let onnx = Onnx::load(path, 1, None)?;
-        let node = |name| onnx.node(name);
-        let (sound, state, rate) = (node("input")?, node("state")?, node("sr")?);
-        let (probability, next_state) = (node("output")?, node("stateN")?);
-        Ok(Self(Arc::new(Network { onnx, sound, state, rate, probability, next_state })))
+impl VoiceNetwork for OnnxNetwork {
+    fn stream(&self, rate: u32) -> Box<dyn Stream> {
+        let state = vec![0.0; STATE.iter().product()];
+        Box::new(OnnxStream { network: Arc::clone(&self.0), rate, state })
     }
 }
 
-impl AudioModel for Silero {
-    fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
-        let (window, context) = match at_rate(rate, &[8_000, 16_000])? {
-            16_000 => (512, 64),
-            _ => (256, 32),
-        };
-        let options = match options {
-            OperationOptions::Default => SpeechOptions::default(),
-            OperationOptions::Speech(options) => options.clone(),
-            _ => return Err(invalid("options", format!("{} has none of these", Operation::Vad))),
-        };
-        Ok(Box::new(VadSession {
-            network: Arc::clone(&self.0),
-            rate,
-            window,
-            // Silence precedes the first window.
-            sound: vec![0.0; context],
-            context,
-            state: vec![0.0; STATE.iter().product()],
-            processed: 0,
-            report_windows: options.windows,
-            speech: Speech::new(SpeechRule::new(&options, rate)?),
-        }))
-    }
-}
-
-struct VadSession {
+struct OnnxStream {
     network: Arc<Network>,
     rate: u32,
-    window: usize,
-    context: usize,
-    /// The context, followed by samples of an incomplete window.
-    sound: Vec<f32>,
     state: Vec<f32>,
-    processed: u64,
-    report_windows: bool,
-    speech: Speech,
 }
 
-impl VadSession {
-    /// Computes the window that begins at index `start` of the held samples.
-    fn window(&mut self, start: usize) -> Result<f32, Error> {
-        let Network { onnx, sound, state, rate, probability, next_state } = &*self.network;
-        let input = self.sound[start..start + self.context + self.window].to_vec();
+impl Stream for OnnxStream {
+    fn probability(&mut self, sound: &[f32]) -> Result<f32, Error> {
+        let Network { onnx, sound: input, state, rate, probability, next_state } = &*self.network;
         let inputs = vec![
-            (*sound, Tensor::from_data(&[1, input.len()], input).into()),
+            (*input, Tensor::from_data(&[1, sound.len()], sound.to_vec()).into()),
             (*state, Tensor::from_data(&STATE, std::mem::take(&mut self.state)).into()),
             (*rate, Tensor::from(self.rate.cast_signed()).into()),
         ];
@@ -102,12 +111,54 @@ impl VadSession {
         }
     }
 
+    fn reset(&mut self) {
+        self.state = vec![0.0; STATE.iter().product()];
+    }
+}
+
+impl AudioModel for Silero {
+    fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
+        let (window, context) = match at_rate(rate, &[8_000, 16_000])? {
+            16_000 => (512, 64),
+            _ => (256, 32),
+        };
+        let options = match options {
+            OperationOptions::Default => SpeechOptions::default(),
+            OperationOptions::Speech(options) => options.clone(),
+            _ => return Err(invalid("options", format!("{} has none of these", Operation::Vad))),
+        };
+        Ok(Box::new(VadSession {
+            stream: self.0.stream(rate),
+            window,
+            // Silence precedes the first window.
+            sound: vec![0.0; context],
+            context,
+            processed: 0,
+            report_windows: options.windows,
+            speech: Speech::new(SpeechRule::new(&options, rate)?),
+        }))
+    }
+}
+
+struct VadSession {
+    stream: Box<dyn Stream>,
+    window: usize,
+    context: usize,
+    /// The context, followed by samples of an incomplete window.
+    sound: Vec<f32>,
+    processed: u64,
+    report_windows: bool,
+    speech: Speech,
+}
+
+impl VadSession {
     /// Computes all complete windows of the held samples.
     fn windows(&mut self, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
         let mut pending = Vec::new();
         let mut done = 0;
         while self.sound.len() - done >= self.context + self.window {
-            let probability = self.window(done)?;
+            let probability =
+                self.stream.probability(&self.sound[done..done + self.context + self.window])?;
             if self.report_windows {
                 pending.push(VoiceWindow { start: self.processed, probability });
             }
@@ -156,7 +207,7 @@ impl Session for VadSession {
     fn reset(&mut self) {
         self.sound.clear();
         self.sound.resize(self.context, 0.0);
-        self.state = vec![0.0; STATE.iter().product()];
+        self.stream.reset();
         self.processed = 0;
         self.speech.reset();
     }

@@ -9,22 +9,22 @@
 use super::sizes::{Fields, Value};
 
 // Numbers of fields, by onnx.proto.
-const GRAPH: u64 = 7;
-const NODE: u64 = 1;
-const INITIALIZER: u64 = 5;
+pub(super) const GRAPH: u64 = 7;
+pub(super) const NODE: u64 = 1;
+pub(super) const INITIALIZER: u64 = 5;
 const INPUT: u64 = 1;
-const OUTPUT: u64 = 2;
-const OPERATOR: u64 = 4;
-const ATTRIBUTE: u64 = 5;
+pub(super) const OUTPUT: u64 = 2;
+pub(super) const OPERATOR: u64 = 4;
+pub(super) const ATTRIBUTE: u64 = 5;
 const ATTRIBUTE_NAME: u64 = 1;
 const ATTRIBUTE_FLOAT: u64 = 2;
 const ATTRIBUTE_INTEGER: u64 = 3;
 const ATTRIBUTE_INTEGERS: u64 = 8;
 const ATTRIBUTE_TYPE: u64 = 20;
-const TENSOR_DIMS: u64 = 1;
-const TENSOR_TYPE: u64 = 2;
-const TENSOR_NAME: u64 = 8;
-const TENSOR_BYTES: u64 = 9;
+pub(super) const TENSOR_DIMS: u64 = 1;
+pub(super) const TENSOR_TYPE: u64 = 2;
+pub(super) const TENSOR_NAME: u64 = 8;
+pub(super) const TENSOR_BYTES: u64 = 9;
 /// Type of an attribute with a list of integers, and of a tensor of integers of 64 bits.
 const INTEGERS: u64 = 7;
 const INT64: u64 = 7;
