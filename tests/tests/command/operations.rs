@@ -234,7 +234,7 @@ fn impossible_operations_are_refused_with_a_reason() {
         &["operation", "vad", "--audio", speech, "--bundle", word(&missing)],
         &[],
         64,
-        "no backend serves vad; kernels: there is no",
+        "kernels: there is no silero_vad*.onnx",
     );
     refused(&["operation", "vad", "--audio", speech, "--bundle", "smollm2-135m"], &[], 64, "smollm2-135m");
     refused(&["operation", "vad", "--audio", "/no/such.wav"], &[], 1, "/no/such.wav");
