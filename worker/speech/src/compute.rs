@@ -131,6 +131,15 @@ impl Linear {
     }
 }
 
+/// Brings the weights of a convolution over `times` from `[outputs, channels, times]` to `[outputs, times, channels]`.
+pub(crate) fn by_time(weight: &[f32], channels: usize, times: usize) -> Vec<f32> {
+    let rows = weight.chunks(channels * times);
+    let turned = |row: &[f32]| -> Vec<f32> {
+        (0..times).flat_map(|time| row.iter().skip(time).step_by(times).copied()).collect()
+    };
+    rows.flat_map(turned).collect()
+}
+
 impl Compute {
     pub(crate) fn new(threads: NonZeroUsize) -> Result<Self, Error> {
         let isa = Isa::detect();

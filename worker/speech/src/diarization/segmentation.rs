@@ -6,7 +6,7 @@
 //! bidirectional LSTM and two linear layers lead to seven classes, one for each set of at most two speakers.
 
 use crate::Error;
-use crate::compute::{Compute, Linear, Matrix};
+use crate::compute::{Compute, Linear, Matrix, by_time};
 use crate::lstm::{BidirectionalLstm, GateOrder, LstmWeights};
 use crate::torch_file::TorchFile;
 use std::path::Path;
@@ -106,7 +106,7 @@ impl Segmentation {
         let convolution = |name: &str, channels: usize| {
             let weight = floats(&format!("{name}.weight"), &[CHANNELS, channels, KERNEL])?;
             let bias = floats(&format!("{name}.bias"), &[CHANNELS])?;
-            let weight = by_time(&weight, channels);
+            let weight = by_time(&weight, channels, KERNEL);
             Ok::<_, Error>(Linear { weight: Matrix::of(&weight, channels * KERNEL)?, bias: Some(bias) })
         };
         let edge = |name: &str| floats(&format!("sincnet.conv1d.0.filterbank.{name}"), &[FILTERS / 2, 1]);
@@ -218,15 +218,6 @@ impl Segmentation {
 
 fn leaky(value: f32) -> f32 {
     if value < 0.0 { SLOPE * value } else { value }
-}
-
-/// Brings the weights of a convolution from `[outputs, channels, times]` to `[outputs, times, channels]`.
-fn by_time(weight: &[f32], channels: usize) -> Vec<f32> {
-    let rows = weight.chunks(channels * KERNEL);
-    let turned = |row: &[f32]| -> Vec<f32> {
-        (0..KERNEL).flat_map(|time| row.iter().skip(time).step_by(KERNEL).copied()).collect()
-    };
-    rows.flat_map(turned).collect()
 }
 
 /// Impulse responses `[filters, times]` of band-pass filters: first the even ones, then the odd ones.

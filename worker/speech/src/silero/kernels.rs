@@ -8,7 +8,7 @@
 
 use super::{Stream, VoiceNetwork};
 use crate::Error;
-use crate::compute::{Compute, Linear, Matrix};
+use crate::compute::{Compute, Linear, Matrix, by_time};
 use crate::lstm::{GateOrder, Lstm, LstmState, LstmWeights};
 use crate::onnx::{Constants, constants};
 use kernels::ops::sigmoid;
@@ -88,7 +88,7 @@ impl RateNetwork {
             let name = |part: &str| format!("encoder.{number}.reparam_conv.{part}");
             let weight = constants.floats(&name("weight"), &[outputs, channels, KERNEL])?;
             let bias = constants.floats(&name("bias"), &[outputs])?.to_vec();
-            let weight = Matrix::of(&by_frame(weight, channels), KERNEL * channels)?;
+            let weight = Matrix::of(&by_time(weight, channels, KERNEL), KERNEL * channels)?;
             channels = outputs;
             Ok::<_, Error>(Linear { weight, bias: Some(bias) })
         };
@@ -139,15 +139,6 @@ impl RateNetwork {
         sigmoid(compute.isa, &mut outputs);
         Ok(outputs.iter().sum::<f32>() / outputs.len().max(1) as f32)
     }
-}
-
-/// Brings the weights of a convolution from `[outputs, channels, frames]` to `[outputs, frames, channels]`.
-fn by_frame(weight: &[f32], channels: usize) -> Vec<f32> {
-    let rows = weight.chunks(channels * KERNEL);
-    let turned = |row: &[f32]| -> Vec<f32> {
-        (0..KERNEL).flat_map(|frame| row.iter().skip(frame).step_by(KERNEL).copied()).collect()
-    };
-    rows.flat_map(turned).collect()
 }
 
 impl VoiceNetwork for KernelNetwork {
