@@ -36,9 +36,8 @@ impl GenerateCall {
         receive: RecvStream,
         kept: &KeptPrefixes,
     ) -> Result<Self, Error> {
-        let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
-        let note = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
-        Self::read_noted(send, notes.retyped(Cap::GenerateRequest), note, kept).await
+        let (note, rest) = read_note(receive).await?;
+        Self::read_noted(send, rest.retyped(Cap::GenerateRequest), note, kept).await
     }
 
     /// Like [`read_after`](Self::read_after), for a prompt with images.
@@ -47,9 +46,8 @@ impl GenerateCall {
         receive: RecvStream,
         kept: &KeptPrefixes,
     ) -> Result<Self, Error> {
-        let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
-        let note = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
-        let mut images = notes.retyped::<PromptImages>(Cap::Images);
+        let (note, rest) = read_note(receive).await?;
+        let mut images = rest.retyped::<PromptImages>(Cap::Images);
         let PromptImages(prompt_images) = images.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
         let mut call = Self::read_noted(send, images.retyped(Cap::GenerateRequest), note, kept).await?;
         call.request.images = prompt_images;
@@ -75,6 +73,13 @@ impl GenerateCall {
         keep.into_iter().for_each(|keep| kept.keep(keep, &request.prompt));
         Ok(Self { request, reply: GenerateReply { frames, finished: false } })
     }
+}
+
+/// Reads the note that a stream begins with. Frames of other types follow.
+async fn read_note(receive: RecvStream) -> Result<(PrefixNote, FrameReader<PrefixNote>), Error> {
+    let mut notes = FrameReader::new(receive, Cap::GenerateRequest);
+    let note = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+    Ok((note, notes))
 }
 
 /// Sends the frames of one generation. If it is dropped before the last frame, the coordinator sees a

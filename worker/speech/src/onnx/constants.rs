@@ -141,21 +141,8 @@ impl Constants {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sizes::tests::{field, number};
     use super::*;
-
-    fn number(mut value: u64) -> Vec<u8> {
-        let mut out = Vec::new();
-        while value > 0x7f {
-            out.push(value as u8 | 0x80);
-            value >>= 7;
-        }
-        out.push(value as u8);
-        out
-    }
-
-    fn field(field: u64, value: &[u8]) -> Vec<u8> {
-        [number(field << 3 | 2), number(value.len() as u64), value.to_vec()].concat()
-    }
 
     fn tensor(name: &str, dims: &[u64], kind: u64, values: &[u8]) -> Vec<u8> {
         let dims = dims.iter().flat_map(|dim| [number(TENSOR_DIMS << 3), number(*dim)].concat());

@@ -195,10 +195,10 @@ impl Walk<'_> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn number(mut value: u64) -> Vec<u8> {
+    pub(in crate::onnx) fn number(mut value: u64) -> Vec<u8> {
         let mut out = Vec::new();
         while value > 0x7f {
             out.push(value as u8 | 0x80);
@@ -212,7 +212,7 @@ mod tests {
         [number(field << 3 | 2), number(bytes), value.to_vec()].concat()
     }
 
-    fn field(field: u64, value: &[u8]) -> Vec<u8> {
+    pub(in crate::onnx) fn field(field: u64, value: &[u8]) -> Vec<u8> {
         sized(field, value.len() as u64, value)
     }
 
