@@ -38,7 +38,7 @@ def langchain():
     assert "Paris" in whole.content, whole
     assert whole.usage_metadata["input_tokens"] > 0 and whole.response_metadata["finish_reason"] in ("stop", "length")
     pieces = list(chat.stream(QUESTION))
-    assert "".join(piece.content for piece in pieces) == whole.content and len(pieces) > 3
+    assert "".join(piece.content for piece in pieces) == whole.content and len(pieces) > 1
     assert sum((piece.usage_metadata or {}).get("output_tokens", 0) for piece in pieces) > 0
     assert asyncio.run(chat.ainvoke(QUESTION)).content == whole.content
     batch = chat.batch([QUESTION, [("system", "You are brief."), ("human", "Say hello.")]])
@@ -65,7 +65,7 @@ def llama_index():
     whole = llm.chat(messages).message.content
     assert "Paris" in whole, whole
     deltas = [piece.delta or "" for piece in llm.stream_chat(messages)]
-    assert "".join(deltas) == whole and len(deltas) > 3, deltas
+    assert "".join(deltas) == whole and len(deltas) > 1, deltas
     assert asyncio.run(llm.achat(messages)).message.content == whole
     plain = OpenAILike(model=model, api_base=base, api_key=KEY, temperature=0, max_tokens=8, max_retries=0)
     assert plain.complete("Two plus two is").text == "".join(p.delta or "" for p in plain.stream_complete("Two plus two is"))
@@ -89,7 +89,7 @@ def lite_llm():
     )
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == whole and len(chunks) > 3, text
+    assert text == whole and len(chunks) > 1, text
     assert any(getattr(c, "usage", None) for c in chunks), "no usage at the end of the stream"
     plain = litellm.text_completion(
         model=f"text-completion-openai/{model}", prompt="Two plus two is", api_base=base, api_key=KEY, max_tokens=8
