@@ -14,7 +14,7 @@ use proto::operation::{
     WakewordOptions, WordWindow,
 };
 use serde_json::{Value, json};
-use speech::{encode_speech, load_audio_model};
+use speech::{Choice, encode_speech, load_audio_models};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -25,6 +25,7 @@ const MAX_SAMPLES: usize = 3600 * 16_000;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir operation vad --audio call.wav --json\n  \
+    kvasir operation vad --audio call.wav --backend onnx\n  \
     kvasir operation turn_detection --audio said.wav --bundle ./my-bundle\n  \
     kvasir operation asr --audio call.wav --language de\n  \
     kvasir operation wakeword --audio room.wav --words alexa,hey_jarvis\n  \
@@ -45,6 +46,10 @@ pub(crate) struct OperationCommand {
     /// pyannote-diarization for diarization, piper-joe for tts]
     #[arg(long, value_name = "BUNDLE")]
     bundle: Option<String>,
+    /// Backend: kernels (this engine's arithmetic) or onnx (a runtime for files in that format) [default: that of
+    /// KVASIR_VAD_BACKEND and the like, else kernels if it can serve]
+    #[arg(long, value_name = "NAME")]
+    backend: Option<String>,
     /// Probability above which a window is speech, a turn is complete, or a word was spoken; for speaker the least cosine
     /// of one voice, for diarization the largest distance of one voice, 0 to 2 [default: the model authors' recommendation]
     #[arg(long, value_name = "P")]
@@ -117,6 +122,11 @@ fn operation(name: &str) -> Result<Operation, String> {
 }
 
 impl OperationCommand {
+    fn choice(&self) -> Choice<'_> {
+        let named = |backend| Choice::Named { option: "--backend", backend };
+        self.backend.as_deref().map_or(Choice::Selected, named)
+    }
+
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
         let operation = self.operation;
@@ -172,7 +182,7 @@ impl OperationCommand {
         let bundle = resolve_bundle(bundle)?;
         if let (Some(text), Some(out)) = (&self.text, &self.out) {
             let options = SpeakOptions { input: text.clone(), voice: self.voice.clone(), speed: self.speed };
-            return speak::run(&bundle, options, out, self.json);
+            return speak::run(&bundle, self.choice(), options, out, self.json);
         }
         let audio = self.audio.as_deref().context("--audio is missing")?;
         let sound = || read(audio).with_context(|| audio.display().to_string());
@@ -182,7 +192,9 @@ impl OperationCommand {
             let bytes: Vec<u8> = encoded.iter().flat_map(|value| value.to_le_bytes()).collect();
             return std::fs::write(path, bytes).with_context(|| path.display().to_string());
         }
-        let (backend, model) = load_audio_model(operation, &bundle, |name| std::env::var(name).ok(), cpus())?;
+        let environment = |name: &str| std::env::var(name).ok();
+        let ((backend, model), _) =
+            load_audio_models(operation, &bundle, self.choice(), environment, cpus())?;
         let (rate, sound) = sound()?;
         let options = match operation {
             Operation::Vad => OperationOptions::Speech(SpeechOptions {

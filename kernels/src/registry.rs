@@ -3,9 +3,11 @@
 //! An [`Operation`] is a name and a type of request; a [`Provider`] is one implementation. The choice is, in
 //! order: the provider that the environment names (`KVASIR_<OP>_BACKEND`, else `KVASIR_BACKEND`), which is
 //! used or the choice fails; the provider of highest rank that is available on this host and can serve the
-//! request; the built-in provider. The registry has no code for any particular operation.
+//! request; the built-in provider. A caller may also name the provider, or take all that can serve. The registry
+//! has no code for any particular operation.
 
 use crate::isa::Isa;
+use std::cmp::Reverse;
 
 #[cfg(test)]
 mod tests;
@@ -72,10 +74,11 @@ pub trait Provider<O: Operation>: Send + Sync {
 /// No provider could be chosen.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SelectError {
-    /// The environment names a backend that does not exist, cannot run here or refuses the request.
+    /// The environment, or the caller, names a backend that does not exist, cannot run here or refuses the
+    /// request.
     #[error("{variable} selects backend {backend:?} for {operation}, which {fault}")]
     Demand {
-        /// The variable that was set.
+        /// The variable that was set, or the caller's option.
         variable: String,
         backend: String,
         operation: &'static str,
@@ -101,7 +104,7 @@ pub enum SelectError {
     },
 }
 
-/// Why the backend that the environment names is not used.
+/// Why a named backend is not used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DemandFault {
     /// No provider has this name.
@@ -160,34 +163,57 @@ impl<O: Operation> Registry<O> {
         request: &O::Request,
         environment: impl Fn(&str) -> Option<String>,
     ) -> Result<&dyn Provider<O>, SelectError> {
+        Ok(self.candidates(request, environment)?.0)
+    }
+
+    /// The provider that [`Self::select`] chooses, and the others that can serve, by descending rank. There are
+    /// no others if the environment names one.
+    ///
+    /// # Errors
+    /// Those of [`Self::select`].
+    #[expect(clippy::type_complexity, reason = "a pair of the choice and the rest")]
+    pub fn candidates(
+        &self,
+        request: &O::Request,
+        environment: impl Fn(&str) -> Option<String>,
+    ) -> Result<(&dyn Provider<O>, Vec<&dyn Provider<O>>), SelectError> {
         let own = format!("KVASIR_{}_BACKEND", O::NAME.to_ascii_uppercase());
         for variable in [own.as_str(), "KVASIR_BACKEND"] {
             if let Some(backend) = environment(variable).filter(|backend| !backend.is_empty()) {
-                return self.select_by_name(&backend, request).map_err(|fault| SelectError::Demand {
-                    variable: variable.to_owned(),
-                    backend: backend.clone(),
-                    operation: O::NAME,
-                    fault,
-                });
+                return Ok((self.named(variable, &backend, request)?, Vec::new()));
             }
         }
-        let mut best: Option<&dyn Provider<O>> = None;
-        for provider in self.others.iter().map(Box::as_ref) {
-            let serves = provider.available().is_ok() && provider.can_serve(request).is_ok();
-            if serves && best.is_none_or(|best| provider.rank() > best.rank()) {
-                best = Some(provider);
-            }
+        let others = self.others.iter().map(Box::as_ref).filter(|provider| provider.available().is_ok());
+        let mut serving: Vec<&dyn Provider<O>> = others
+            .chain(self.builtin.as_deref())
+            .filter(|provider| provider.can_serve(request).is_ok())
+            .collect();
+        // Stable: among equal ranks the built-in provider is last.
+        serving.sort_by_key(|provider| Reverse(provider.rank()));
+        let mut serving = serving.into_iter();
+        match (serving.next(), self.builtin.as_deref().map(|builtin| builtin.can_serve(request))) {
+            (Some(best), _) => Ok((best, serving.collect())),
+            (None, Some(Err(refusal))) => Err(SelectError::NoProvider { operation: O::NAME, refusal }),
+            (None, _) => Err(SelectError::Nobody { operation: O::NAME, tried: self.tried(request) }),
         }
-        let Some(builtin) = self.builtin.as_deref() else {
-            return best
-                .ok_or_else(|| SelectError::Nobody { operation: O::NAME, tried: self.tried(request) });
-        };
-        match (best, builtin.can_serve(request)) {
-            (Some(best), Ok(())) if best.rank() < builtin.rank() => Ok(builtin),
-            (Some(best), _) => Ok(best),
-            (None, Ok(())) => Ok(builtin),
-            (None, Err(refusal)) => Err(SelectError::NoProvider { operation: O::NAME, refusal }),
-        }
+    }
+
+    /// The provider of this name. `option` names the choice in the error.
+    ///
+    /// # Errors
+    /// [`SelectError::Demand`] if it cannot be used.
+    pub fn named(
+        &self,
+        option: &str,
+        backend: &str,
+        request: &O::Request,
+    ) -> Result<&dyn Provider<O>, SelectError> {
+        self.select_by_name(backend, request).map_err(|fault| SelectError::Demand {
+            variable: option.to_owned(),
+            backend: backend.to_owned(),
+            operation: O::NAME,
+            fault,
+        })
     }
 
     fn all(&self) -> impl Iterator<Item = &dyn Provider<O>> {

@@ -24,8 +24,9 @@
 //! [`Operation::Tts`] takes no Samples: its text is among the options, and Audio comes before Segmented.
 //! A one-shot operation is a session of Samples and Finish. Replies come in the order of the inputs, so
 //! they have no numbers. The coordinator aborts with `Close`, or by dropping the stream. The worker chooses
-//! the backend when it opens the session and holds the session's state; the state never moves to another
-//! worker. A session that ends without `Finished` or `Failed` was cut off; the client may open a new one.
+//! the backend when it opens the session, unless the client did ([`BackendRequest`]). The worker holds the
+//! session's state; the state never moves to another worker. A session that ends without `Finished` or
+//! `Failed` was cut off; the client may open a new one.
 //! The worker reads input only as fast as it computes and as its replies are read. A slow peer therefore
 //! costs no more memory than QUIC's windows.
 //!
@@ -120,13 +121,13 @@ impl fmt::Display for Operation {
     }
 }
 
-/// One operation that a worker offers with one model.
+/// One operation that a worker offers with one model by one backend. A worker names its default backend before
+/// the others of the same operation and model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedOperation {
     pub operation: Operation,
     /// For embed and rerank, the model is also one of the models that the worker serves.
     pub model: ModelId,
-    /// Backend that serves the operation, for operators. The worker chooses it.
     pub backend: String,
 }
 
@@ -145,6 +146,14 @@ pub struct OperationRequest {
     pub options: OperationOptions,
     /// Parent span. `None` if the request is not recorded.
     pub trace: Option<TraceContext>,
+}
+
+/// Request of a coordinator to open a session by a backend that the client has chosen.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct BackendRequest {
+    /// Name of the backend. The worker uses this one or refuses the session.
+    pub backend: String,
+    pub request: OperationRequest,
 }
 
 /// Options of a session. The chosen backend refuses options that it does not support.

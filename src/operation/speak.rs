@@ -5,15 +5,22 @@ use engine::cgroup::cpus;
 use hound::{SampleFormat, WavSpec, WavWriter};
 use proto::operation::{Operation, OperationOptions, OperationOutput, Pcm, SpeakOptions};
 use serde_json::json;
-use speech::{Bundle, load_audio_model};
+use speech::{Bundle, Choice, load_audio_models};
 use std::io::Write;
 use std::path::Path;
 use std::time::Instant;
 
 /// Speaks a text and prints how long it took.
-pub(super) fn run(bundle: &Bundle, options: SpeakOptions, path: &Path, as_json: bool) -> Result<()> {
+pub(super) fn run(
+    bundle: &Bundle,
+    choice: Choice<'_>,
+    options: SpeakOptions,
+    path: &Path,
+    as_json: bool,
+) -> Result<()> {
     let operation = Operation::Tts;
-    let (backend, model) = load_audio_model(operation, bundle, |name| std::env::var(name).ok(), cpus())?;
+    let environment = |name: &str| std::env::var(name).ok();
+    let ((backend, model), _) = load_audio_models(operation, bundle, choice, environment, cpus())?;
     let start = Instant::now();
     let mut session = model.open(0, &OperationOptions::Speak(options))?;
     let sample_rate = session.rate().context("the voice has no sample rate")?;

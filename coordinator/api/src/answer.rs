@@ -33,6 +33,8 @@ use text::tokenizer::{Tokenizer, Utf8Stream};
 
 /// The worker that serves the request, by its name in the status.
 pub const WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvasir-worker");
+/// The backend of an operation.
+pub const BACKEND_HEADER: HeaderName = HeaderName::from_static("x-kvasir-backend");
 /// The routing reason and the predicted tokens.
 pub const ROUTE_HEADER: HeaderName = HeaderName::from_static("x-kvasir-route");
 /// Indices of the request's documents, from 0, in the order of the prompt.

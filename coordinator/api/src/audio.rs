@@ -6,13 +6,12 @@ mod compressed;
 pub(super) mod wav;
 
 use super::admitted::AdmittedRequest;
-use super::answer::WORKER_HEADER;
 use super::error::ApiError;
-use super::operations::{self, Query, refused, seconds};
+use super::operations::{self, Query, refused, seconds, session_headers};
 use super::{AppState, admit_within, limits, spans};
 use axum::Json;
 use axum::extract::Request;
-use axum::http::{HeaderMap, HeaderValue, header};
+use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use dispatch::{OpenedSession, OperationJob, Unopened};
 use proto::ids::{ModelId, NodeId};
@@ -93,6 +92,7 @@ enum Failure {
 struct AudioResponse {
     object: &'static str,
     model: ModelId,
+    backend: String,
     sample_rate: u32,
     samples: u64,
     duration_s: f64,
@@ -168,6 +168,7 @@ async fn answer(
         request_id: admitted.id.clone(),
         operation,
         model,
+        backend: query.backend(),
         sample_rate,
         options,
         trace: trace_context,
@@ -179,9 +180,7 @@ async fn answer(
         spans::session_opened(span, operation, (&admitted.id, &opened.model), &worker, &opened.backend);
         spans::session_ended(span, samples, "finished", None);
     }
-    let mut headers = HeaderMap::new();
-    // By their types, names have only characters that headers allow.
-    headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
+    let headers = session_headers(&worker, &opened);
     if as_rttm {
         let line = |segment: &SpeakerSegment| segment.rttm("audio", sample_rate) + "\n";
         let lines: String = results.speakers.iter().map(line).collect();
@@ -213,6 +212,7 @@ async fn answer(
     let answer = AudioResponse {
         object: operation.name(),
         model: opened.model,
+        backend: opened.backend,
         sample_rate,
         samples,
         duration_s,
@@ -248,8 +248,8 @@ fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
     }
 }
 
-/// Receives texts as they arrive, and their worker.
-pub(super) type TextSink = mpsc::Sender<(NodeId, SpokenText)>;
+/// Receives texts as they arrive, with the headers of their session.
+pub(super) type TextSink = mpsc::Sender<(HeaderMap, SpokenText)>;
 
 /// [`run`], until the key is revoked or the time of a request is over.
 pub(super) async fn run_in_time(
@@ -289,7 +289,7 @@ async fn run(
         let counting = state.metrics.operations().session(job.operation);
         let duration = || seconds(pieces.iter().map(|piece| piece.len() as u64).sum(), job.sample_rate);
         let mut results = OperationResults::default();
-        let passed = sink.map(|sink| (sink, &node));
+        let passed = sink.map(|sink| (sink, session_headers(&node, &opened)));
         match exchange(sender, answers, pieces, job.sample_rate, (&mut results, passed)).await {
             Ok(()) => {
                 counting.ended("finished", duration());
@@ -330,7 +330,7 @@ async fn exchange(
     mut answers: OperationStream,
     pieces: &[Pcm],
     sample_rate: u32,
-    (results, sink): (&mut OperationResults, Option<(&TextSink, &NodeId)>),
+    (results, sink): (&mut OperationResults, Option<(&TextSink, HeaderMap)>),
 ) -> Result<(), Failure> {
     let feed = async {
         for piece in pieces {
@@ -362,9 +362,9 @@ async fn exchange(
                 OperationOutput::Finished { .. } => return Ok(()),
                 OperationOutput::Failed(error) => return Err(Failure::Reported(error)),
                 OperationOutput::Text(text) => {
-                    if let Some((sink, node)) = sink {
+                    if let Some((sink, headers)) = &sink {
                         // If nobody receives it, the call is dropped.
-                        let _ = sink.send((node.clone(), text.clone())).await;
+                        let _ = sink.send((headers.clone(), text.clone())).await;
                     }
                     results.texts.push(text);
                 }

@@ -8,8 +8,8 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use std::net::IpAddr;
 
 /// Response headers that pages may read.
-const EXPOSED: &str =
-    "x-request-id, request-id, x-kvasir-worker, x-kvasir-route, x-kvasir-documents, retry-after";
+const EXPOSED: &str = "x-request-id, request-id, x-kvasir-worker, x-kvasir-backend, x-kvasir-route, \
+                       x-kvasir-documents, retry-after";
 /// Lifetime of a preflight result in the browser's cache, in seconds.
 const MAX_AGE: &str = "7200";
 const PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");

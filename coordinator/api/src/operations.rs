@@ -1,17 +1,18 @@
 //! The common part of sessions of operations ([`realtime`](super::realtime)) and of calls with a whole
 //! recording (`audio`): query fields, encoding of samples, the limit of sessions, and errors.
 
+use super::answer::{BACKEND_HEADER, WORKER_HEADER};
 use super::error::ApiError;
 use super::languages;
 use axum::extract::Query as UrlQuery;
-use axum::http::Uri;
+use axum::http::{HeaderMap, HeaderValue, Uri};
 use dispatch::Unopened;
 use dispatch::quota::{Exceeded, Limit, Of};
 use parking_lot::Mutex;
-use proto::ids::ModelId;
+use proto::ids::{ModelId, NodeId};
 use proto::operation::{
-    DiarizationOptions, MAX_WAKEWORDS, Operation, OperationError, OperationOptions, Pcm, SpeechOptions,
-    TranscribeOptions, TurnOptions, WakewordOptions,
+    DiarizationOptions, MAX_WAKEWORDS, OpenedOperation, Operation, OperationError, OperationOptions, Pcm,
+    SpeechOptions, TranscribeOptions, TurnOptions, WakewordOptions,
 };
 use router::balancer::SessionRefusal;
 use std::collections::HashMap;
@@ -170,6 +171,11 @@ impl Query {
         named.map(id).transpose()
     }
 
+    /// `backend`; `None` if absent.
+    pub fn backend(&self) -> Option<String> {
+        self.0.get("backend").cloned()
+    }
+
     /// `sample_rate`, by default 16,000.
     pub fn sample_rate(&self) -> Result<u32, ApiError> {
         let rate = self.get("sample_rate", "a whole number above 0", |rate| *rate > 0)?;
@@ -313,6 +319,11 @@ pub fn refused(operation: Operation, model: Option<&ModelId>, why: Unopened) -> 
             model: model.map(ToString::to_string).unwrap_or_default(),
             offered: models.iter().map(ToString::to_string).collect(),
         },
+        Unopened::Nobody(SessionRefusal::Backend { requested, backends }) => {
+            let shown: String = requested.chars().take(64).collect();
+            let backends = backends.into_iter().collect::<Vec<_>>().join(", ");
+            ApiError::field("backend", format!("{shown:?} is not offered for {operation}, only {backends}"))
+        }
         Unopened::Nobody(SessionRefusal::Away | SessionRefusal::Declined) => {
             ApiError::OperationAway { operation }
         }
@@ -334,6 +345,14 @@ pub fn failed(operation: Operation, error: OperationError) -> ApiError {
         OperationError::Internal => ApiError::Internal,
         OperationError::NotFinite => ApiError::NotFinite,
     }
+}
+
+/// Headers that name the worker and the backend of a session.
+pub fn session_headers(worker: &NodeId, opened: &OpenedOperation) -> HeaderMap {
+    // By their types, names of workers have only characters that headers allow.
+    let worker = HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker));
+    let backend = HeaderValue::from_str(&opened.backend).map(|backend| (BACKEND_HEADER, backend));
+    worker.into_iter().chain(backend).collect()
 }
 
 /// Samples as seconds, for responses.
@@ -364,9 +383,10 @@ mod tests {
         assert_eq!(defaults.options(Operation::Vad), Ok(OperationOptions::Default));
         assert_eq!(defaults.options(Operation::TurnDetection), Ok(OperationOptions::Default));
         let all = "?model=m&sample_rate=8000&encoding=pcm_f32le&threshold=0.5&end_threshold=0.25&min_silence_ms=60000\
-                   &pad_ms=0&probabilities=true&unknown=1";
+                   &pad_ms=0&probabilities=true&backend=onnx&unknown=1";
         let all = query(all).unwrap();
         assert_eq!(all.model().unwrap().unwrap().as_str(), "m");
+        assert_eq!((all.backend().as_deref(), defaults.backend()), (Some("onnx"), None));
         assert_eq!((all.sample_rate(), all.encoding()), (Ok(8_000), Ok(Encoding::F32le)));
         let options = SpeechOptions {
             threshold: Some(0.5),
@@ -498,6 +518,12 @@ mod tests {
         assert!(
             text.contains("operation vad") && text.contains("\"mine\"") && text.contains("silero, other")
         );
+        let (requested, backends) = ("n".repeat(99), ["kernels".to_owned(), "onnx".to_owned()].into());
+        let (status, code, text) =
+            response_of(None, Unopened::Nobody(SessionRefusal::Backend { requested, backends }));
+        assert_eq!((status, code), (400, "invalid_field"));
+        let expected = format!("{:?} is not offered for vad, only kernels, onnx", "n".repeat(64));
+        assert!(text.contains("backend") && text.contains(&expected), "{text}");
         let (status, code, text) = response_of(None, Unopened::Nobody(SessionRefusal::Away));
         assert_eq!((status, code), (503, "no_worker"));
         assert!(text.contains("operation vad"), "{text}");

@@ -12,9 +12,8 @@ mod session;
 
 use super::auth::Caller;
 use super::error::ApiError;
-use super::operations::{Encoding, Query, Sessions, Slot, refused};
+use super::operations::{Encoding, Query, Sessions, Slot, refused, session_headers};
 use super::{AppState, Endpoint, spans};
-use crate::answer::WORKER_HEADER;
 use crate::http_ext::ConnectionPermit;
 use axum::body::Body;
 use axum::extract::Request;
@@ -86,7 +85,7 @@ pub(super) async fn open(
         let upgrade = hyper::upgrade::on(&mut request);
         let (head, _) = request.into_parts();
         let opened = begin(state, operation, &head, &mut trace).await?;
-        let worker = HeaderValue::from_str(opened.node.as_str());
+        let names = session_headers(&opened.node, &opened.reply);
         tokio::spawn(Session::run(opened, upgrade));
         let mut response = Response::new(Body::empty());
         *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
@@ -94,8 +93,7 @@ pub(super) async fn open(
         headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
         headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
         headers.insert(header::SEC_WEBSOCKET_ACCEPT, accept);
-        // By their types, names have only characters that headers allow.
-        headers.extend(worker.map(|worker| (WORKER_HEADER, worker)));
+        headers.extend(names);
         Ok(response)
     }
     .await;
@@ -122,6 +120,7 @@ async fn begin(
         request_id: id.clone(),
         operation,
         model: query.model()?,
+        backend: query.backend(),
         sample_rate: query.sample_rate()?,
         options: query.options(operation)?,
         trace: trace.as_ref().map(Span::context),

@@ -2,15 +2,14 @@
 //! The body is the recording's file, or a form with `file` and `reference`.
 
 use super::admitted::AdmittedRequest;
-use super::answer::WORKER_HEADER;
 use super::audio::run_in_time;
 use super::audio::wav::{Recording, read_any};
 use super::error::ApiError;
-use super::operations::{COSINE_RULE, Query, is_cosine, seconds};
+use super::operations::{COSINE_RULE, Query, is_cosine, seconds, session_headers};
 use super::{AppState, admit_within, limits, spans};
 use axum::Json;
 use axum::extract::Request;
-use axum::http::{HeaderMap, HeaderValue, header};
+use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use dispatch::OperationJob;
@@ -30,6 +29,7 @@ struct Call {
     /// A recording to compare with.
     reference: Option<Bytes>,
     model: Option<ModelId>,
+    backend: Option<String>,
     threshold: Option<f32>,
 }
 
@@ -37,6 +37,7 @@ struct Call {
 struct SpeakerResponse {
     object: &'static str,
     model: ModelId,
+    backend: String,
     sample_rate: u32,
     samples: u64,
     duration_s: f64,
@@ -70,13 +71,14 @@ async fn answer(
     trace: &mut Option<Span>,
 ) -> Result<Response, ApiError> {
     let query = Query::read(request.uri())?;
-    let given = Call { model: query.model()?, threshold: query.cosine()?, ..Call::default() };
+    let (backend, threshold) = (query.backend(), query.cosine()?);
+    let given = Call { model: query.model()?, backend, threshold, ..Call::default() };
     let boundary = boundary(request.headers())?;
     let (admitted, body) = admit_within(state, request, limits::MAX_FORM).await?;
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
-    let Call { file, reference, mut model, threshold } = match boundary {
+    let Call { file, reference, model, backend, threshold } = match boundary {
         Some(boundary) => read(body, boundary, given).await?,
         None => Call { file: body, ..given },
     };
@@ -86,11 +88,12 @@ async fn answer(
         None => None,
     };
     let (sample_rate, samples) = (recording.sample_rate, recording.samples());
-    let (worker, opened, vector) = embed(state, &admitted, ("file", recording), model, trace).await?;
-    model = Some(opened.model.clone());
+    let served_by = (model, backend);
+    let (worker, opened, vector) = embed(state, &admitted, ("file", recording), served_by, trace).await?;
     let verification = match reference {
         Some(reference) => {
-            let (_, _, other) = embed(state, &admitted, ("reference", reference), model, trace).await?;
+            let served_by = (Some(opened.model.clone()), Some(opened.backend.clone()));
+            let (_, _, other) = embed(state, &admitted, ("reference", reference), served_by, trace).await?;
             let score = vector.cosine(&other.values).ok_or(ApiError::Internal)?;
             let threshold = threshold.unwrap_or(vector.threshold);
             Some(Verification {
@@ -105,18 +108,17 @@ async fn answer(
     if let Some(span) = trace {
         spans::session_ended(span, samples, "finished", None);
     }
+    let headers = session_headers(&worker, &opened);
     let answer = SpeakerResponse {
         object: Operation::Speaker.name(),
         model: opened.model,
+        backend: opened.backend,
         sample_rate,
         samples,
         duration_s: seconds(samples, sample_rate),
         embedding: vector.values,
         verification,
     };
-    let mut headers = HeaderMap::new();
-    // By their types, names have only characters that headers allow.
-    headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
     Ok((headers, Json(answer)).into_response())
 }
 
@@ -139,7 +141,7 @@ async fn embed(
     state: &Arc<AppState>,
     admitted: &AdmittedRequest,
     (field, recording): (&'static str, Recording),
-    model: Option<ModelId>,
+    (model, backend): (Option<ModelId>, Option<String>),
     trace: &mut Option<Span>,
 ) -> Result<(NodeId, OpenedOperation, SpeakerVector), ApiError> {
     let duration = seconds(recording.samples(), recording.sample_rate);
@@ -148,6 +150,7 @@ async fn embed(
         request_id: admitted.id.clone(),
         operation: Operation::Speaker,
         model,
+        backend,
         sample_rate,
         options: OperationOptions::Default,
         trace: trace.as_ref().map(Span::context),
@@ -201,6 +204,7 @@ async fn read(body: Bytes, boundary: String, mut call: Call) -> Result<Call, Api
                 let id = ModelId::new(shown()).map_err(|error| ApiError::ModelNotFound(error.text))?;
                 call.model = Some(id);
             }
+            "backend" => call.backend = Some(shown()),
             "threshold" => {
                 let threshold = shown().trim().parse().ok().filter(is_cosine);
                 let wrong = || ApiError::field("threshold", format!("{:?} is not {COSINE_RULE}", shown()));

@@ -7,18 +7,17 @@
 mod spoken;
 
 use super::admitted::AdmittedRequest;
-use super::answer::WORKER_HEADER;
 use super::error::ApiError;
 use super::fields::Fields;
-use super::operations::{self, refused, seconds};
+use super::operations::{self, refused, seconds, session_headers};
 use super::{AppState, admit_within, limits, spans};
 use axum::body::Body;
 use axum::extract::Request;
-use axum::http::{HeaderValue, header};
+use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use dispatch::{OpenedSession, OperationJob, Unopened};
 use futures::stream;
-use proto::ids::{ModelId, NodeId};
+use proto::ids::ModelId;
 use proto::operation::{
     MAX_SPEECH_CHARS, Operation, OperationError, OperationInput, OperationOptions, OperationOutput, Pcm,
     SPEECH_SPEEDS, SpeakOptions,
@@ -32,8 +31,9 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 /// Attempts for one request, each at a worker available at that time.
 const ATTEMPTS: usize = 3;
 const OPERATION: Operation = Operation::Tts;
-const FIELDS: [&str; 13] = [
+const FIELDS: [&str; 14] = [
     "model",
+    "backend",
     "input",
     "voice",
     "speed",
@@ -55,6 +55,7 @@ const REFUSED: [&str; 7] =
 #[derive(Debug, PartialEq)]
 struct Plan {
     model: Option<ModelId>,
+    backend: Option<String>,
     options: SpeakOptions,
     format: Format,
     delivery: Delivery,
@@ -65,7 +66,7 @@ struct Plan {
 enum Told {
     /// There is audio. Always first, unless there is an error.
     Started {
-        worker: NodeId,
+        headers: HeaderMap,
         sample_rate: u32,
     },
     Audio(Vec<i16>),
@@ -93,6 +94,7 @@ impl Plan {
         let model = model.map(|name| ModelId::new(name.as_str()).map_err(|_| ApiError::ModelNotFound(name)));
         Ok(Self {
             model: model.transpose()?,
+            backend: fields.get("backend")?,
             options,
             format: Format::read(&fields)?,
             delivery: fields.get("stream_format")?.unwrap_or_default(),
@@ -106,9 +108,10 @@ pub(super) async fn call(state: Arc<AppState>, request: Request) -> Result<Respo
         let (admitted, body) = admit_within(&state, request, limits::MAX_BODY).await?;
         Ok((admitted, Plan::read(&body)?))
     };
-    let (admitted, Plan { model, options, format, delivery }) = planned.await.inspect_err(|error| {
-        trace.iter_mut().for_each(|span| spans::failed(span, error));
-    })?;
+    let (admitted, Plan { model, backend, options, format, delivery }) =
+        planned.await.inspect_err(|error| {
+            trace.iter_mut().for_each(|span| spans::failed(span, error));
+        })?;
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
@@ -116,6 +119,7 @@ pub(super) async fn call(state: Arc<AppState>, request: Request) -> Result<Respo
         request_id: admitted.id.clone(),
         operation: OPERATION,
         model,
+        backend,
         sample_rate: 0,
         options: OperationOptions::Speak(options),
         trace: trace.as_ref().map(Span::context),
@@ -126,7 +130,7 @@ pub(super) async fn call(state: Arc<AppState>, request: Request) -> Result<Respo
     tokio::spawn(run(state, job, admitted, trace, listener));
     // A task that panics tells nothing.
     let first = told.recv().await.ok_or(ApiError::Internal)??;
-    let Told::Started { worker, sample_rate } = first else { return Err(ApiError::Internal) };
+    let Told::Started { headers: names, sample_rate } = first else { return Err(ApiError::Internal) };
     let spoken = Spoken::new(format, delivery, sample_rate);
     let kind = HeaderValue::from_static(spoken.content_type());
     let body = stream::unfold((spoken, told), |(mut spoken, mut told)| async {
@@ -139,8 +143,7 @@ pub(super) async fn call(state: Arc<AppState>, request: Request) -> Result<Respo
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // Proxies must not buffer this response.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    // By their types, names have only characters that headers allow.
-    headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
+    headers.extend(names);
     Ok(response)
 }
 
@@ -214,7 +217,8 @@ async fn speak(
                             spans::session_opened(span, OPERATION, names, &node, &opened.backend);
                             span.part("first_audio", started);
                         }
-                        let told = Told::Started { worker: node.clone(), sample_rate: rate };
+                        let headers = session_headers(&node, &opened);
+                        let told = Told::Started { headers, sample_rate: rate };
                         listener.send(Ok(told)).await.map_err(|_| ApiError::Internal)?;
                     }
                     samples += audio.len() as u64;
@@ -274,10 +278,11 @@ mod tests {
 
     #[test]
     fn a_request_is_read_as_openai_defines_it() {
-        let plan = read(r#"{"model":"piper-joe","input":"Hi.","voice":"joe"}"#).unwrap();
+        let plan = read(r#"{"model":"piper-joe","backend":"onnx","input":"Hi.","voice":"joe"}"#).unwrap();
         let options = SpeakOptions { input: "Hi.".into(), voice: Some("joe".into()), speed: None };
         let model = Some(ModelId::new("piper-joe").unwrap());
-        assert_eq!(plan, Plan { model, options, format: Format::Wav, delivery: Delivery::Audio });
+        let (backend, delivery) = (Some("onnx".into()), Delivery::Audio);
+        assert_eq!(plan, Plan { model, backend, options, format: Format::Wav, delivery });
         let plan = read(
             r#"{"input":"Hi.","speed":0.5,"response_format":"pcm","stream_format":"sse","instructions":""}"#,
         );

@@ -7,11 +7,10 @@ mod streamed;
 mod written;
 
 use super::admitted::AdmittedRequest;
-use super::answer::WORKER_HEADER;
 use super::audio::run_in_time;
 use super::audio::wav::read_any;
 use super::error::ApiError;
-use super::operations::seconds;
+use super::operations::{seconds, session_headers};
 use super::{AppState, admit_within, limits, spans};
 use axum::extract::Request;
 use axum::http::{HeaderValue, header};
@@ -61,7 +60,8 @@ async fn answer(
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
-    let Form { file, model, options, format, stream: streams, parts } = read(body, boundary, task).await?;
+    let Form { file, model, backend, options, format, stream: streams, parts } =
+        read(body, boundary, task).await?;
     let language = options.language.clone();
     let recording =
         state.planning.run(admitted.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
@@ -78,6 +78,7 @@ async fn answer(
         request_id: admitted.id.clone(),
         operation: Operation::Asr,
         model,
+        backend,
         sample_rate,
         options: OperationOptions::Transcribe(options),
         trace: trace.as_ref().map(Span::context),
@@ -118,10 +119,7 @@ async fn answer(
     let (kind, body) = transcript.render(format);
     let mut response = Response::new(body.into());
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    // By their types, names have only characters that headers allow.
-    if let Ok(worker) = HeaderValue::from_str(worker.as_str()) {
-        response.headers_mut().insert(WORKER_HEADER, worker);
-    }
+    response.headers_mut().extend(session_headers(&worker, &opened));
     Ok(response)
 }
 

@@ -6,7 +6,9 @@ use super::{Dispatch, Link};
 use crate::random::random_u64;
 use proto::block::BlockId;
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
-use proto::operation::{OpenedOperation, Operation, OperationError, OperationOptions, OperationRequest};
+use proto::operation::{
+    BackendRequest, OpenedOperation, Operation, OperationError, OperationOptions, OperationRequest,
+};
 use proto::trace::TraceContext;
 use proto::usage::AttemptId;
 use proto::worker::WorkerState;
@@ -28,6 +30,8 @@ pub struct OperationJob {
     pub operation: Operation,
     /// The requested model; `None`: any.
     pub model: Option<ModelId>,
+    /// The requested backend; `None`: the worker's default.
+    pub backend: Option<String>,
     pub sample_rate: u32,
     pub options: OperationOptions,
     /// Parent span; `None` if the request is not traced.
@@ -132,9 +136,26 @@ impl Dispatch {
                 options: job.options.clone(),
                 trace: job.trace,
             };
-            let opening = seat.link.connection().open_operation(&request);
+            let connection = seat.link.connection();
+            let opening = async {
+                match job.backend.clone().filter(|_| seated.several_backends) {
+                    Some(backend) => {
+                        connection.open_operation_by_backend(&BackendRequest { backend, request }).await
+                    }
+                    // The worker's only backend. Workers of earlier versions have no more.
+                    None => connection.open_operation(&request).await,
+                }
+            };
             let node = seated.node;
+            let requested = |opened: &OpenedOperation| {
+                job.backend.as_ref().is_none_or(|backend| *backend == opened.backend)
+            };
             failure = Some(match tokio::time::timeout(OPEN_LIMIT, opening).await {
+                Ok(Ok(Ok(OperationSession { opened, .. }))) if !requested(&opened) => {
+                    tracing::error!(request = %job.request_id, %node, backend = opened.backend,
+                        "a worker opened a session by another backend than the requested one");
+                    Unopened::Said(OperationError::Internal)
+                }
                 Ok(Ok(Ok(OperationSession { opened, sender, answers }))) => {
                     seat.meter = Some(self.session_meter(job, &node, &seated.model));
                     return Ok(OpenedSession { node, opened, sender, answers, seat });
@@ -181,8 +202,8 @@ impl Dispatch {
         opens: &dyn Fn(&ModelId) -> bool,
         declined_by: &[(NodeId, Epoch)],
     ) -> Result<(SessionPlacement, Seating), SessionRefusal> {
-        let request =
-            SessionRequest { operation: job.operation, model: job.model.as_ref(), opens, declined_by };
+        let (model, backend) = (job.model.as_ref(), job.backend.as_deref());
+        let request = SessionRequest { operation: job.operation, model, backend, opens, declined_by };
         let mut state = self.state.lock();
         let seated = state.balancer.seat(Instant::now(), &request, random_u64())?;
         let link = state.links.get(&seated.node).filter(|link| link.epoch() == seated.epoch).cloned();

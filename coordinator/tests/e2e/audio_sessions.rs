@@ -177,8 +177,8 @@ async fn a_turn_is_evaluated_at_the_clients_request() {
 
     let reply = call(&rig, &format!("{TURN_CALL}?threshold=0.25"), wav(&[16_384; 100], 16_000)).await;
     let expected = json!({
-        "object": "turn_detection", "model": "smart", "sample_rate": 16_000, "samples": 100, "duration_s": 0.00625,
-        "complete": true, "probability": 0.5,
+        "object": "turn_detection", "model": "smart", "backend": "fake", "sample_rate": 16_000, "samples": 100,
+        "duration_s": 0.00625, "complete": true, "probability": 0.5,
     });
     assert_eq!((reply.status.as_u16(), reply.json()), (200, expected), "{}", reply.text());
     assert_eq!(reply.header("x-kvasir-worker"), "w1");
@@ -231,6 +231,36 @@ async fn a_recording_gives_the_same_result_as_its_session() {
     let long = call(&rig, VAD_CALL, wav(&vec![0; 4 << 20], 16_000)).await;
     assert_eq!(long.error(), (413, "invalid_field".into(), "body".into()));
     assert_eq!(worker.sessions().open(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_requested_backend_is_used_or_refused_by_name() {
+    let rig = Rig::bare(|_| {}).await;
+    let one = joined(&rig, "w1", &BOTH[..1]).await;
+    let mut both = offers(&BOTH);
+    both.insert(1, OfferedOperation { backend: "other".into(), ..both[0].clone() });
+    let two = rig.join_as(Setup { operations: both, ..rig.setup("w2", 1) }).await.unwrap();
+    let mut session = WebSocket::open(rig.at.http, &format!("{VAD}?backend=other")).await;
+    assert_eq!(session.headers["x-kvasir-worker"], "w2");
+    assert_eq!(session.headers["x-kvasir-backend"], "other");
+    assert_eq!(session.until("opened").await["backend"], "other");
+    let sound = wav(&sound(&[1]), 16_000);
+    let reply = call(&rig, &format!("{VAD_CALL}?backend=other"), sound.clone()).await;
+    assert_eq!((reply.header("x-kvasir-worker"), reply.header("x-kvasir-backend")), ("w2", "other"));
+    assert_eq!(reply.json()["backend"], "other");
+    assert_eq!(*two.sessions().backends.lock(), vec![Some("other".to_owned()); 2]);
+    // The only backend of a worker is not named to it.
+    let reply = call(&rig, &format!("{VAD_CALL}?backend=fake"), sound.clone()).await;
+    assert_eq!((reply.header("x-kvasir-worker"), reply.json()["backend"].clone()), ("w1", json!("fake")));
+    assert_eq!(*one.sessions().backends.lock(), [None]);
+    session.leave().await;
+    let refused = call(&rig, &format!("{VAD_CALL}?backend=npu"), sound).await;
+    assert_eq!(refused.error(), (400, "invalid_field".into(), "backend".into()));
+    assert!(refused.text().contains("is not offered for vad, only fake, other"), "{}", refused.text());
+    match handshake(rig.at.http, &format!("{TURN}?backend=other"), &[]).await {
+        Err(reply) => assert_eq!(reply.error(), (400, "invalid_field".into(), "backend".into())),
+        Ok(_) => panic!("another operation's backend is served"),
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

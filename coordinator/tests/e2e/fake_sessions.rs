@@ -20,6 +20,8 @@ const ENDLESS: usize = 60_000;
 /// State of the sessions, and the requests received.
 pub(crate) struct FakeSessions {
     requests: Mutex<Vec<OperationRequest>>,
+    /// The backends that the requests name.
+    pub(crate) backends: Mutex<Vec<Option<String>>>,
     /// If set, sessions are refused with this error.
     refuse: Mutex<Option<OperationError>>,
     draining: watch::Sender<bool>,
@@ -36,6 +38,7 @@ impl Default for FakeSessions {
     fn default() -> Self {
         Self {
             requests: Mutex::default(),
+            backends: Mutex::default(),
             refuse: Mutex::default(),
             draining: watch::Sender::new(false),
             open: watch::Sender::new(0),
@@ -74,8 +77,9 @@ pub(crate) fn probability(sample: i16) -> f32 {
 }
 
 pub(crate) async fn serve(sessions: &FakeSessions, call: OperationCall) {
-    let OperationCall { request, inputs, mut reply } = call;
+    let OperationCall { request, backend, inputs, mut reply } = call;
     sessions.requests.lock().push(request.clone());
+    sessions.backends.lock().push(backend.clone());
     let refused = sessions.refuse.lock().clone();
     let speaks = request.operation == Operation::Tts;
     let unsupported = (!speaks && request.sample_rate != 16_000 && request.sample_rate != 8_000).then(|| {
@@ -87,7 +91,7 @@ pub(crate) async fn serve(sessions: &FakeSessions, call: OperationCall) {
         return;
     }
     let opened = OpenedOperation {
-        backend: "fake".into(),
+        backend: backend.unwrap_or_else(|| "fake".into()),
         model: request.model.clone().unwrap(),
         sample_rate: if speaks { SPOKEN_RATE } else { request.sample_rate },
         window: if request.operation == Operation::Vad { WINDOW as u32 } else { 0 },

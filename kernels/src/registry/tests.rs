@@ -96,6 +96,23 @@ fn the_table_of_choices() {
 }
 
 #[test]
+fn all_that_can_serve_are_candidates_by_rank_unless_one_is_named() {
+    let registry = registry();
+    let picture = |width| Picture { width, gamma: None };
+    let names = |width, variable: Option<&str>| {
+        let (first, rest) = registry.candidates(&picture(width), |_| variable.map(str::to_owned)).unwrap();
+        let rest: Vec<String> = rest.iter().map(|provider| provider.name().to_owned()).collect();
+        (first.name().to_owned(), rest.join(" "))
+    };
+    assert_eq!(names(50, None), ("gpu".into(), "npu cpu".into()));
+    assert_eq!(names(500, None), ("npu".into(), "cpu".into()));
+    assert_eq!(names(50, Some("npu")), ("npu".into(), String::new()));
+    assert_eq!(registry.named("--backend", "cpu", &picture(50)).unwrap().name(), "cpu");
+    let error = registry.named("--backend", "gpu", &picture(500)).err().unwrap().to_string();
+    assert!(error.starts_with("--backend selects backend \"gpu\" for resize, which cannot serve"), "{error}");
+}
+
+#[test]
 fn an_unusable_backend_in_the_environment_fails_with_its_reason() {
     let message = |width, gamma, environment: &[(&str, &str)]| {
         choose(width, gamma, environment).unwrap_err().to_string()

@@ -27,7 +27,7 @@ use proto::event::{KvSnapshot, PeerIndexAsk};
 use proto::ids::{Epoch, NodeId, Role};
 use proto::log::Repeats;
 use proto::message::{EncodeRequest, GenerateError};
-use proto::operation::{OperationError, OperationRequest};
+use proto::operation::{BackendRequest, OperationError, OperationRequest};
 use proto::placement::StageClaim;
 use proto::pull::PullRequest;
 use proto::sequence::SequenceRequest;
@@ -222,6 +222,16 @@ impl Connection {
         request: &OperationRequest,
     ) -> Result<Result<OperationSession, OperationError>, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Operation).await?;
+        OperationSession::open(send, receive, request).await
+    }
+
+    /// Like [`Self::open_operation`], by a backend that the client has chosen. A worker of an earlier version
+    /// stops the stream.
+    pub async fn open_operation_by_backend(
+        &self,
+        request: &BackendRequest,
+    ) -> Result<Result<OperationSession, OperationError>, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::OperationByBackend).await?;
         OperationSession::open(send, receive, request).await
     }
 

@@ -193,6 +193,11 @@ async fn identify(
                 .await
                 .map(|call| Some(Incoming::Operation(Box::new(call))));
         }
+        (Ok(StreamKind::OperationByBackend), Some(send)) => {
+            return OperationCall::read_by_backend(send, receive)
+                .await
+                .map(|call| Some(Incoming::Operation(Box::new(call))));
+        }
         (Ok(StreamKind::Pull), Some(send)) => {
             return PullCall::read(send, receive).await.map(|call| Some(Incoming::Pull(call)));
         }

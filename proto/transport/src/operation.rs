@@ -4,8 +4,12 @@
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
 use proto::codec::Cap;
-use proto::operation::{OpenedOperation, OperationError, OperationInput, OperationOutput, OperationRequest};
+use proto::operation::{
+    BackendRequest, OpenedOperation, OperationError, OperationInput, OperationOutput, OperationRequest,
+};
 use quinn::{RecvStream, SendStream};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// Coordinator's end of an open session.
 #[derive(Debug)]
@@ -22,7 +26,7 @@ impl OperationSession {
     pub(super) async fn open(
         send: SendStream,
         receive: RecvStream,
-        request: &OperationRequest,
+        request: &(impl Serialize + Sync),
     ) -> Result<Result<Self, OperationError>, Error> {
         let mut head = FrameWriter::new(send, Cap::Stream);
         head.write(request).await?;
@@ -75,20 +79,34 @@ impl OperationStream {
 #[derive(Debug)]
 pub struct OperationCall {
     pub request: OperationRequest,
+    /// The backend that the client has chosen.
+    pub backend: Option<String>,
     pub inputs: OperationInputs,
     pub reply: OperationReplier,
 }
 
 impl OperationCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        Self::read_as(send, receive, |request: OperationRequest| (request, None)).await
+    }
+
+    pub(super) async fn read_by_backend(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        Self::read_as(send, receive, |BackendRequest { backend, request }| (request, Some(backend))).await
+    }
+
+    async fn read_as<H: DeserializeOwned>(
+        send: SendStream,
+        receive: RecvStream,
+        parts: fn(H) -> (OperationRequest, Option<String>),
+    ) -> Result<Self, Error> {
         let mut frames = FrameWriter::new(send, Cap::Stream);
         let mut head = FrameReader::new(receive, Cap::Stream);
         match head.next().await {
-            Ok(Some(request)) => Ok(Self {
-                request,
-                inputs: OperationInputs { frames: head.retyped(Cap::Stream) },
-                reply: OperationReplier { frames },
-            }),
+            Ok(Some(head_frame)) => {
+                let (request, backend) = parts(head_frame);
+                let inputs = OperationInputs { frames: head.retyped(Cap::Stream) };
+                Ok(Self { request, backend, inputs, reply: OperationReplier { frames } })
+            }
             Ok(None) => Err(Error::StreamCut { what: "a session's request" }),
             Err(error) => {
                 frames.reset(StreamCode::Malformed);

@@ -64,6 +64,8 @@ pub enum StreamKind {
     Probe = 20,
     /// One generation whose prompt has images, coordinator to worker. Bidirectional.
     GenerateFromImages = 21,
+    /// A session of an operation by a backend that the client has chosen, coordinator to worker. Bidirectional.
+    OperationByBackend = 22,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -92,6 +94,7 @@ impl StreamKind {
             Self::Operation,
             Self::Probe,
             Self::GenerateFromImages,
+            Self::OperationByBackend,
             Self::Hello,
         ]
         .into_iter()
@@ -109,7 +112,8 @@ impl StreamKind {
             | Self::KvSnapshot
             | Self::Encode
             | Self::Sequence
-            | Self::Operation => (opener, acceptor) == (Role::Coordinator, Role::Worker),
+            | Self::Operation
+            | Self::OperationByBackend => (opener, acceptor) == (Role::Coordinator, Role::Worker),
             Self::Pull | Self::Stage | Self::Activations | Self::StageLease | Self::StageBlocks => {
                 (opener, acceptor) == (Role::Worker, Role::Worker)
             }

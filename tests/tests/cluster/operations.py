@@ -1,6 +1,7 @@
 """Sessions and calls of operations, through a client of the `websockets` package.
 
     python operations.py http://HOST:PORT same         speech as a recording and as sessions: the same numbers
+    python operations.py http://HOST:PORT backends     speech by each backend: the same within rounding
     python operations.py http://HOST:PORT voices       wake words and voices, as recordings and as sessions
     python operations.py http://HOST:PORT speakers     which speaker speaks when, as a recording and as a session
     python operations.py http://HOST:PORT transcript   a transcript as a session and as a recording
@@ -219,6 +220,32 @@ def drained():
     print("drained after", round(time.monotonic() - began, 1), "s")
 
 
+def backends():
+    samples, by = sound(), {}
+    for backend in ("kernels", "onnx"):
+        answer = call(f"/v1/audio/vad?probabilities=true&backend={backend}", samples)
+        assert answer["backend"] == backend, answer["backend"]
+        by[backend] = answer["probabilities"]
+        with open_session(f"/v1/realtime/vad?probabilities=true&backend={backend}") as session:
+            opened = event(session)
+            assert opened["backend"] == backend, opened
+            stream(session, samples, 1600)
+            session.send('{"type": "finish"}')
+            windows, _ = numbers(rest(session)[0])
+        assert [p for _, p in windows] == by[backend], backend
+    # Two engines agree, but not in every bit.
+    difference = max(abs(a - b) for a, b in zip(*by.values(), strict=True))
+    assert 0 < difference < 1e-3, difference
+    assert call("/v1/audio/vad", samples)["backend"] == "kernels"
+    status, error = refused("/v1/realtime/vad?backend=npu")
+    assert (status, error["param"]) == (400, "backend") and '"npu"' in error["message"], error
+    assert "kernels, onnx" in error["message"], error
+    with open_session("/v1/realtime/turn_detection?backend=onnx") as session:
+        assert event(session)["backend"] == "onnx"
+    assert refused("/v1/realtime/turn_detection?backend=kernels")[1]["param"] == "backend"
+    print("backends differ by", difference)
+
+
 def limits():
     mine, other = ({"Authorization": f"Bearer {key}"} for key in sys.argv[3:5])
     assert refused("/v1/realtime/vad")[0] == 401
@@ -414,4 +441,4 @@ def transcript():
     print("transcript", first["text"], "|", second["text"])
 
 
-{"same": same, "voices": voices, "transcript": transcript, "speakers": speakers, "lost": lost, "drained": drained, "limits": limits}[MODE]()
+{"same": same, "backends": backends, "voices": voices, "transcript": transcript, "speakers": speakers, "lost": lost, "drained": drained, "limits": limits}[MODE]()

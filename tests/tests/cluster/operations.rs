@@ -46,7 +46,7 @@ fn start_extra(cluster: &Cluster, name: &str, operation: &str) -> ExtraWorker {
     wait::until("it has joined", binary::NODE_TIMEOUT, || {
         let status = cluster.status().ok()?;
         let own = status["workers"].as_array()?.iter().find(|worker| worker["id"] == name)?.clone();
-        (own["state"] == "ready" && own["operations"].as_array()?.len() == 1).then_some(())
+        (own["state"] == "ready" && !own["operations"].as_array()?.is_empty()).then_some(())
     })
     .unwrap();
     worker
@@ -63,11 +63,14 @@ fn script(cluster: &Cluster, arguments: &[&str]) {
 fn sessions_and_recordings_get_equal_results() {
     let cluster = Cluster::builder("operations", &tiny_model()).flag("--operation", BOTH).start().unwrap();
     script(&cluster, &["same"]);
+    script(&cluster, &["backends"]);
     let shown = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
     for worker in &cluster.nodes().workers {
         assert!(shown.contains(&format!("{} offers ", worker.id)), "{shown}");
     }
-    assert!(shown.contains("vad (silero-vad by "), "{shown}");
+    for backend in ["kernels", "onnx"] {
+        assert!(shown.contains(&format!("vad (silero-vad by {backend}")), "{shown}");
+    }
     wait::until("all sessions have ended", binary::NODE_TIMEOUT, || {
         (cluster.metric("kvasir_operation_client_sessions").ok()? == 0.0).then_some(())
     })
@@ -170,6 +173,26 @@ fn openais_client_gets_the_transcript() {
     .unwrap();
     let ended = "kvasir_operation_sessions_ended_total{operation=\"asr\",end=\"cut\"}";
     assert_eq!(cluster.worker_metric(ended).unwrap(), 1.0);
+}
+
+/// With OpenAI's client and `chunking_strategy`.
+#[test]
+fn two_workers_transcribe_the_parts_of_a_recording() {
+    let cluster = Cluster::builder("transcript-parts", &tiny_model())
+        .flag("--workers", "2")
+        .flag("--operation", "whisper-base")
+        .start()
+        .unwrap();
+    run(&python(), "transcribe.py", &[format!("http://{}", cluster.http()), "parts".into()]);
+    let finished = "kvasir_operation_sessions_ended_total{operation=\"asr\",end=\"finished\"}";
+    let audio = "kvasir_operation_audio_seconds_total{operation=\"asr\"}";
+    let of = |name: &str| -> Vec<f64> {
+        cluster.nodes().workers.iter().map(|worker| http::metric(worker.ops, name).unwrap()).collect()
+    };
+    assert_eq!(of(finished), [1.0, 1.0]);
+    let seconds = of(audio);
+    assert!(seconds.iter().all(|part| *part >= 10.0), "{seconds:?}");
+    assert!((seconds.iter().sum::<f64>() - 70.0).abs() < 0.1, "{seconds:?}");
 }
 
 /// With OpenAI's client. A transcript of the speech has its words. If a client leaves, the worker stops.

@@ -1,6 +1,7 @@
 """Transcripts through OpenAI's client.
 
     python transcribe.py http://HOST:PORT words   the text in every format, and refusals
+    python transcribe.py http://HOST:PORT parts   a recording whose parts go to several workers
     python transcribe.py http://HOST:PORT leaves  a long recording whose client disconnects
 """
 
@@ -78,6 +79,48 @@ def words():
         raise AssertionError("whisper-1 is nobody's")
 
 
+def parts():
+    said = [
+        ("The quick brown fox jumps over the lazy dog.", "fox"),
+        ("Please call me back tomorrow at five o'clock.", "tomorrow"),
+        ("The machine you ordered arrived without its handle.", "machine"),
+        ("Our driver will bring you a new one on Monday morning.", "Monday"),
+        ("He will leave it with your neighbors across the street.", "neighbors"),
+        ("We would like to book a table for two people.", "table"),
+        ("The train to London leaves at seven in the evening.", "London"),
+        ("My sister has two dogs and a black cat.", "sister"),
+        ("It was raining all day, so we stayed at home.", "raining"),
+        ("Thank you very much for your help with the garden.", "garden"),
+    ]
+    file, length = io.BytesIO(), 0
+    with wave.open(file, "wb") as out:
+        for text, _ in said:
+            with wave.open(io.BytesIO(spoken(text, "-v", "en-us"))) as one:
+                if length == 0:
+                    out.setparams(one.getparams())
+                rate, sound = one.getframerate(), one.readframes(one.getnframes())
+            # Each sentence begins seven seconds after the one before.
+            out.writeframes(sound + bytes(7 * rate * 2 - len(sound)))
+            length += 7
+    told = audio.transcriptions.create(
+        model="whisper-base", file=("parts.wav", file.getvalue()), language="en", chunking_strategy="auto",
+        response_format="verbose_json", timestamp_granularities=["word", "segment"],
+    )
+    print(told.text)
+    assert told.duration == length == 70, told.duration
+    at = 0
+    for text, word in said:
+        at = told.text.find(word, at) + 1
+        assert at > 0, f"{word} of {text!r} is not in its place in {told.text!r}"
+    # Times of all parts count from the start of the recording.
+    for times in (told.words, told.segments):
+        edges = [edge for one in times for edge in (one.start, one.end)]
+        assert edges == sorted(edges) and 0 <= edges[0] and edges[-1] <= length, edges
+    for number, (_, key) in enumerate(said):
+        start = next(word.start for word in told.words if word.word.strip(" .,") == key)
+        assert 7 * number <= start < 7 * number + 5, (key, start)
+
+
 def leaves():
     """Sends twenty minutes of noise, more than a worker transcribes in a minute, and expects a timeout."""
     file = io.BytesIO()
@@ -94,4 +137,4 @@ def leaves():
     raise AssertionError("it was answered sooner")
 
 
-{"words": words, "leaves": leaves}[MODE]()
+{"words": words, "parts": parts, "leaves": leaves}[MODE]()

@@ -78,9 +78,8 @@ fn answer(operation: &str, file: &str, flags: &[&str]) -> Value {
 fn answer_by(backend: Option<&str>, operation: &str, file: &str, flags: &[&str]) -> Value {
     let audio = made().0.join(file);
     let arguments = ["operation", operation, "--audio", word(&audio), "--json"];
-    let mut command = binary::command(&[&arguments[..], flags].concat()).unwrap();
-    command.envs(backend.map(|name| ("KVASIR_BACKEND", name)));
-    let output = command.output().unwrap();
+    let choice = backend.map_or(Vec::new(), |name| vec!["--backend", name]);
+    let output = binary::command(&[&arguments[..], &choice, flags].concat()).unwrap().output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
 }
@@ -239,6 +238,12 @@ fn impossible_operations_are_refused_with_a_reason() {
     refused(&["operation", "vad", "--audio", speech, "--bundle", "smollm2-135m"], &[], 64, "smollm2-135m");
     refused(&["operation", "vad", "--audio", "/no/such.wav"], &[], 1, "/no/such.wav");
     refused(&["operation", "vad", "--audio", speech, "--threshold", "2"], &[], 1, "threshold");
+    refused(
+        &["operation", "vad", "--audio", speech, "--backend", "npu"],
+        &[],
+        64,
+        "--backend selects backend \"npu\" for vad, which is unknown; known are onnx, kernels",
+    );
     let demand = [("KVASIR_VAD_BACKEND", "npu")];
     refused(
         &["operation", "vad", "--audio", speech],

@@ -3,7 +3,8 @@
 //! A bundle is a directory with a folder for each of its operations, named after the operation. A backend
 //! inspects that folder to decide whether it can serve. The selection follows [`kernels::registry`]:
 //! `KVASIR_VAD_BACKEND` (and the like for other operations), then `KVASIR_BACKEND`, must be honored.
-//! Otherwise the backend with the highest rank that can serve is used.
+//! Otherwise the backend with the highest rank that can serve is used, and a worker loads the others too, for
+//! sessions that choose one.
 
 use crate::Error;
 use crate::bundle::Bundle;
@@ -233,34 +234,65 @@ fn diarization(cpus: NonZeroUsize) -> Registry<Diarization> {
     registry
 }
 
-/// Loads the backend that `environment` and the bundle select for an audio operation. Returns its name, too.
-/// This process can run `cpus` threads at a time.
+/// A loaded backend: its name and the model.
+pub type LoadedBackend = (String, Arc<dyn AudioModel>);
+
+/// Which backends to load.
+#[derive(Debug, Clone, Copy)]
+pub enum Choice<'a> {
+    /// The one that the environment and the bundle select.
+    Selected,
+    /// The selected one, then the others that can serve, unless the environment names one. Others that fail to
+    /// load are left out with a warning.
+    All,
+    /// The one of this name. The option is for errors.
+    Named { option: &'a str, backend: &'a str },
+}
+
+/// Loads the backends of an audio operation, at least one. This process can run `cpus` threads at a time.
 ///
 /// # Errors
 /// [`Error::Backend`] if no backend can serve, or the selected one cannot; errors of the model.
-pub fn load_audio_model(
+pub fn load_audio_models(
     operation: Operation,
     bundle: &Bundle,
+    choice: Choice<'_>,
     environment: impl Fn(&str) -> Option<String>,
     cpus: NonZeroUsize,
-) -> Result<(String, Arc<dyn AudioModel>), Error> {
+) -> Result<(LoadedBackend, Vec<LoadedBackend>), Error> {
     fn load<O: Served<Request = Bundle, Service = LoadAudioModel>>(
         registry: &Registry<O>,
         bundle: &Bundle,
+        choice: Choice<'_>,
         environment: impl Fn(&str) -> Option<String>,
-    ) -> Result<(String, Arc<dyn AudioModel>), Error> {
-        let provider = registry.select(bundle, environment)?;
-        let model = Flushed::load(|| provider.service()(bundle))?;
-        Ok((provider.name().to_owned(), Arc::new(model)))
+    ) -> Result<(LoadedBackend, Vec<LoadedBackend>), Error> {
+        let load = |provider: &dyn Provider<O>| -> Result<LoadedBackend, Error> {
+            let model = Flushed::load(|| provider.service()(bundle))?;
+            Ok((provider.name().to_owned(), Arc::new(model)))
+        };
+        let (selected, others) = match choice {
+            Choice::Selected => (registry.select(bundle, environment)?, Vec::new()),
+            Choice::All => registry.candidates(bundle, environment)?,
+            Choice::Named { option, backend } => (registry.named(option, backend, bundle)?, Vec::new()),
+        };
+        let warn = |name: &str, error: &Error| {
+            tracing::warn!(operation = O::NAME, backend = name, model = %bundle.id, %error, "a backend is left out");
+        };
+        let selected = load(selected)?;
+        let others = others.into_iter();
+        let others = others
+            .filter_map(|other| load(other).inspect_err(|error| warn(other.name(), error)).ok())
+            .collect();
+        Ok((selected, others))
     }
     match operation {
-        Operation::Vad => load(&vad(), bundle, environment),
-        Operation::TurnDetection => load(&turn_detection(), bundle, environment),
-        Operation::Asr => load(&asr(cpus), bundle, environment),
-        Operation::Tts => load(&tts(cpus), bundle, environment),
-        Operation::Wakeword => load(&wakeword(), bundle, environment),
-        Operation::Speaker => load(&speaker(cpus), bundle, environment),
-        Operation::Diarization => load(&diarization(cpus), bundle, environment),
+        Operation::Vad => load(&vad(), bundle, choice, environment),
+        Operation::TurnDetection => load(&turn_detection(), bundle, choice, environment),
+        Operation::Asr => load(&asr(cpus), bundle, choice, environment),
+        Operation::Tts => load(&tts(cpus), bundle, choice, environment),
+        Operation::Wakeword => load(&wakeword(), bundle, choice, environment),
+        Operation::Speaker => load(&speaker(cpus), bundle, choice, environment),
+        Operation::Diarization => load(&diarization(cpus), bundle, choice, environment),
         Operation::Embed | Operation::Rerank => {
             let reason = format!("{operation} is for texts: it is served with the model of a worker");
             Err(Error::Config { option: "operation", reason })

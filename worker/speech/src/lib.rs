@@ -1,11 +1,11 @@
 //! Audio operations of a worker: voice activity, ends of turns, wake words, voices of speakers, diarization,
 //! transcription, speech for texts. Also the ONNX runtime.
 //!
-//! An operation is served in sessions; a session holds all of its state. [`backends`] selects the backend of
-//! an operation once, when the model is loaded, so that all sessions of a model use the same. Each model
-//! computes on its own thread, one piece of audio at a time, in order of arrival. No async thread waits for
-//! it, and a slow model delays only its own sessions. The number of sessions, their audio and their idle time
-//! are limited.
+//! An operation is served in sessions; a session holds all of its state. [`backends`] selects the backends of
+//! an operation once, when the model is loaded. A session uses the first one, or the one that its client has
+//! chosen, to its end. Each loaded backend computes on its own thread, one piece of audio at a time, in order of
+//! arrival. No async thread waits for it, and a slow model delays only its own sessions. The number of sessions,
+//! their audio and their idle time are limited.
 //! Invariants: a session's results do not depend on other sessions, nor on how its audio is split. A session
 //! that fails or panics ends alone. An ONNX file is checked, and tried in another process, before it is
 //! loaded.
@@ -38,7 +38,7 @@ mod whisper;
 #[cfg(test)]
 mod tests;
 
-pub use backends::load_audio_model;
+pub use backends::{Choice, load_audio_models};
 pub use bundle::Bundle;
 pub use error::Error;
 pub use metrics::{OperationMetrics, SessionEnd};
@@ -47,10 +47,11 @@ pub use thread::{Computed, Outputs, SessionHandle};
 pub use whisper::encode_speech;
 
 use metrics::OperationLabel;
-use proto::ids::ModelId;
 use proto::operation::{
     MAX_OPERATIONS, OfferedOperation, OpenedOperation, Operation, OperationError, OperationRequest,
 };
+use speech_rule::invalid;
+use std::iter;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -80,7 +81,7 @@ impl Default for SessionLimits {
     }
 }
 
-/// A model that is loaded for an operation.
+/// A model that is loaded for an operation by one backend.
 struct Loaded {
     offered: OfferedOperation,
     thread: ModelThread,
@@ -90,6 +91,7 @@ struct Loaded {
 
 /// All models that a worker has loaded for sessions.
 pub struct Operations {
+    /// Of an operation and model, the default backend is before the others.
     loaded: Vec<Loaded>,
     limits: SessionLimits,
     open: Arc<AtomicU32>,
@@ -110,8 +112,8 @@ pub struct OpenSession {
 }
 
 impl Operations {
-    /// Loads the operations of these bundles, with the backends that `environment` selects. This process can
-    /// run `cpus` threads at a time.
+    /// Loads the operations of these bundles, with the backend that `environment` names, else with all that can
+    /// serve. This process can run `cpus` threads at a time.
     ///
     /// # Errors
     /// [`Error::Backend`] if no backend can serve an operation that a bundle has a folder for.
@@ -137,16 +139,19 @@ impl Operations {
                 )));
             }
             for operation in operations {
-                let (backend, model) = load_audio_model(operation, bundle, &environment, cpus)?;
-                let offered = OfferedOperation { operation, model: bundle.id.clone(), backend };
                 if loaded
                     .iter()
                     .any(|other| (other.offered.operation, &other.offered.model) == (operation, &bundle.id))
                 {
                     return Err(fault(format!("two bundles named {} offer {operation}", bundle.id)));
                 }
-                let thread = ModelThread::start(operation, metrics.clone())?;
-                loaded.push(Loaded { offered, thread, model, open: Arc::default() });
+                let (selected, others) =
+                    load_audio_models(operation, bundle, Choice::All, &environment, cpus)?;
+                for (backend, model) in iter::once(selected).chain(others) {
+                    let offered = OfferedOperation { operation, model: bundle.id.clone(), backend };
+                    let thread = ModelThread::start(operation, metrics.clone())?;
+                    loaded.push(Loaded { offered, thread, model, open: Arc::default() });
+                }
             }
         }
         if loaded.len() > MAX_OPERATIONS {
@@ -167,29 +172,52 @@ impl Operations {
         &self.metrics
     }
 
-    /// Opens a session and selects its model.
+    /// Opens a session and selects its model, and its backend unless the client has chosen one.
     ///
     /// # Errors
     /// Returns and counts the reason if it is refused.
-    pub fn open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
-        self.try_open(request).inspect_err(|error| self.metrics.refused(request.operation, error))
+    pub fn open(
+        &self,
+        request: &OperationRequest,
+        backend: Option<&str>,
+    ) -> Result<OpenSession, OperationError> {
+        self.try_open(request, backend).inspect_err(|error| self.metrics.refused(request.operation, error))
     }
 
-    fn try_open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
+    fn try_open(
+        &self,
+        request: &OperationRequest,
+        backend: Option<&str>,
+    ) -> Result<OpenSession, OperationError> {
         let operation = request.operation;
-        let mut candidates =
-            self.loaded.iter().filter(|loaded| loaded.offered.operation == operation).peekable();
-        if candidates.peek().is_none() {
-            return Err(OperationError::NotServed { operation });
-        }
-        let is_requested =
-            |loaded: &&Loaded| request.model.as_ref().is_none_or(|model| *model == loaded.offered.model);
-        let missing = |model: ModelId| OperationError::ModelNotFound { operation, model };
-        let Loaded { offered, thread, model, open } = match (candidates.find(is_requested), &request.model) {
-            (Some(loaded), _) => loaded,
-            (None, Some(model)) => return Err(missing(model.clone())),
-            (None, None) => return Err(OperationError::NotServed { operation }),
+        let offered = |loaded: &&Loaded| {
+            loaded.offered.operation == operation
+                && request.model.as_ref().is_none_or(|model| *model == loaded.offered.model)
         };
+        let mut candidates = self.loaded.iter().filter(offered);
+        let chosen = |loaded: &&Loaded| backend.is_none_or(|name| name == loaded.offered.backend);
+        let serves = |loaded: &Loaded| loaded.offered.operation == operation;
+        let Loaded { offered, thread, model, open } =
+            match (candidates.clone().find(chosen), candidates.next()) {
+                (Some(loaded), _) => loaded,
+                (None, Some(first)) => {
+                    let named =
+                        iter::once(first).chain(candidates).map(|loaded| loaded.offered.backend.as_str());
+                    let named = named.collect::<Vec<_>>().join(", ");
+                    let backend = backend.unwrap_or_default();
+                    return Err(invalid(
+                        "backend",
+                        format!("{backend:?} is not loaded for {operation}, only {named}"),
+                    ));
+                }
+                (None, None) => {
+                    let model = request.model.clone().filter(|_| self.loaded.iter().any(serves));
+                    return Err(match model {
+                        Some(model) => OperationError::ModelNotFound { operation, model },
+                        None => OperationError::NotServed { operation },
+                    });
+                }
+            };
         let session = model.open(request.sample_rate, &request.options)?;
         enter(&self.open, self.limits.sessions)?;
         enter(open, model.max_sessions()).inspect_err(|_| {

@@ -3,6 +3,7 @@
 use super::*;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
+use proto::ids::ModelId;
 use proto::ids::RequestId;
 use proto::operation::{OperationOptions, OperationOutput, SpeechOptions, TurnOptions, VoiceWindow};
 use std::path::PathBuf;
@@ -27,12 +28,14 @@ fn windows() -> OperationOptions {
     OperationOptions::Speech(SpeechOptions { windows: true, ..SpeechOptions::default() })
 }
 
+fn loaded(operation: Operation) -> Arc<dyn AudioModel> {
+    let loaded =
+        load_audio_models(operation, &fixture(), Choice::Selected, |_| None, NonZeroUsize::MIN).unwrap();
+    loaded.0.1
+}
+
 fn session(operation: Operation, rate: u32, options: &OperationOptions) -> Box<dyn Session> {
-    load_audio_model(operation, &fixture(), |_| None, NonZeroUsize::MIN)
-        .unwrap()
-        .1
-        .open(rate, options)
-        .unwrap()
+    loaded(operation).open(rate, options).unwrap()
 }
 
 /// 512 samples of each of these amplitudes.
@@ -175,13 +178,11 @@ fn a_turn_is_judged_by_the_last_eight_seconds() {
 
 #[test]
 fn options_that_a_model_does_not_support_are_refused_by_name() {
-    let refused = |operation, rate, options: OperationOptions| {
-        let model = load_audio_model(operation, &fixture(), |_| None, NonZeroUsize::MIN).unwrap().1;
-        match model.open(rate, &options).err() {
+    let refused =
+        |operation, rate, options: OperationOptions| match loaded(operation).open(rate, &options).err() {
             Some(OperationError::InvalidField { field, reason }) => (field, reason),
             other => panic!("{other:?}"),
-        }
-    };
+        };
     let (field, reason) = refused(Operation::Vad, 44_100, OperationOptions::Default);
     assert!(
         field == "sample_rate" && reason.contains("44100") && reason.contains("8000 or 16000"),
@@ -202,7 +203,7 @@ async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
     let offered: Vec<_> =
         operations.offered().map(|offer| (offer.operation, offer.backend.as_str())).collect();
     assert_eq!(offered, [(Operation::Vad, "onnx"), (Operation::TurnDetection, "onnx")]);
-    let open = |request| operations.open(&request);
+    let open = |request| operations.open(&request, None);
     let mut first = open(request(Operation::Vad)).unwrap();
     assert_eq!((first.opened.window, first.opened.model.as_str()), (512, "tiny"));
     let second = open(request(Operation::TurnDetection)).unwrap();
@@ -214,10 +215,16 @@ async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
     let other = ModelId::new("other").unwrap();
     let missing = OperationError::ModelNotFound { operation: Operation::Vad, model: other.clone() };
     assert_eq!(open(OperationRequest { model: Some(other), ..request(Operation::Vad) }).err(), Some(missing));
+    let by = |backend| {
+        operations.open(&request(Operation::Vad), Some(backend)).map(|session| session.opened.backend.clone())
+    };
+    let reason = "\"kernels\" is not loaded for vad, only onnx".to_owned();
+    assert_eq!(by("kernels"), Err(OperationError::InvalidField { field: "backend".into(), reason }));
     let outputs = first.handle.push(loud(&[1.0])).await.unwrap();
     assert_eq!(outputs, [OperationOutput::SpeechStarted { at: 0 }]);
     first.ends(SessionEnd::finished);
     drop((first, second));
+    assert_eq!(by("onnx").as_deref(), Ok("onnx"));
     let third = open(request(Operation::Vad)).unwrap();
     let mut registry = Registry::default();
     operations.metrics().register(&mut registry);
@@ -229,6 +236,7 @@ async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
         "kvasir_operation_sessions_ended_total{operation=\"vad\",end=\"finished\"} 1",
         "kvasir_operation_sessions_ended_total{operation=\"turn_detection\",end=\"cut\"} 1",
         "kvasir_operation_refused_total{operation=\"vad\",reason=\"too_many_sessions\"} 1",
+        "kvasir_operation_refused_total{operation=\"vad\",reason=\"invalid_field\"} 1",
         "kvasir_operation_refused_total{operation=\"asr\",reason=\"not_served\"} 1",
         "kvasir_operation_audio_seconds_total{operation=\"vad\"} 0.032",
         "kvasir_operation_compute_seconds_count{operation=\"vad\"} 1",

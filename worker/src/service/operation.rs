@@ -26,13 +26,13 @@ pub(super) fn serve(
     connection: &Connection,
     call: OperationCall,
 ) -> impl Future<Output = ()> + Send + use<> {
-    let OperationCall { request, mut inputs, mut reply } = call;
+    let OperationCall { request, backend, mut inputs, mut reply } = call;
     let opened = match node.state() {
         WorkerState::Draining => {
             node.operations.metrics().refused(request.operation, &OperationError::Draining);
             Err(OperationError::Draining)
         }
-        WorkerState::Ready | WorkerState::Starting => node.operations.open(&request),
+        WorkerState::Ready | WorkerState::Starting => node.operations.open(&request, backend.as_deref()),
     };
     let opened = opened.map(|mut session| {
         let id = AttemptId {

@@ -3,8 +3,8 @@
 use super::{Pair, TIMEOUT, pair_of};
 use proto::ids::{ModelId, RequestId};
 use proto::operation::{
-    Operation, OperationError, OperationInput, OperationOptions, OperationOutput, OperationRequest, Pcm,
-    SpeechOptions,
+    BackendRequest, Operation, OperationError, OperationInput, OperationOptions, OperationOutput,
+    OperationRequest, Pcm, SpeechOptions,
 };
 use speech::{Bundle, SessionLimits};
 use std::time::Duration;
@@ -91,6 +91,29 @@ async fn a_session_takes_segments_resets_and_finishes() {
         outputs[1..],
         [OperationOutput::Segmented { at: 1000 }, OperationOutput::Finished { samples: 1000 }]
     );
+    pair.worker.stop().await;
+}
+
+#[tokio::test]
+async fn a_session_has_the_backend_that_its_client_has_chosen() {
+    let pair = worker(SessionLimits::default()).await;
+    let open = async |backend: &str| {
+        let request = OperationRequest {
+            request_id: RequestId::new("r").unwrap(),
+            operation: Operation::Vad,
+            model: None,
+            sample_rate: 16_000,
+            options: OperationOptions::Default,
+            trace: None,
+        };
+        let request = BackendRequest { backend: backend.into(), request };
+        let opened = pair.connection.open_operation_by_backend(&request);
+        timeout(TIMEOUT, opened).await.unwrap().unwrap().map(|session| session.opened.backend)
+    };
+    assert_eq!(open("onnx").await.as_deref(), Ok("onnx"));
+    // The file of this bundle is not Silero's network.
+    let reason = "\"kernels\" is not loaded for vad, only onnx".to_owned();
+    assert_eq!(open("kernels").await, Err(OperationError::InvalidField { field: "backend".into(), reason }));
     pair.worker.stop().await;
 }
 

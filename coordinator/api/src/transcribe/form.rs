@@ -32,6 +32,7 @@ pub(super) struct Form {
     pub(super) file: Bytes,
     /// `None`: any offered model.
     pub(super) model: Option<ModelId>,
+    pub(super) backend: Option<String>,
     pub(super) options: TranscribeOptions,
     pub(super) format: Format,
     /// Whether the answer is a stream of events.
@@ -59,7 +60,8 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
     let mut form = Multipart::new(iter([Ok::<_, Infallible>(body)]), boundary);
     let torn = |_| ApiError::field("body", "is cut off, or no form");
     let mut file = None;
-    let (mut model, mut options, mut format) = (None, TranscribeOptions::default(), Format::Json);
+    let (mut model, mut backend) = (None, None);
+    let (mut options, mut format) = (TranscribeOptions::default(), Format::Json);
     options.translate = task == Task::Translate;
     let (mut segments, mut words, mut stream, mut parts) = (false, false, false, false);
     let mut seen = HashSet::new();
@@ -104,6 +106,7 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
                 (_, Some(code)) => options.language = Some(code.to_owned()),
                 (_, None) => return wrong("is not a language code or English name, such as en or english"),
             },
+            "backend" => backend = Some(text.to_owned()),
             "prompt" => options.prompt = text.to_owned(),
             "response_format" => {
                 format = match text {
@@ -149,7 +152,7 @@ pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Fo
         return Err(ApiError::field("chunking_strategy", "is not for a stream, which is one sequence"));
     }
     let file = file.ok_or_else(|| ApiError::field("file", "is missing: a recording"))?;
-    Ok(Form { file, model, options, format, stream, parts })
+    Ok(Form { file, model, backend, options, format, stream, parts })
 }
 
 #[cfg(test)]
@@ -184,6 +187,7 @@ mod tests {
         assert_eq!(plain.options, TranscribeOptions::default());
         let fields = [
             ("model", "whisper-base"),
+            ("backend", "kernels"),
             ("language", "German"),
             ("prompt", "Käse"),
             ("response_format", "verbose_json"),
@@ -194,6 +198,7 @@ mod tests {
         ];
         let all = form(Task::Transcribe, &fields).unwrap();
         assert_eq!(all.model.unwrap().as_str(), "whisper-base");
+        assert_eq!(all.backend.as_deref(), Some("kernels"));
         let options = TranscribeOptions {
             language: Some("de".into()),
             translate: false,

@@ -5,7 +5,6 @@
 //! that disconnects drops the call.
 
 use super::written::{Usage, usage};
-use crate::answer::WORKER_HEADER;
 use crate::audio::OperationResults;
 use crate::error::ApiError;
 use axum::body::Body;
@@ -14,7 +13,6 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::stream;
-use proto::ids::NodeId;
 use proto::operation::SpokenText;
 use serde::Serialize;
 use std::convert::Infallible;
@@ -40,11 +38,11 @@ impl Event<'_> {
     }
 }
 
-/// A call whose segments arrive one by one. `worker` is known with the first one.
+/// A call whose segments arrive one by one. The headers of its session come with the first one.
 pub(super) struct Segments {
     /// Runs the operation, and passes each text to `texts`.
     pub(super) call: BoxFuture<'static, Result<OperationResults, ApiError>>,
-    pub(super) texts: Receiver<(NodeId, SpokenText)>,
+    pub(super) texts: Receiver<(HeaderMap, SpokenText)>,
     /// Of the recording, in seconds.
     pub(super) duration: f64,
 }
@@ -71,24 +69,24 @@ impl Written {
 
 impl Segments {
     /// The next events, and whether more may follow.
-    async fn next(&mut self, written: &mut Written) -> Result<(Option<NodeId>, String, bool), ApiError> {
+    async fn next(&mut self, written: &mut Written) -> Result<(HeaderMap, String, bool), ApiError> {
         let mut out = String::new();
         loop {
             tokio::select! {
                 biased;
-                Some((worker, text)) = self.texts.recv() => {
+                Some((session, text)) = self.texts.recv() => {
                     written.delta(&text.text, &mut out);
                     if !out.is_empty() {
-                        return Ok((Some(worker), out, true));
+                        return Ok((session, out, true));
                     }
                 }
                 results = &mut self.call => {
                     results?;
                     // The texts that were sent before the call ended.
-                    let mut last = None;
-                    while let Ok((worker, text)) = self.texts.try_recv() {
+                    let mut last = HeaderMap::new();
+                    while let Ok((session, text)) = self.texts.try_recv() {
                         written.delta(&text.text, &mut out);
-                        last = Some(worker);
+                        last = session;
                     }
                     written.done(self.duration, &mut out);
                     return Ok((last, out, false));
@@ -100,15 +98,11 @@ impl Segments {
     /// Streams the events. Waits for the first one, so that an error before it gets its own status.
     pub(super) async fn respond(mut self) -> Result<Response, ApiError> {
         let mut written = Written::default();
-        let (worker, first, more) = self.next(&mut written).await?;
-        let mut headers = HeaderMap::new();
+        let (mut headers, first, more) = self.next(&mut written).await?;
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
         // Proxies must not buffer this response.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-        // By their types, names have only characters that headers allow.
-        let worker = worker.and_then(|worker| HeaderValue::from_str(worker.as_str()).ok());
-        headers.extend(worker.map(|worker| (WORKER_HEADER, worker)));
         let rest = more.then_some((self, written));
         let body = stream::unfold((Some(first), rest), |(first, rest)| async {
             if let Some(first) = first {

@@ -14,18 +14,30 @@ pub struct SessionRequest<'a> {
     pub operation: Operation,
     /// The requested model; `None`: any.
     pub model: Option<&'a ModelId>,
+    /// The requested backend; `None`: each worker's default.
+    pub backend: Option<&'a str>,
     /// Selects the models that the caller may use. Other models are treated as absent.
     pub opens: &'a dyn Fn(&ModelId) -> bool,
     /// Workers that have refused the session.
     pub declined_by: &'a [(NodeId, Epoch)],
 }
 
+impl SessionRequest<'_> {
+    /// Whether the offer is of the requested operation and model, and the caller may use it.
+    pub(super) fn permits(&self, offer: &OfferedOperation) -> bool {
+        offer.operation == self.operation
+            && self.model.is_none_or(|model| offer.model == *model)
+            && (self.opens)(&offer.model)
+    }
+}
+
 impl fmt::Debug for SessionRequest<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { operation, model, declined_by, opens: _ } = self;
+        let Self { operation, model, backend, declined_by, opens: _ } = self;
         f.debug_struct("SessionRequest")
             .field("operation", operation)
             .field("model", model)
+            .field("backend", backend)
             .field("declined_by", declined_by)
             .finish_non_exhaustive()
     }
@@ -45,6 +57,9 @@ pub struct SessionPlacement {
     pub node: NodeId,
     pub epoch: Epoch,
     pub model: ModelId,
+    /// Whether the worker offers the operation with this model by other backends too, so that the request must
+    /// name the one that was requested.
+    pub several_backends: bool,
     pub seat: SessionSlot,
 }
 
@@ -55,6 +70,11 @@ pub enum SessionRefusal {
     /// The operation is offered with these models only.
     Model {
         models: Vec<ModelId>,
+    },
+    /// The operation is offered by these backends only, with the requested model.
+    Backend {
+        requested: String,
+        backends: BTreeSet<String>,
     },
     /// The workers that offer it take no work now.
     Away,

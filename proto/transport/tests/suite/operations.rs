@@ -68,6 +68,21 @@ async fn inputs_and_results_arrive_in_order() {
 }
 
 #[tokio::test]
+async fn the_chosen_backend_arrives_with_the_request() {
+    let pair = pair().await;
+    let request = samples::backend_request();
+    let worker = async {
+        let mut call = call(&pair).await;
+        call.reply.send(&OperationOutput::Opened(samples::opened_operation())).await.unwrap();
+        call.backend
+    };
+    let opening = pair.to_worker.open_operation_by_backend(&request);
+    let (session, backend) = with_timeout("opening", async { tokio::join!(opening, worker) }).await;
+    assert_eq!(session.unwrap().unwrap().opened, samples::opened_operation());
+    assert_eq!(backend, Some(request.backend));
+}
+
+#[tokio::test]
 async fn a_refused_session_has_a_typed_error() {
     let pair = pair().await;
     let request = samples::operation_request();

@@ -629,6 +629,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("SaveMedium", Control, [SaveMedium::Memory, SaveMedium::Disk]),
         samples("Operation", Stream, Operation::ALL),
         samples_of_struct("OperationRequest", Stream, [operation_request()]),
+        samples_of_struct("BackendRequest", Stream, [backend_request()]),
         samples(
             "OperationOptions",
             Stream,

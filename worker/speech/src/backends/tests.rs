@@ -161,22 +161,23 @@ fn a_model_of_transcripts_has_one_of_three_forms() {
     assert!(several.contains("there are several models in"), "{several}");
 }
 
+fn failure(operation: Operation, bundle: &Bundle) -> Error {
+    load_audio_models(operation, bundle, Choice::All, |_| None, NonZeroUsize::MIN).err().unwrap()
+}
+
 #[test]
 fn folders_define_the_operations_and_unserved_ones_are_named() {
     let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
     assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
-    let error =
-        load_audio_model(Operation::Tts, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
+    let error = failure(Operation::Tts, &full).to_string();
     assert!(error.starts_with("no backend serves tts; onnx: "), "{error}");
-    let error =
-        load_audio_model(Operation::Asr, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
+    let error = failure(Operation::Asr, &full).to_string();
     let models = "model.bin, model.safetensors or ggml-*.bin";
     assert!(
         error.starts_with(&format!("no backend serves asr; kernels: there is no {models} in")),
         "{error}"
     );
-    let error =
-        load_audio_model(Operation::Embed, &full, |_| None, NonZeroUsize::MIN).err().unwrap().to_string();
+    let error = failure(Operation::Embed, &full).to_string();
     assert!(error.contains("embed is for texts"), "{error}");
 }
 
@@ -185,7 +186,7 @@ fn a_file_that_is_no_model_is_refused_with_its_path() {
     let files = [&["vad/silero_vad.onnx", "turn_detection/smart-turn-v3.onnx"], &WHISPER[..2], &WHISPER[2..]];
     let (_dir, bundle) = bundle(&files.concat());
     for operation in [Operation::Vad, Operation::TurnDetection, Operation::Asr] {
-        let error = load_audio_model(operation, &bundle, |_| None, NonZeroUsize::MIN).err().unwrap();
+        let error = failure(operation, &bundle);
         assert!(matches!(&error, Error::Artefact { path, .. } if path.starts_with(&bundle.dir)), "{error}");
     }
 }

@@ -31,6 +31,7 @@ fn seat_with(
     let request = SessionRequest {
         operation: Operation::Vad,
         model: named.as_ref(),
+        backend: None,
         opens: &opens,
         declined_by: &declined_by,
     };
@@ -90,6 +91,46 @@ fn a_refused_session_has_a_reason() {
     assert_eq!(seat(&mut rig), Err(SessionRefusal::Away));
     rig.leave("a", 1);
     assert_eq!(seat(&mut rig), Err(SessionRefusal::Operation));
+}
+
+#[test]
+fn a_session_goes_to_a_worker_that_offers_the_requested_backend() {
+    let mut rig = Rig::new(Policy::default(), &["a", "b"]);
+    let offer = |backend: &str| OfferedOperation {
+        operation: Operation::Vad,
+        model: model("v"),
+        backend: backend.into(),
+    };
+    rig.balancer.offer(&node("a"), Epoch(1), vec![offer("kernels")]);
+    rig.balancer.offer(&node("b"), Epoch(1), vec![offer("kernels"), offer("onnx")]);
+    let opens = |opened: &ModelId| *opened == model("v");
+    let seat = |rig: &mut Rig, named: &ModelId, backend| {
+        rig.random = mix(rig.random);
+        let request = SessionRequest {
+            operation: Operation::Vad,
+            model: Some(named),
+            backend: Some(backend),
+            opens: &opens,
+            declined_by: &[],
+        };
+        rig.balancer.seat(rig.now, &request, rig.random)
+    };
+    for _ in 0..4 {
+        let seated = seat(&mut rig, &model("v"), "onnx").unwrap();
+        assert_eq!((seated.node, seated.several_backends), (node("b"), true));
+    }
+    // The other worker has fewer sessions. Its only backend need not be named to it.
+    let seated = seat(&mut rig, &model("v"), "kernels").unwrap();
+    assert_eq!((seated.node, seated.several_backends), (node("a"), false));
+    let views = rig.balancer.workers(rig.now);
+    let open: Vec<_> =
+        views[1].operations.iter().map(|offer| (offer.backend.as_str(), offer.sessions)).collect();
+    assert_eq!(open, [("kernels", 0), ("onnx", 4)]);
+    let backends = ["kernels".to_owned(), "onnx".to_owned()].into();
+    let refusal = SessionRefusal::Backend { requested: "npu".into(), backends };
+    assert_eq!(seat(&mut rig, &model("v"), "npu"), Err(refusal));
+    let refusal = SessionRefusal::Model { models: vec![model("v")] };
+    assert_eq!(seat(&mut rig, &model("w"), "npu"), Err(refusal));
 }
 
 #[test]

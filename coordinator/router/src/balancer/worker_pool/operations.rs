@@ -60,9 +60,7 @@ impl WorkerPool {
         random: u64,
     ) -> Result<SessionPlacement, SessionRefusal> {
         let matches = |offer: &&OfferedOperation| {
-            offer.operation == request.operation
-                && request.model.is_none_or(|model| offer.model == *model)
-                && (request.opens)(&offer.model)
+            request.permits(offer) && request.backend.is_none_or(|backend| offer.backend == backend)
         };
         let mut candidates = Vec::new();
         let (mut offered, mut takes_work) = (false, false);
@@ -98,11 +96,14 @@ impl WorkerPool {
         };
         candidates.retain(|(key, ..)| *key == least);
         let (_, member, load, number, offer) = &candidates[(random % candidates.len() as u64) as usize];
+        let alike =
+            |other: &&OfferedOperation| (other.operation, &other.model) == (offer.operation, &offer.model);
         let seat = SessionSlot { slot: member.slot, join: load.join, number: *number };
         let seated = SessionPlacement {
             node: member.register.node.clone(),
             epoch: member.register.epoch,
             model: offer.model.clone(),
+            several_backends: load.offers.registered.iter().filter(alike).count() > 1,
             seat,
         };
         if let Some(load) = self.loads[seat.slot.index()].as_mut() {
@@ -144,8 +145,16 @@ impl WorkerPool {
             .collect()
     }
 
-    /// The refusal if no worker offers the requested operation with a permitted model.
+    /// The refusal if no worker offers the requested operation with a permitted model by the requested backend.
     fn unoffered(&self, request: &SessionRequest<'_>) -> SessionRefusal {
+        if let Some(requested) = request.backend {
+            let offers = self.members_with_load().flat_map(|(_, load)| &load.offers.registered);
+            let permitted = offers.filter(|offer| request.permits(offer));
+            let backends: BTreeSet<String> = permitted.map(|offer| offer.backend.clone()).collect();
+            if !backends.is_empty() {
+                return SessionRefusal::Backend { requested: requested.to_owned(), backends };
+            }
+        }
         let offered = self.offered().into_iter();
         let of =
             offered.filter(|(operation, model)| *operation == request.operation && (request.opens)(model));

@@ -21,6 +21,10 @@ pub(crate) fn operation_request() -> OperationRequest {
     }
 }
 
+pub(crate) fn backend_request() -> BackendRequest {
+    BackendRequest { backend: "onnx".into(), request: operation_request() }
+}
+
 pub(crate) fn opened_operation() -> OpenedOperation {
     OpenedOperation {
         backend: "onnx".into(),
