@@ -200,7 +200,7 @@ fn two_workers_transcribe_the_parts_of_a_recording() {
 fn openais_client_gets_speech() {
     let cluster = Cluster::builder("speech", &tiny_model())
         .flag("--workers", "1")
-        .flag("--operation", "piper-joe,whisper-base")
+        .flag("--operation", "piper-joe,kokoro,whisper-base")
         .start()
         .unwrap();
     let base = format!("http://{}", cluster.http());

@@ -18,11 +18,13 @@ TEXT = "The quick brown fox jumps over the lazy dog."
 
 
 def words():
-    wav = speech.create(model="piper-joe", voice="joe", input=TEXT, response_format="wav")
-    assert wav.response.headers["content-type"] == "audio/wav", wav.response.headers
-    assert wav.content[:4] == b"RIFF" and wav.content[24:28] == RATE.to_bytes(4, "little")
-    said = client.audio.transcriptions.create(model="whisper-base", file=("fox.wav", wav.content)).text
-    assert "quick brown fox" in said and "lazy dog" in said, said
+    for model, voice, rate in [("kokoro", "jf_alpha", 24_000), ("piper-joe", "joe", RATE)]:
+        wav = speech.create(model=model, voice=voice, input=TEXT, response_format="wav")
+        assert wav.response.headers["content-type"] == "audio/wav", wav.response.headers
+        assert wav.content[:4] == b"RIFF" and wav.content[24:28] == rate.to_bytes(4, "little")
+        said = client.audio.transcriptions.create(model="whisper-base", file=("fox.wav", wav.content)).text
+        assert "quick brown fox" in said and "lazy dog" in said, said
+        print(said)
     fast = speech.create(model="piper-joe", voice="joe", input=TEXT, response_format="pcm", speed=2)
     assert fast.response.headers["content-type"] == "audio/pcm"
     shares = (len(fast.content) / (len(wav.content) - HEADER), len(fast.content) / 2 / RATE)
@@ -32,7 +34,6 @@ def words():
     with streamed.create(model="piper-joe", voice="joe", input=f"Yes! {TEXT}", response_format="pcm") as answer:
         pieces = list(answer.iter_bytes())
     assert len(pieces) > 1 and sum(map(len, pieces)) > len(fast.content), [len(piece) for piece in pieces]
-    print(said)
     for arguments, name in [
         ({"voice": "alloy"}, "voice"),
         ({"response_format": "mp3"}, "response_format"),

@@ -60,7 +60,7 @@ def main():
         pause = np.zeros(int(PAUSE * rate / speed), np.float32)
         audio = [part for sentence in sentences for part in (spoken(sentence, speed), pause)][:-1]
         (np.concatenate(audio) * 32767).astype("<i2").tofile(OUT / f"{at}.s16")
-        cases.append({"text": text, "speed": speed, "file": f"{at}.s16"})
+        cases.append({"text": text, "voice": "joe", "speed": speed, "file": f"{at}.s16", "bundle": "bundle"})
     (OUT / "speech.json").write_text(json.dumps({"rate": rate, "cases": cases}))
 
 

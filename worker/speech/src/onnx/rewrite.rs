@@ -5,8 +5,12 @@
 //!   zero point comes before it.
 //! - Microsoft's `FusedMatMul` of matrices in one batch, which the runtime does not read: `Transpose` and
 //!   `MatMul`, if it does not scale.
+//! - PyTorch's `atan2(y, x)`, which its exporter writes as `Atan` of a quotient and a shift by the signs. Where
+//!   `y` is 0, this gives `-pi` for a negative `x`, and no number for `x` = 0. PyTorch gives `pi` and 0. The
+//!   runtime's Fourier transforms have such zeros, those of onnxruntime have rounding errors instead.
 
 use super::sizes::{Fields, Value};
+use std::collections::HashMap;
 
 // Numbers of fields, by onnx.proto.
 pub(super) const GRAPH: u64 = 7;
@@ -49,7 +53,36 @@ pub(super) fn rewritten(file: &[u8]) -> Result<Option<Vec<u8>>, String> {
     }
 }
 
+/// The `y` of each `atan2(y, x)` of a graph, by the results of its nodes `Greater` and `Atan`.
+fn arctangents(graph: &[u8]) -> Result<HashMap<&[u8], &[u8]>, String> {
+    let mut nodes = HashMap::new();
+    let mut fields = Fields(graph);
+    while let Some((field, value)) = fields.next()? {
+        if let (NODE, Value::Bytes(node)) = (field, value) {
+            let node = Node::read(node)?;
+            nodes.insert(node.output, node);
+        }
+    }
+    // The inputs of the node of this operator that has this result.
+    let inputs = |result: &[u8], operator: &[u8]| {
+        let node = nodes.get(result).filter(|node| node.operator == operator)?;
+        Some(node.inputs.as_slice())
+    };
+    let mut found = HashMap::new();
+    for node in nodes.values().filter(|node| node.operator == b"Where") {
+        let &[above, left, right] = node.inputs.as_slice() else { continue };
+        let parts = (inputs(above, b"Greater"), inputs(left, b"Add"), inputs(right, b"Sub"));
+        let (Some([y, _]), Some([angle, _]), Some([same, _])) = parts else { continue };
+        let quotient = inputs(angle, b"Atan").and_then(|quotient| inputs(quotient.first()?, b"Div"));
+        if angle == same && quotient.is_some_and(|quotient| quotient.first() == Some(y)) {
+            found.extend([(above, *y), (*angle, *y)]);
+        }
+    }
+    Ok(found)
+}
+
 fn rewritten_graph(graph: &[u8], replaced: &mut usize) -> Result<Vec<u8>, String> {
+    let arctangents = arctangents(graph)?;
     let mut out = Vec::with_capacity(graph.len());
     let mut fields = Fields(graph);
     loop {
@@ -58,7 +91,7 @@ fn rewritten_graph(graph: &[u8], replaced: &mut usize) -> Result<Vec<u8>, String
         let whole = &before[..before.len() - fields.0.len()];
         match value {
             Value::Bytes(node) if field == NODE => {
-                let nodes = replacement(node, *replaced)?;
+                let nodes = replacement(node, &arctangents, *replaced)?;
                 *replaced += usize::from(nodes.is_some());
                 out.extend(nodes.as_deref().unwrap_or(whole));
             }
@@ -132,12 +165,16 @@ fn attribute(bytes: &[u8]) -> Result<Attribute<'_>, String> {
 }
 
 /// The nodes that replace a node, as fields of the graph. `number` makes names unique.
-fn replacement(node: &[u8], number: usize) -> Result<Option<Vec<u8>>, String> {
+fn replacement(
+    node: &[u8],
+    arctangents: &HashMap<&[u8], &[u8]>,
+    number: usize,
+) -> Result<Option<Vec<u8>>, String> {
     let read = Node::read(node)?;
     let name = |what: &str| format!("kvasir/{what}/{number}").into_bytes();
     let mut out = Vec::new();
-    match (read.operator, read.inputs.as_slice()) {
-        (b"ConvInteger", [input, _, zero, ..]) => {
+    match (read.operator, read.inputs.as_slice(), arctangents.get(read.output)) {
+        (b"ConvInteger", [input, _, zero, ..], _) => {
             let pads = read.integers(b"pads");
             if pads.iter().all(|pad| *pad == 0) || zero.is_empty() {
                 return Ok(None);
@@ -164,7 +201,7 @@ fn replacement(node: &[u8], number: usize) -> Result<Option<Vec<u8>>, String> {
             }
             bytes(&mut out, NODE, &convolution);
         }
-        (b"FusedMatMul", [a, b]) => {
+        (b"FusedMatMul", [a, b], _) => {
             let is_set = |name: &[u8]| read.integers(name).iter().any(|value| *value != 0);
             if read.scale.is_some_and(|scale| scale != 1.0)
                 || is_set(b"transBatchA")
@@ -181,6 +218,14 @@ fn replacement(node: &[u8], number: usize) -> Result<Option<Vec<u8>>, String> {
                 }
             }
             simple_node(&mut out, b"MatMul", &[&left, &right], read.output, None);
+        }
+        (b"Greater", inputs, Some(_)) => simple_node(&mut out, b"GreaterOrEqual", inputs, read.output, None),
+        (b"Atan", [quotient], Some(y)) => {
+            // 0/0 does not equal itself.
+            let (is_number, slope) = (name("is_number"), name("slope"));
+            simple_node(&mut out, b"Equal", &[quotient, quotient], &is_number, None);
+            simple_node(&mut out, b"Where", &[&is_number, quotient, y], &slope, None);
+            simple_node(&mut out, b"Atan", &[&slope], read.output, None);
         }
         _ => return Ok(None),
     }
@@ -242,6 +287,9 @@ fn bytes(out: &mut Vec<u8>, field: u64, value: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::onnx::Tensor;
+    use std::f32::consts::PI;
+    use std::path::Path;
 
     fn node(operator: &[u8], inputs: &[&[u8]], integers: Option<(&str, &[u64])>) -> Vec<u8> {
         let mut graph = Vec::new();
@@ -277,6 +325,68 @@ mod tests {
             }
         }
         found
+    }
+
+    /// PyTorch's `atan2(y, x)` as its exporter writes it. `compared` is compared with 0 in the place of `y`.
+    fn exported_arctangent(compared: &str) -> Vec<u8> {
+        let mut graph = Vec::new();
+        let greater = format!("Greater {compared} zero g");
+        // Operators, their inputs and outputs.
+        for node in [
+            "Div y x q",
+            "Atan q a",
+            "Add a pi p",
+            "Sub a pi m",
+            &greater,
+            "Where g p m s",
+            "Less x zero l",
+            "Where l s a angle",
+        ] {
+            let words: Vec<_> = node.split(' ').map(str::as_bytes).collect();
+            let [operator, inputs @ .., output] = words.as_slice() else { panic!() };
+            simple_node(&mut graph, operator, inputs, output, None);
+        }
+        for (name, value) in [(&b"pi"[..], PI), (b"zero", 0.0)] {
+            let mut tensor = Vec::new();
+            number(&mut tensor, TENSOR_TYPE, 1);
+            bytes(&mut tensor, TENSOR_NAME, name);
+            bytes(&mut tensor, TENSOR_BYTES, &value.to_le_bytes());
+            bytes(&mut graph, INITIALIZER, &tensor);
+        }
+        // Inputs and outputs of the graph.
+        for (field, name) in [(11, &b"y"[..]), (11, b"x"), (12, b"angle")] {
+            let mut value = Vec::new();
+            bytes(&mut value, 1, name);
+            bytes(&mut graph, field, &value);
+        }
+        let mut model = Vec::new();
+        number(&mut model, 1, 9);
+        bytes(&mut model, GRAPH, &graph);
+        model
+    }
+
+    #[test]
+    fn arctangents_have_the_values_of_pytorch() {
+        let file = exported_arctangent("y");
+        assert_eq!(nodes(&rewritten(&file).unwrap().unwrap()).len(), 10);
+        let model = super::super::load(Path::new(""), &file).unwrap();
+        let (mut y, mut x) = (Vec::new(), Vec::new());
+        for a in [0.0f32, 1e-30, -1e-30, 2.0, -3.0] {
+            for b in [0.0, -1e-30, 2.0, -3.0] {
+                y.push(a);
+                x.push(b);
+            }
+        }
+        let node = |name: &str| model.find_node(name).unwrap();
+        let tensor = |values: &[f32]| Tensor::from_data(&[values.len()], values.to_vec()).into();
+        let inputs = vec![(node("y"), tensor(&y)), (node("x"), tensor(&x))];
+        let [angle] = model.run_n(inputs, [node("angle")], None).unwrap();
+        let angle = angle.into_tensor::<f32>().unwrap().into_data();
+        for (at, found) in angle.iter().enumerate() {
+            let expected = y[at].atan2(x[at]);
+            assert!((found - expected).abs() < 1e-6, "{} {}: {found}, not {expected}", y[at], x[at]);
+        }
+        assert_eq!(rewritten(&exported_arctangent("x")).unwrap(), None, "another function");
     }
 
     #[test]
