@@ -1,4 +1,4 @@
-//! `--role`: prefill, decode, or both.
+//! `--role`: prefill, decode, both, or encode.
 
 use proto::message::WorkPart;
 use serde::{Deserialize, Serialize};
@@ -13,6 +13,8 @@ pub(crate) enum RoleArg {
     Decode,
     /// Both prefill and decode.
     Both,
+    /// Encodes images for workers that generate, and computes no tokens.
+    Encode,
 }
 
 impl From<RoleArg> for WorkPart {
@@ -20,7 +22,8 @@ impl From<RoleArg> for WorkPart {
         match role {
             RoleArg::Prefill => Self::Prefill,
             RoleArg::Decode => Self::Decode,
-            RoleArg::Both => Self::Both,
+            // A worker that only encodes images registers without a model.
+            RoleArg::Both | RoleArg::Encode => Self::Both,
         }
     }
 }

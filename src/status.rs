@@ -96,6 +96,9 @@ pub(crate) struct Worker {
     cpus_sleep: bool,
     #[serde(default)]
     pub(crate) models: Vec<String>,
+    /// Model whose images it encodes for other workers.
+    #[serde(default)]
+    encodes: Option<String>,
     /// Engine of its models.
     #[serde(default)]
     engine: Option<String>,
@@ -371,6 +374,10 @@ fn table(cluster: &Cluster) -> String {
             format!("{operation} ({model}{by}{open})")
         };
         text += &format!("{id} offers {}\n", operations.iter().map(offer).collect::<Vec<_>>().join(", "));
+    }
+    for Worker { id, encodes, .. } in &cluster.workers {
+        let Some(model) = encodes else { continue };
+        text += &format!("{id} encodes images of {model}\n");
     }
     for Worker { id, engine, exact, .. } in &cluster.workers {
         let Some(engine) = engine.as_deref().filter(|engine| *engine != BUILT_IN) else { continue };

@@ -34,7 +34,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::load::{self, EngineOptions};
-use worker::service::{HostingConfig, OwnModel, PoolOffer, WorkerConfig, WorkerService};
+use worker::service::{HostingConfig, OwnModel, WorkerConfig, WorkerService};
 
 /// More concurrent sequences would only lengthen every step.
 const MAX_SEQS: usize = 4096;
@@ -139,7 +139,8 @@ pub(crate) struct WorkerSettings {
     /// [default: true if several workers share this machine, or if the model comes from other workers].
     #[arg(long, value_name = "true|false", env = "KVASIR_WEIGHT_CACHE")]
     pub(crate) weight_cache: Option<bool>,
-    /// Part of a request that this worker computes [default: both].
+    /// Part of a request that this worker computes; encode: only the embeddings of images, with the vision tower of
+    /// MODEL, for workers that generate [default: both].
     #[arg(long, value_enum, env = "KVASIR_ROLE")]
     pub(crate) role: Option<RoleArg>,
     /// Serve only as a part of replicas that the coordinators plan, not by itself.
@@ -185,6 +186,10 @@ pub(crate) struct WorkerSettings {
     /// Memory for embeddings of images, so that a picture is encoded once [default: 256MiB].
     #[arg(long, value_name = "SIZE", env = "KVASIR_IMAGE_CACHE")]
     pub(crate) image_cache: Option<ByteSize>,
+    /// Load the vision tower of models that see images. Without it their images need a worker with the role encode
+    /// [default: true].
+    #[arg(long, value_name = "true|false", env = "KVASIR_VISION_TOWER")]
+    pub(crate) vision_tower: Option<bool>,
     /// Host memory for prefixes that do not fit into the KV cache [default: none].
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_HOST_BYTES")]
     pub(crate) kv_host_bytes: Option<ByteSize>,
@@ -291,6 +296,7 @@ impl WorkerSettings {
         if let (Some(gpu), Some(Device::Cpu)) = (self.gpu, self.device) {
             return Err(ConfigError::field("gpu", gpu, "not with device = cpu"));
         }
+        self.check_role()?;
         hosting::check_labels(self.labels.as_deref().unwrap_or_default())?;
         within("shipping_lanes", self.shipping_lanes, 1, shipped::MAX_LANES)?;
         if let Some(tokens) = self.block_tokens.filter(|tokens| !BLOCK_TOKENS.contains(tokens)) {
@@ -337,9 +343,10 @@ impl WorkerSettings {
             SelectedEngine::Server(kind, source) => (Some((kind, source)), None),
             SelectedEngine::Servers(servers) => (None, Some(servers)),
         };
-        let hosts = engine.is_none() && self.pool != Some(true);
+        let hosts = engine.is_none() && self.pool != Some(true) && !self.only_encodes();
         if let (Some(labels), false) = (&self.labels, hosts) {
-            let rule = "only for workers that models are deployed to: not with `pool` or `engine_url`";
+            let rule =
+                "only for workers that models are deployed to: not with `pool`, `engine_url`, role encode";
             return Err(ConfigError::field("labels", labels.join(","), rule).into());
         }
         // Without what is computed for its own model.
@@ -450,7 +457,7 @@ impl WorkerSettings {
             false => (KvTypeArg::F16, "half the memory of f32 with the same answers"),
         };
         // A replica's caches are limited by the stage with the least room.
-        let elsewhere = encodes || self.pool == Some(true);
+        let elsewhere = encodes || self.pool == Some(true) || self.only_encodes();
         let kv_bytes = match &defaults {
             Some(defaults) if !elsewhere => {
                 or!(kv_bytes, ByteSize(defaults.arena_bytes.value), &defaults.arena_bytes.reason)
@@ -529,6 +536,7 @@ impl WorkerSettings {
                 _ => or!(pin_bytes, quarter, "a quarter of kv_bytes; the rest serves all requests"),
             },
             image_cache: self.image_cache,
+            vision_tower: self.vision_tower,
             kv_host_bytes: or!(kv_host_bytes, ByteSize(0), "off unless a size is set"),
             kv_disk: self.kv_disk.clone(),
             snapshot_bytes: or!(snapshot_bytes, quarter, "a quarter of kv_bytes"),
@@ -599,6 +607,7 @@ impl WorkerSettings {
             ("kv_disk", self.kv_disk.is_some()),
             ("pin_bytes", some(self.pin_bytes)),
             ("image_cache", self.image_cache.is_some()),
+            ("vision_tower", self.vision_tower == Some(false)),
             ("block_tokens", self.block_tokens.is_some_and(|tokens| tokens != BLOCK_TOKENS[0])),
             ("kv_type", self.kv_type.is_some_and(|ty| ty != KvTypeArg::F16)),
             ("kv_type_v", self.kv_type_v.is_some()),
@@ -623,19 +632,6 @@ impl WorkerSettings {
             has_model: self.model.is_some(),
             built_in_only: built_in_only.iter().filter(|(_, set)| *set).map(|(field, _)| *field).collect(),
         }
-    }
-
-    /// Resources for replicas of several workers; `None` if it is not in a pool.
-    fn offer(&self) -> anyhow::Result<Option<PoolOffer>> {
-        if self.pool != Some(true) {
-            return Ok(None);
-        }
-        let bytes = |size: Option<ByteSize>| size.map_or(0, |size| size.0);
-        Ok(Some(PoolOffer {
-            memory: bytes(self.memory),
-            bandwidth: bytes(self.bandwidth),
-            compute: compute(&load::host(&self.options()?)?) as u64,
-        }))
     }
 
     /// Speed of the stages of deployed models.
@@ -681,6 +677,7 @@ impl WorkerSettings {
             pin_bytes: self.pin_bytes.map(|size| size.0),
             tiers: self.tiers(),
             image_cache_bytes: self.image_cache.map_or(default.image_cache_bytes, |size| size.0),
+            vision_tower: self.vision_tower(),
             chunk: self.chunk,
             max_sequences: self.max_seqs,
             max_model_len: numerics::model_len(self.max_model_len)?,
@@ -791,5 +788,6 @@ impl Worker {
     }
 }
 
+mod roles;
 #[cfg(test)]
 mod tests;

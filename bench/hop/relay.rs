@@ -87,6 +87,7 @@ impl Relay {
             sampling: Sampling::default(),
             stop: Stop::default(),
             images: Vec::new(),
+            encoders: Vec::new(),
             predicted_cached: 0,
             deadline_ms: 60_000,
             pull: None,
@@ -193,6 +194,7 @@ impl CoordinatorApi for Api {
     async fn certificate(self, _: context::Context, _: CertificateReport) {}
 
     async fn usage(self, _: tarpc::context::Context, _: proto::usage::UsageReport) {}
+    async fn encoder(self, _: tarpc::context::Context, _: proto::message::image_encoder::EncoderReport) {}
 
     async fn adapters(
         self,

@@ -11,6 +11,7 @@ use proto::codec::CodecError;
 use proto::deployment::HostReport;
 use proto::ids::{ModelId, NodeId, Role};
 use proto::log::Repeats;
+use proto::message::image_encoder::EncoderReport;
 use proto::shard::ShippingReport;
 use proto::usage::UsageReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
@@ -127,7 +128,7 @@ impl Session {
                     | Incoming::StageBlocks(_)
                     | Incoming::Activations(_),
                 ) => {}
-                Ok(Incoming::Shard(_)) => {}
+                Ok(Incoming::Shard(_) | Incoming::EncodeImage(_)) => {}
                 Err(error) => {
                     if let Some(left_out) = NOTED.due((self.node(), "ended")) {
                         tracing::info!(node = %self.node(), %error, left_out, "a worker's connection has ended");
@@ -222,6 +223,11 @@ impl CoordinatorApi for Session {
 
     async fn usage(self, _: Context, report: UsageReport) {
         self.dispatch.usage().reported(self.node(), report);
+    }
+
+    async fn encoder(self, _: Context, report: EncoderReport) {
+        tracing::info!(node = %self.node(), model = %report.tower.model, "a worker encodes images for others");
+        self.dispatch.set_encoder(self.id, self.node(), report);
     }
 
     async fn shipping(self, _: Context, report: ShippingReport) {

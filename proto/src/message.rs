@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 mod encode;
 mod grammar;
+pub mod image_encoder;
 mod images;
 mod prefix;
 mod tokens;
@@ -173,6 +174,9 @@ pub enum GenerateError {
     /// finite values.
     #[error("the model's results are not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite,
+    /// The worker has no vision tower, and no encoder is reached. Retryable on another worker.
+    #[error("no worker that is reached encodes the images: {reason}")]
+    NoEncoder { reason: String },
 }
 
 impl GenerateError {
@@ -184,7 +188,8 @@ impl GenerateError {
             | Self::QueueFull
             | Self::Draining
             | Self::Internal
-            | Self::NotFinite => true,
+            | Self::NotFinite
+            | Self::NoEncoder { .. } => true,
             Self::ContextLength { .. } | Self::InvalidField { .. } | Self::DeadlineExceeded { .. } => false,
         }
     }

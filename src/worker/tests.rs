@@ -109,3 +109,25 @@ fn limits_are_reported_with_field_and_value() {
         assert!(error.is::<ConfigError>() && error.to_string().contains(expected), "{error}");
     }
 }
+
+#[test]
+fn a_worker_that_encodes_images_has_a_model_and_nothing_that_generates() {
+    let model = Some(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/hf/vlm-smolvlm").to_owned());
+    let set = WorkerSettings { role: Some(RoleArg::Encode), model, ..Default::default() };
+    let plan = set.clone().plan().unwrap();
+    assert_eq!(plan.config.engine.vision_tower, load::TowerPlace::Alone);
+    assert!(plan.config.hosting.is_none() && plan.settings.kv_bytes.is_none());
+    let file = toml::to_string(&plan.settings).unwrap();
+    assert_eq!(toml::from_str::<WorkerSettings>(&file).unwrap().plan().unwrap().settings, plan.settings);
+    for (refused, field) in [
+        (WorkerSettings { model: None, ..set.clone() }, "`model`"),
+        (WorkerSettings { pool: Some(true), ..set.clone() }, "`pool`"),
+        (WorkerSettings { vision_tower: Some(false), ..set.clone() }, "`vision_tower`"),
+        (WorkerSettings { labels: Some(vec!["a=b".to_owned()]), ..set }, "`labels`"),
+    ] {
+        let error = refused.plan().unwrap_err().to_string();
+        assert!(error.contains(field) && error.contains("role encode"), "{error}");
+    }
+    let towerless = WorkerSettings { model: tiny_model(), vision_tower: Some(false), ..Default::default() };
+    assert_eq!(towerless.plan().unwrap().config.engine.vision_tower, load::TowerPlace::Elsewhere);
+}

@@ -6,6 +6,7 @@
 use crate::Error;
 use engine::engine::EngineLoad;
 use engine::engine::thread::EngineHandle;
+use engine::images::RemoteEncoder;
 use engine::kv_events::EventLog;
 use engine::pull::Source;
 use engine::usage::RequestUsage;
@@ -31,7 +32,7 @@ pub const BACKEND_VARIABLE: &str = "KVASIR_LLM_BACKEND";
 pub(crate) trait Generator: Send + Sync {
     /// Starts a generation with the adapter of this digest, if there is one. It takes its place in the order of calls
     /// at once. Its frames go to `frames`, which is closed behind the last one. Dropping the future, or the receiver of
-    /// the frames, cancels it. `usage` counts what it uses.
+    /// the frames, cancels it. `encoder` encodes its images. `usage` counts what it uses.
     ///
     /// # Errors
     ///
@@ -42,6 +43,7 @@ pub(crate) trait Generator: Send + Sync {
         request: GenerateRequest,
         adapter: Option<[u8; 32]>,
         pull: Option<Box<dyn Source>>,
+        encoder: Option<Arc<dyn RemoteEncoder>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
         usage: Arc<RequestUsage>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>>;

@@ -58,8 +58,9 @@ pub use encoder::encoder;
 pub(crate) use hosted::pinned_files;
 pub use hosted::{HostedLoad, SharedDevice, facts, needed_bytes, process_bytes};
 use hosted::{HostedSource, elastic_floor};
-pub use images::ModelVision;
-pub use options::{EngineOptions, IMAGE_CACHE_BYTES};
+use images::Sight;
+pub use images::{LoadedTower, ModelVision, tower};
+pub use options::{EngineOptions, IMAGE_CACHE_BYTES, TowerPlace};
 use reading::Reading;
 use staged::Staged;
 pub(crate) use stages::{admit_kv, prepare_replica, range_bytes, range_cache, stage};
@@ -88,7 +89,7 @@ pub struct Prepared {
     adapters: Vec<EngineAdapter>,
     lora_limits: AdapterLimits,
     /// The part that sees images, and bytes of its cache.
-    vision: Option<(ModelVision, u64)>,
+    sight: Option<(Sight, u64)>,
     /// The model's file.
     path: PathBuf,
     /// Declared last, because its memory is free only when all other fields are.
@@ -261,7 +262,7 @@ fn prepare_on(
         }
     };
     let weights = match joining {
-        None => gguf.total_tensor_bytes(),
+        None => gguf.total_tensor_bytes() - images::left_out_bytes(&gguf, options),
         Some(_) => ModelCosts::of_file(&spec, &gguf).range(layers.clone()).weight_bytes,
     };
     let memory = Memory::of(options)?;
@@ -278,7 +279,7 @@ fn prepare_on(
         }
     };
     let adapters = adapters::load_all(options, &gguf, &mut decoder)?;
-    let vision = match joining {
+    let sight = match joining {
         None => images::of_model(&gguf, &decoder, options)?,
         Some(_) => None,
     };
@@ -316,8 +317,8 @@ fn prepare_on(
     }
     let arena_bytes = smallest_arena.unwrap_or(cache.arena_bytes);
     let memory = memory.behind(decoder.backend().memory(), options)?;
-    let vision_bytes = vision.as_ref().map_or(0, |vision| vision.buffer_bytes() + options.image_cache_bytes);
-    let bytes = arena_bytes + decoder.spare_bytes() as u64 + vision_bytes;
+    let sight_bytes = sight.as_ref().map_or(0, |sight| sight.buffer_bytes() + options.image_cache_bytes);
+    let bytes = arena_bytes + decoder.spare_bytes() as u64 + sight_bytes;
     floor.admit(&memory, "the KV cache", bytes).map_err(refused)?;
     cache.validate().map_err(|error| engine::Error::KvMemory { reason: error.to_string() })?;
     let downstream = match joining {
@@ -333,9 +334,9 @@ fn prepare_on(
         return Err(engine::Error::KvMemory { reason }.into());
     }
     let mut used = MemoryUse { kv: arena_bytes as usize, ..decoder.backend().memory() };
-    if let Some(vision) = &vision {
-        used.weights += vision.memory().weights;
-        used.activations += vision_bytes as usize;
+    if let Some(sight) = &sight {
+        used.weights += sight.memory().weights;
+        used.activations += sight_bytes as usize;
     }
     let share = match (admitted, smallest_arena) {
         (Some(admitted), Some(smallest)) => Some(
@@ -360,7 +361,7 @@ fn prepare_on(
         drafter,
         adapters,
         lora_limits: options.lora_limits,
-        vision: vision.map(|vision| (vision, options.image_cache_bytes)),
+        sight: sight.map(|sight| (sight, options.image_cache_bytes)),
         path: path.to_owned(),
         share,
     })
@@ -372,10 +373,15 @@ impl Prepared {
         let digests = (self.model_digest, self.tokenizer.digest());
         let lengths = (self.max_model_len, self.cache.block_tokens as usize);
         let described = describe(id, &self.decoder, digests, lengths, self.kv_type);
-        match self.vision {
+        match self.sight {
             Some(_) => ServedModel { task: ModelTask::GenerateFromImages, ..described },
             None => described,
         }
+    }
+
+    /// Class of the vision tower whose embeddings it takes. `None`: it sees no images.
+    pub(crate) fn tower_class(&self) -> Option<&str> {
+        self.sight.as_ref().map(|(sight, _)| sight.tower_class.as_str())
     }
 
     /// The adapters that are loaded with it.
@@ -448,8 +454,8 @@ impl Prepared {
             LoadedDrafter::InDecoder => engine.with_drafter(None),
             LoadedDrafter::DraftModel(model) => engine.with_drafter(Some(*model)),
         };
-        let engine = match self.vision {
-            Some((vision, cache_bytes)) => engine.with_images(Box::new(vision), cache_bytes as usize)?,
+        let engine = match self.sight {
+            Some((sight, cache_bytes)) => engine.with_images(sight.encoder(), cache_bytes as usize)?,
             None => engine,
         };
         let engine = match self.pull_timeout {
@@ -682,7 +688,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         mtp_head.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
     let bytes = |name: &str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
     let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
-    let weights = gguf.total_tensor_bytes();
+    let weights = gguf.total_tensor_bytes() - images::left_out_bytes(gguf, options);
     let vision = images::needed_bytes(gguf, options).unwrap_or(0);
     let costs = ModelCosts::of_file(spec, gguf).range(0..spec.layers.len());
     let needs = ModelNeeds {

@@ -39,6 +39,7 @@ mod floor;
 mod generate;
 mod gpu_health;
 mod host;
+mod images;
 mod link;
 mod node;
 mod operation;

@@ -136,6 +136,9 @@ pub enum ApiError {
     /// All workers that offer the operation are draining or not ready.
     #[error("the workers that offer the operation {operation} take no new work at the moment")]
     OperationAway { operation: Operation },
+    /// No worker encodes the request's images.
+    #[error("no worker that is reached encodes the images: {reason}")]
+    NoEncoder { reason: String },
     /// The worker was lost and no other worker could continue.
     #[error("the worker that served this request was lost")]
     WorkerLost,
@@ -181,9 +184,11 @@ impl ApiError {
             Self::QueueFull { .. } | Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::KeysUnknown | Self::ModelsUnknown => StatusCode::SERVICE_UNAVAILABLE,
             Self::ModelLoading { .. } | Self::ModelUnavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
-            Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded | Self::NoQuorum => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::NoEncoder { .. }
+            | Self::NoWorker
+            | Self::WorkerLost
+            | Self::DeadlineExceeded
+            | Self::NoQuorum => StatusCode::SERVICE_UNAVAILABLE,
             Self::NotFinite | Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -210,6 +215,7 @@ impl ApiError {
             Self::QueueFull { .. } | Self::Connections { .. } => "queue_full",
             Self::ModelLoading { .. } => "model_loading",
             Self::NoWorker
+            | Self::NoEncoder { .. }
             | Self::ModelUnavailable { .. }
             | Self::NotOffered { .. }
             | Self::OperationAway { .. } => "no_worker",
@@ -233,6 +239,7 @@ impl ApiError {
                 | Self::RateLimited(_)
                 | Self::Connections { .. }
                 | Self::NoWorker
+                | Self::NoEncoder { .. }
                 | Self::ModelLoading { .. }
                 | Self::ModelUnavailable { .. }
                 | Self::NotOffered { .. }
@@ -276,6 +283,7 @@ impl ApiError {
             // Rounded up, so that the client does not return too early.
             Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
             Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
+            Self::NoEncoder { .. } => Some(1),
             Self::Connections { .. } | Self::ModelsUnknown => Some(1),
             Self::ModelLoading { progress, .. } => Some(progress.retry_after().as_secs_f64().ceil() as u64),
             Self::ModelUnavailable { .. } => Some(5),
@@ -357,6 +365,7 @@ impl From<Failure> for ApiError {
                 GenerateError::DeadlineExceeded { .. } => Self::DeadlineExceeded,
                 GenerateError::Internal => Self::Internal,
                 GenerateError::NotFinite => Self::NotFinite,
+                GenerateError::NoEncoder { reason } => Self::NoEncoder { reason },
             },
         }
     }
@@ -397,6 +406,7 @@ mod tests {
             ApiError::RateLimited(exceeded),
             ApiError::QueueFull { retry_after: second },
             ApiError::NoWorker,
+            ApiError::NoEncoder { reason: "w9: it is draining".into() },
             ApiError::ModelLoading { model: "m".into(), progress: LoadProgress::absent() },
             ApiError::ModelUnavailable { model: "m".into(), reason: "no room".into() },
             ApiError::NotOffered { operation: Operation::Vad },

@@ -305,6 +305,10 @@ impl Generation {
     fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequest {
         let request = &self.job.request;
         let left = request.deadline.saturating_duration_since(Instant::now());
+        let encoders = match self.job.images.is_empty() {
+            true => Vec::new(),
+            false => self.ticket.dispatch().encoders_for(&assignment.node),
+        };
         GenerateRequest {
             request_id: request.request_id.clone(),
             choice: self.job.choice,
@@ -316,6 +320,7 @@ impl Generation {
             sampling: self.job.sampling.clone(),
             stop: self.job.stop.clone(),
             images: self.job.images.clone(),
+            encoders,
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             pull: assignment.pull.clone(),

@@ -10,6 +10,7 @@
 mod adapters;
 mod certificates;
 mod choice;
+mod encoders;
 mod encoding;
 mod generation;
 pub mod hosts;

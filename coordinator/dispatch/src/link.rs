@@ -3,6 +3,7 @@
 use parking_lot::Mutex;
 use proto::deployment::HostReport;
 use proto::ids::Epoch;
+use proto::message::image_encoder::OfferedTower;
 use proto::placement::{Capacity, OfferedDrafter};
 use std::time::Duration;
 use tokio::sync::oneshot::error::TryRecvError;
@@ -36,6 +37,8 @@ pub(super) struct Link {
     pool: Option<Pooled>,
     /// Set for a worker that loads models by order.
     host: Mutex<Option<HostReport>>,
+    /// Set for a worker that encodes images.
+    tower: Mutex<Option<OfferedTower>>,
     api: OnceCell<WorkerApiClient>,
     last_send: Mutex<Option<oneshot::Receiver<()>>>,
 }
@@ -69,8 +72,8 @@ impl Link {
         (connection, quic): (Connection, String),
         pool: Option<Pooled>,
     ) -> Self {
-        let (api, host, last_send) = (OnceCell::new(), Mutex::default(), Mutex::default());
-        Self { session, epoch, connection, quic, pool, host, api, last_send }
+        let (api, host, tower, last_send) = Default::default();
+        Self { session, epoch, connection, quic, pool, host, tower, api, last_send }
     }
 
     pub(super) fn quic(&self) -> &str {
@@ -83,6 +86,14 @@ impl Link {
 
     pub(super) fn set_host(&self, report: HostReport) {
         *self.host.lock() = Some(report);
+    }
+
+    pub(super) fn tower(&self) -> Option<OfferedTower> {
+        self.tower.lock().clone()
+    }
+
+    pub(super) fn set_tower(&self, tower: OfferedTower) {
+        *self.tower.lock() = Some(tower);
     }
 
     pub(super) fn session(&self) -> SessionId {

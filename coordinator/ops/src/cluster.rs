@@ -29,6 +29,9 @@ pub(crate) fn asleep(metrics: &[(NodeId, String)]) -> HashSet<NodeId> {
 pub(crate) fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
     let workers = ops.dispatch.workers();
     let hosts = hosts(ops);
+    let encoders: HashMap<NodeId, ModelId> =
+        ops.dispatch.encoders().into_iter().map(|(node, tower)| (node, tower.model)).collect();
+    let encodes = |view: &WorkerView| encoders.get(&view.member.register.node);
     let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
     let (index, queue, inflight) = ops.dispatch.sizes();
     let models: Vec<Value> = ops
@@ -46,7 +49,7 @@ pub(crate) fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
         .collect();
     json!({
         "coordinators": coordinators(ops),
-        "workers": workers.iter().map(|view| worker(ops, view, &planned, asleep, &hosts)).collect::<Vec<_>>(),
+        "workers": workers.iter().map(|view| worker(ops, view, encodes(view), &planned, asleep, &hosts)).collect::<Vec<_>>(),
         "models": models,
         // As `/admin/v1/deployments` lists them.
         "deployments": deployments::all(ops),
@@ -118,6 +121,7 @@ fn hosts(ops: &Ops) -> HashMap<NodeId, Value> {
 fn worker(
     ops: &Ops,
     view: &WorkerView,
+    encodes: Option<&ModelId>,
     planned: &[ReplicaView],
     asleep: &HashSet<NodeId>,
     hosts: &HashMap<NodeId, Value>,
@@ -156,7 +160,9 @@ fn worker(
         "quic": register.quic,
         "ops": register.ops,
         "running": report.map_or(0, |r| r.running),
-        "role": view.part.name(),
+        "role": encodes.map_or(view.part.name(), |_| "encode"),
+        // The model whose images it encodes for other workers.
+        "encodes": encodes.map(ModelId::as_str),
         "pulled_bytes": view.pulls.pulled_bytes,
         "sent_bytes": view.pulls.sent_bytes,
         "pull_failures": view.pulls.failures,

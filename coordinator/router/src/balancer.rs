@@ -245,6 +245,16 @@ impl WorkerView {
     }
 }
 
+/// Whether a node takes new work. Greater is better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Availability {
+    /// It is no member, is draining or is not ready.
+    Away,
+    /// It has not reported in time: it gets work only if no other takes it.
+    Silent,
+    Ready,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueView {
     pub requests: usize,
@@ -459,6 +469,11 @@ impl Balancer {
         quic: String,
     ) {
         self.worker_pool.introduce(node, epoch, (part, pulls, quic));
+    }
+
+    /// Whether a node takes new work.
+    pub fn availability(&self, now: Instant, node: &NodeId) -> Availability {
+        self.worker_pool.availability(now, node)
     }
 
     /// Replaces a member's adapters. Returns those that are left out: see [`WorkerTable::set_adapters`].

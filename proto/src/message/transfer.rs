@@ -1,6 +1,7 @@
 //! Generate requests and KV transfer: the phases of a request that a worker serves, the cost of pulling a
 //! prefix from it, and the source that a request may pull its prefix from.
 
+use super::image_encoder::ImageEncoderSource;
 use super::{GrammarSpec, PromptImage, Sampling, Stop, TokenIds};
 use crate::block::BlockId;
 use crate::ids::{Attempt, ModelId, RequestId};
@@ -56,6 +57,9 @@ pub struct GenerateRequest {
     /// Images whose rows the prompt contains. They are sent before the request, as [`PromptImages`](super::PromptImages).
     #[serde(skip)]
     pub images: Vec<PromptImage>,
+    /// Workers that encode images of the model. They are sent before the images.
+    #[serde(skip)]
+    pub encoders: Vec<ImageEncoderSource>,
     /// Tokens that an earlier attempt has already sent to the client. They are replayed and not sent again.
     pub emitted: TokenIds,
     pub sampling: Sampling,

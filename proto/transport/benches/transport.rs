@@ -89,6 +89,7 @@ fn request(max_tokens: u32) -> GenerateRequest {
         sampling: Sampling::default(),
         stop: Stop { max_tokens, ..Stop::default() },
         images: Vec::new(),
+        encoders: Vec::new(),
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,

@@ -4,6 +4,7 @@ use super::BulkSender;
 use super::close::CloseCode;
 use super::driver::Driver;
 use super::encode;
+use super::encode_image::EncodeImageStream;
 use super::group::GroupSender;
 use super::hello::Agreement;
 use super::incoming::{self, Incoming};
@@ -26,6 +27,7 @@ use pki::PeerIdentity;
 use proto::event::{KvSnapshot, PeerIndexAsk};
 use proto::ids::{Epoch, NodeId, Role};
 use proto::log::Repeats;
+use proto::message::image_encoder::EncodeImage;
 use proto::message::{EncodeRequest, GenerateError};
 use proto::operation::{BackendRequest, OperationError, OperationRequest};
 use proto::placement::StageClaim;
@@ -239,6 +241,12 @@ impl Connection {
     pub async fn open_pull(&self, request: &PullRequest) -> Result<PullStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Pull).await?;
         PullStream::start(send, receive, request).await
+    }
+
+    /// Worker to worker: has an image encoded.
+    pub async fn open_encode_image(&self, image: &EncodeImage) -> Result<EncodeImageStream, Error> {
+        let (send, receive) = self.open_bidirectional(StreamKind::EncodeImage).await?;
+        EncodeImageStream::start(send, receive, image).await
     }
 
     /// Worker to worker: requests a manifest or chunks.

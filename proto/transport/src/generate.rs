@@ -7,6 +7,7 @@ use super::prefixes::{Numbering, Sending};
 use super::streams::{FrameReader, FrameWriter, StreamCode, StreamKind};
 use crate::Error;
 use proto::codec::Cap;
+use proto::message::image_encoder::ImageEncoders;
 use proto::message::{GenerateFrame, GenerateRequest, NumberedPrefix, PrefixNote, PromptImages};
 use quinn::{RecvStream, SendStream};
 
@@ -178,9 +179,15 @@ fn noted(
     if request.images.is_empty() {
         return opening(send, StreamKind::GenerateAfter, request).preceded_by(note, Cap::GenerateRequest);
     }
-    let writer = opening(send, StreamKind::GenerateFromImages, request);
     let images = PromptImages(request.images.clone());
-    writer.preceded_by(note, Cap::GenerateRequest)?.preceded_by(&images, Cap::Images)
+    if request.encoders.is_empty() {
+        let writer = opening(send, StreamKind::GenerateFromImages, request);
+        return writer.preceded_by(note, Cap::GenerateRequest)?.preceded_by(&images, Cap::Images);
+    }
+    let writer = opening(send, StreamKind::GenerateWithEncoders, request);
+    let encoders = ImageEncoders(request.encoders.clone());
+    let writer = writer.preceded_by(note, Cap::GenerateRequest)?;
+    writer.preceded_by(&encoders, Cap::Stream)?.preceded_by(&images, Cap::Images)
 }
 
 #[cfg(test)]

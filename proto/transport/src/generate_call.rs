@@ -4,6 +4,7 @@ use super::prefixes::KeptPrefixes;
 use super::streams::{FrameReader, FrameWriter, StreamCode, next_request, read_request};
 use crate::Error;
 use proto::codec::Cap;
+use proto::message::image_encoder::ImageEncoders;
 use proto::message::{GenerateFrame, GenerateRequest, PrefixNote, PromptImages};
 use quinn::{RecvStream, SendStream};
 
@@ -40,17 +41,23 @@ impl GenerateCall {
         Self::read_noted(send, rest.retyped(Cap::GenerateRequest), note, kept).await
     }
 
-    /// Like [`read_after`](Self::read_after), for a prompt with images.
+    /// Like [`read_after`](Self::read_after), for a prompt with images, and with `encoders` for those with the workers
+    /// that encode them.
     pub(super) async fn read_with_images(
-        send: SendStream,
-        receive: RecvStream,
+        (send, receive): (SendStream, RecvStream),
+        encoders: bool,
         kept: &KeptPrefixes,
     ) -> Result<Self, Error> {
         let (note, rest) = read_note(receive).await?;
-        let mut images = rest.retyped::<PromptImages>(Cap::Images);
+        let mut frames = rest.retyped::<ImageEncoders>(Cap::Stream);
+        let ImageEncoders(sources) = match encoders {
+            true => frames.next().await?.ok_or(Error::StreamCut { what: WHAT })?,
+            false => ImageEncoders::default(),
+        };
+        let mut images = frames.retyped::<PromptImages>(Cap::Images);
         let PromptImages(prompt_images) = images.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
         let mut call = Self::read_noted(send, images.retyped(Cap::GenerateRequest), note, kept).await?;
-        call.request.images = prompt_images;
+        (call.request.images, call.request.encoders) = (prompt_images, sources);
         Ok(call)
     }
 

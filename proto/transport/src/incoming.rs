@@ -4,6 +4,7 @@
 use super::BulkReceiver;
 use super::driver::Driver;
 use super::encode::EncodeCall;
+use super::encode_image::EncodeImageCall;
 use super::generate_call::GenerateCall;
 use super::group::GroupStream;
 use super::kv::{KvEventReceiver, KvSnapshotReply};
@@ -54,6 +55,8 @@ pub enum Incoming {
     Operation(Box<OperationCall>),
     /// Worker to worker: a pull of a prefix's resume point.
     Pull(PullCall),
+    /// Worker to worker: an image to encode.
+    EncodeImage(EncodeImageCall),
     /// KV events of a worker.
     KvEvents(KvEventReceiver),
     /// A coordinator's request for a snapshot of this worker's prefixes.
@@ -177,10 +180,14 @@ async fn identify(
                 .await
                 .map(|call| Some(Incoming::Generate(Box::new(call))));
         }
-        (Ok(StreamKind::GenerateFromImages), Some(send)) => {
-            return GenerateCall::read_with_images(send, receive, kept)
+        (Ok(kind @ (StreamKind::GenerateFromImages | StreamKind::GenerateWithEncoders)), Some(send)) => {
+            let encoders = kind == StreamKind::GenerateWithEncoders;
+            return GenerateCall::read_with_images((send, receive), encoders, kept)
                 .await
                 .map(|call| Some(Incoming::Generate(Box::new(call))));
+        }
+        (Ok(StreamKind::EncodeImage), Some(send)) => {
+            return EncodeImageCall::read(send, receive).await.map(|call| Some(Incoming::EncodeImage(call)));
         }
         (Ok(StreamKind::Encode), Some(send)) => {
             return EncodeCall::read(send, receive).await.map(|call| Some(Incoming::Encode(call)));

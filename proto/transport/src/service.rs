@@ -7,6 +7,7 @@ use proto::adapter::{AdapterOrder, AdapterRefusal, AdapterReport};
 use proto::deployment::{HostReport, ModelsOrder, ModelsReport};
 use proto::event::KvReplay;
 use proto::ids::ModelId;
+use proto::message::image_encoder::EncoderReport;
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::shard::ShippingReport;
 use proto::usage::UsageReport;
@@ -34,6 +35,9 @@ pub trait CoordinatorApi {
     /// Reports what ended requests have used, repeated until the coordinator replies. An older coordinator refuses the
     /// call.
     async fn usage(report: UsageReport);
+    /// Reports that the worker encodes images for other workers, after the registration. An older coordinator refuses
+    /// the call.
+    async fn encoder(report: EncoderReport);
 }
 
 /// Calls of a coordinator to each worker.

@@ -66,6 +66,10 @@ pub enum StreamKind {
     GenerateFromImages = 21,
     /// A session of an operation by a backend that the client has chosen, coordinator to worker. Bidirectional.
     OperationByBackend = 22,
+    /// One generation whose prompt has images, with the workers that encode them, coordinator to worker. Bidirectional.
+    GenerateWithEncoders = 23,
+    /// One image to encode, worker to worker. Bidirectional.
+    EncodeImage = 24,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -95,6 +99,8 @@ impl StreamKind {
             Self::Probe,
             Self::GenerateFromImages,
             Self::OperationByBackend,
+            Self::GenerateWithEncoders,
+            Self::EncodeImage,
             Self::Hello,
         ]
         .into_iter()
@@ -109,14 +115,18 @@ impl StreamKind {
             | Self::Generate
             | Self::GenerateAfter
             | Self::GenerateFromImages
+            | Self::GenerateWithEncoders
             | Self::KvSnapshot
             | Self::Encode
             | Self::Sequence
             | Self::Operation
             | Self::OperationByBackend => (opener, acceptor) == (Role::Coordinator, Role::Worker),
-            Self::Pull | Self::Stage | Self::Activations | Self::StageLease | Self::StageBlocks => {
-                (opener, acceptor) == (Role::Worker, Role::Worker)
-            }
+            Self::Pull
+            | Self::EncodeImage
+            | Self::Stage
+            | Self::Activations
+            | Self::StageLease
+            | Self::StageBlocks => (opener, acceptor) == (Role::Worker, Role::Worker),
             // A coordinator needs the manifests, with the tokenizers, of models that are deployed.
             Self::Shard => acceptor == Role::Worker,
             Self::Group | Self::PeerIndex => (opener, acceptor) == (Role::Coordinator, Role::Coordinator),

@@ -12,6 +12,7 @@ mod deployments;
 mod dialects;
 mod embeddings;
 mod engines;
+mod extra_worker;
 mod failover;
 mod gpu_health;
 mod grammars;

@@ -1,48 +1,18 @@
 //! Voice activity, turn detection, wake words, speakers and diarization, with a WebSocket library's client.
 
+use crate::extra_worker::ExtraWorker;
 use crate::openai_client::{python, run};
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::json;
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 const BOTH: &str = "silero-vad,smart-turn";
 
-/// An additional worker of a cluster, killed when dropped.
-struct ExtraWorker(Child);
-
-impl Drop for ExtraWorker {
-    fn drop(&mut self) {
-        // It may have exited already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// Starts a worker that only offers `operation`, and waits until it has joined.
 fn start_extra(cluster: &Cluster, name: &str, operation: &str) -> ExtraWorker {
-    let data = cluster.data_dir();
-    let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
-    let (ca, identity) = (text(data.join("ca")), text(data.join(name)));
-    let issue = ["ca", "issue", "--dir", &ca, "--role", "worker", "--node", name, "--out", &identity];
-    binary::stdout(&issue).unwrap();
-    let log = std::fs::File::create(data.join("logs").join(format!("{name}.log"))).unwrap();
-    let quic = cluster.coordinator().quic.to_string();
-    let mut command: Command = binary::command(&["worker", "--identity", &identity]).unwrap();
-    command.args(["--coordinators", &quic, "--operation", operation]);
-    command.args([
-        "--quic",
-        "127.0.0.1:0",
-        "--ops",
-        "127.0.0.1:0",
-        "--threads",
-        "1",
-        "--drain-timeout",
-        "3s",
-    ]);
-    let worker = ExtraWorker(command.stdout(Stdio::null()).stderr(log).spawn().unwrap());
+    let worker = ExtraWorker::start(cluster, name, &["--operation", operation]);
     wait::until("it has joined", binary::NODE_TIMEOUT, || {
         let status = cluster.status().ok()?;
         let own = status["workers"].as_array()?.iter().find(|worker| worker["id"] == name)?.clone();
@@ -112,7 +82,7 @@ fn the_only_worker_of_an_operation_is_killed_in_a_session() {
     let cluster = Cluster::builder("operations-lost", &tiny_model()).start().unwrap();
     let vad = start_extra(&cluster, "ears", "silero-vad");
     let _turns = start_extra(&cluster, "turns", "smart-turn");
-    script(&cluster, &["lost", &vad.0.id().to_string()]);
+    script(&cluster, &["lost", &vad.pid().to_string()]);
     // The generating workers are not affected.
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
     http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
@@ -122,7 +92,7 @@ fn the_only_worker_of_an_operation_is_killed_in_a_session() {
 fn a_worker_that_stops_ends_its_sessions_with_a_named_error() {
     let cluster = Cluster::builder("operations-drain", &tiny_model()).start().unwrap();
     let vad = start_extra(&cluster, "ears", "silero-vad");
-    script(&cluster, &["drained", &vad.0.id().to_string()]);
+    script(&cluster, &["drained", &vad.pid().to_string()]);
 }
 
 #[test]

@@ -69,6 +69,7 @@ impl CoordinatorApi for Api {
     async fn certificate(self, _: Context, _: CertificateReport) {}
     async fn shipping(self, _: Context, _: ShippingReport) {}
     async fn usage(self, _: Context, _: UsageReport) {}
+    async fn encoder(self, _: Context, _: proto::message::image_encoder::EncoderReport) {}
 
     async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
         Ok(())
@@ -194,6 +195,7 @@ impl Site {
                 sampling: Sampling::default(),
                 stop: Stop { max_tokens: 4, ignore_eos: true, ..Stop::default() },
                 images: Vec::new(),
+                encoders: Vec::new(),
                 predicted_cached: 0,
                 deadline_ms: 0,
                 pull: None,

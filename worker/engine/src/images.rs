@@ -4,6 +4,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+mod encoding;
+
+pub(crate) use encoding::Digest;
+pub use encoding::{Embeddings, Encoded, ImageEncoder, RemoteDone, RemoteEncoder, Unencoded};
 pub use vision::IMAGE_ID;
 
 /// First rows of an image at which no prefix hit may end: fewer ids do not identify the image.

@@ -10,6 +10,7 @@ use super::sleeper::Sleeper;
 use crate::generator::{Generator, RunningGeneration};
 use engine::engine::EngineLoad;
 use engine::engine::thread::EngineHandle;
+use engine::images::RemoteEncoder;
 use engine::kv_events::EventLog;
 use engine::pull::Source;
 use engine::sampling::stop::{Ending, OutputText};
@@ -248,6 +249,7 @@ impl Generator for ExternalGenerator {
         // Never there: such a worker offers no adapters.
         _adapter: Option<[u8; 32]>,
         _pull: Option<Box<dyn Source>>,
+        _encoder: Option<Arc<dyn RemoteEncoder>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
         usage: Arc<RequestUsage>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>> {

@@ -72,6 +72,7 @@ fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
         sampling: Sampling::default(),
         stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
         images: Vec::new(),
+        encoders: Vec::new(),
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,
@@ -94,7 +95,7 @@ struct Outcome {
 async fn run(generator: &ExternalGenerator, request: GenerateRequest) -> Outcome {
     let (frames, mut inbox) = mpsc::unbounded_channel();
     let mut outcome = Outcome::default();
-    let running = match generator.submit(request, None, None, frames, RequestUsage::new(|_| {})).await {
+    let running = match generator.submit(request, None, None, None, frames, RequestUsage::new(|_| {})).await {
         Ok(running) => running,
         Err(error) => return Outcome { failed: Some(error), ..outcome },
     };
@@ -272,7 +273,7 @@ async fn a_dropped_request_is_cancelled_at_the_engine() {
     let (frames, mut inbox) = mpsc::unbounded_channel();
     let running = rig
         .generator
-        .submit(request(&prompt(7, 40), 5), None, None, frames, RequestUsage::new(|_| {}))
+        .submit(request(&prompt(7, 40), 5), None, None, None, frames, RequestUsage::new(|_| {}))
         .await
         .unwrap();
     inbox.recv().await.unwrap();

@@ -4,7 +4,7 @@ use super::{Generator, RunningGeneration};
 use engine::Error;
 use engine::engine::thread::EngineHandle;
 use engine::engine::{EngineImage, EngineLoad, EngineRequest, ImageSource, Sink};
-use engine::images::PlacedImage;
+use engine::images::{PlacedImage, RemoteEncoder};
 use engine::kv_events::EventLog;
 use engine::pull::Source;
 use engine::scheduler::SeqId;
@@ -48,6 +48,7 @@ impl Generator for EngineHandle {
         request: GenerateRequest,
         adapter: Option<[u8; 32]>,
         pull: Option<Box<dyn Source>>,
+        encoder: Option<Arc<dyn RemoteEncoder>>,
         frames: mpsc::UnboundedSender<GenerateFrame>,
         usage: Arc<RequestUsage>,
     ) -> BoxFuture<'static, Result<RunningGeneration, GenerateError>> {
@@ -59,7 +60,7 @@ impl Generator for EngineHandle {
             adapter,
             tenant: request.tenant,
             prompt: request.prompt.to_vec(),
-            images: request.images.into_iter().map(engine_image).collect(),
+            images: request.images.into_iter().map(|image| engine_image(image, encoder.as_ref())).collect(),
             emitted: request.emitted.to_vec(),
             sampling: request.sampling,
             stop: request.stop,
@@ -125,9 +126,13 @@ impl Generator for EngineHandle {
     }
 }
 
-fn engine_image(image: PromptImage) -> EngineImage {
+fn engine_image(image: PromptImage, encoder: Option<&Arc<dyn RemoteEncoder>>) -> EngineImage {
     let PromptImage { file: FileBytes(file), digest, runs } = image;
-    EngineImage { place: PlacedImage { runs, digest }, source: ImageSource::File(file) }
+    let source = match encoder {
+        Some(encoder) => ImageSource::Elsewhere(file, Arc::clone(encoder)),
+        None => ImageSource::File(file),
+    };
+    EngineImage { place: PlacedImage { runs, digest }, source }
 }
 
 /// Submits the request once its grammar is compiled.

@@ -1,18 +1,24 @@
 //! Images of prompts: the vision tower of a model's file as the engine's [`ImageEncoder`].
 
 use super::hosted::HostedSource;
-use super::{Arriving, DeviceChoice, EngineOptions, environment, pool_config};
+use super::{
+    Arriving, DeviceChoice, EngineOptions, Memory, TowerPlace, digest, environment, host, pool_config,
+};
 use crate::Error;
 use engine::decoder::Decoder;
-use engine::engine::ImageEncoder;
-use engine::images::{EncodedImage, PlacedImage};
+use engine::images::{EncodedImage, ImageEncoder, PlacedImage};
+use engine::kv_cache::memory::{MemoryFloor, MemoryRefused};
 use engine::vision::{Pixels, VisionTower};
 use engine::weights::TensorSource;
-use kernels::backend::{ActivationMode, MemoryUse};
+use kernels::backend::{ActivationMode, Backend, MemoryUse};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::ModelFile;
 use model::spec::VisionSpec;
+use model::vision::is_vision_tensor;
+use proto::ids::ModelId;
+use proto::message::image_encoder::OfferedTower;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +28,22 @@ use vision::ImageProcessor;
 pub struct ModelVision {
     processor: ImageProcessor,
     tower: VisionTower,
+    class: String,
+}
+
+/// What a model needs to see images, beside its decoder.
+pub(super) struct Sight {
+    /// `None`: the towers of other workers encode.
+    vision: Option<ModelVision>,
+    /// Class of the tower that is loaded, or would be. The embeddings of other workers must be of the same.
+    pub(super) tower_class: String,
+}
+
+/// A vision tower without its model, for other workers.
+pub struct LoadedTower {
+    vision: ModelVision,
+    model_digest: [u8; 32],
+    cache_bytes: u64,
 }
 
 /// Description of images in a model's file.
@@ -53,13 +75,22 @@ impl Description {
 
     /// Loads the tower, with threads of its own: those of the steps would wait for each of its products.
     fn load(self, source: &dyn TensorSource, options: &EngineOptions) -> Result<ModelVision, Error> {
-        let config = CpuConfig::select(ActivationMode::F32, environment)?;
-        let pool = Pool::new(PoolConfig { spin: Duration::ZERO, cpus: None, ..pool_config(options) })?;
-        let rows = self.step_rows();
-        let backend = Box::new(CpuBackend::new(config, Arc::new(pool))?);
-        let tower = VisionTower::load(self.spec, source, backend, rows)?;
-        Ok(ModelVision { processor: self.processor, tower })
+        let backend = backend(PoolConfig { spin: Duration::ZERO, cpus: None, ..pool_config(options) })?;
+        let (rows, class) = (self.step_rows(), class(&backend));
+        let tower = VisionTower::load(self.spec, source, Box::new(backend), rows)?;
+        Ok(ModelVision { processor: self.processor, tower, class })
     }
+}
+
+fn backend(pool: PoolConfig) -> Result<CpuBackend, Error> {
+    let config = CpuConfig::select(ActivationMode::F32, environment)?;
+    Ok(CpuBackend::new(config, Arc::new(Pool::new(pool)?))?)
+}
+
+/// Towers of one model with equal classes give bit-equal values.
+fn class(backend: &CpuBackend) -> String {
+    let info = backend.info();
+    format!("tower/{}/{}/{}", info.device, info.isa, info.weight_path)
 }
 
 /// Loads the part of a model that sees images, if there is one and the device of `decoder` computes rows of images. A
@@ -68,7 +99,7 @@ pub(super) fn of_model(
     file: &ModelFile,
     decoder: &Decoder,
     options: &EngineOptions,
-) -> Result<Option<ModelVision>, Error> {
+) -> Result<Option<Sight>, Error> {
     let description = match Description::read(file) {
         Ok(Some(description)) => description,
         Ok(None) => return Ok(None),
@@ -77,13 +108,32 @@ pub(super) fn of_model(
             return Ok(None);
         }
     };
-    match decoder.image_rules() {
-        Some(_) => load(file, description, options).map(Some),
-        None => {
-            tracing::warn!("prompts with images are refused: only a CPU with all layers computes them");
-            Ok(None)
-        }
+    if decoder.image_rules().is_none() {
+        tracing::warn!("prompts with images are refused: only a CPU with all layers computes them");
+        return Ok(None);
     }
+    Ok(Some(match options.vision_tower {
+        TowerPlace::Here | TowerPlace::Alone => {
+            let vision = load(file, description, options)?;
+            Sight { tower_class: vision.class.clone(), vision: Some(vision) }
+        }
+        TowerPlace::Elsewhere => {
+            let tower_class = class(&backend(PoolConfig::new(NonZeroUsize::MIN))?);
+            Sight { tower_class, vision: None }
+        }
+    }))
+}
+
+/// Bytes of the tensors of the tower if it is not loaded with the model.
+pub(super) fn left_out_bytes(file: &ModelFile, options: &EngineOptions) -> u64 {
+    match options.vision_tower {
+        TowerPlace::Here | TowerPlace::Alone => 0,
+        TowerPlace::Elsewhere => tower_bytes(file),
+    }
+}
+
+fn tower_bytes(file: &ModelFile) -> u64 {
+    file.tensors().filter(|tensor| is_vision_tensor(tensor.name())).map(|tensor| tensor.bytes()).sum()
 }
 
 /// Bytes of buffers and cache of the tower that [`of_model`] will load. `None`: it will load none, as far as that is
@@ -92,7 +142,71 @@ pub(super) fn needed_bytes(file: &ModelFile, options: &EngineOptions) -> Option<
     let description = Description::read(file).ok().flatten()?;
     let (device, _) = options.device.resolve(options.gpu).ok()?;
     let computes = matches!(device, DeviceChoice::Auto | DeviceChoice::Cpu);
-    computes.then(|| description.scratch_bytes().saturating_add(options.image_cache_bytes))
+    let scratch = match options.vision_tower {
+        TowerPlace::Here | TowerPlace::Alone => description.scratch_bytes(),
+        TowerPlace::Elsewhere => 0,
+    };
+    computes.then(|| scratch.saturating_add(options.image_cache_bytes))
+}
+
+/// Loads the vision tower of the model in a file, and nothing else of it. It computes on CPUs, whatever the device is.
+/// Reads the whole file if its digest is not in the options' cache.
+///
+/// # Errors
+/// For a model without a tower, a tower or a preprocessing that is not supported, and memory that is not free; errors
+/// of the file.
+pub fn tower(path: &Path, options: &EngineOptions) -> Result<LoadedTower, Error> {
+    let options = &EngineOptions { device: DeviceChoice::Cpu, ..options.clone() };
+    let file = ModelFile::open(path)?;
+    let description = Description::read(&file)?.ok_or(Error::WrongTask {
+        does: "sees no images",
+        instead: "a worker with the role encode needs one with a vision tower",
+    })?;
+    let floor = MemoryFloor { bytes: crate::defaults::floor(host(options)?).value };
+    let bytes = tower_bytes(&file)
+        .saturating_add(description.scratch_bytes())
+        .saturating_add(options.image_cache_bytes);
+    let refused = |refused: MemoryRefused| engine::Error::KvMemory { reason: refused.to_string() };
+    floor.admit(&Memory::Host, "the vision tower", bytes).map_err(refused)?;
+    let vision = load(&file, description, options)?;
+    Ok(LoadedTower { vision, model_digest: digest(&file, options)?, cache_bytes: options.image_cache_bytes })
+}
+
+impl LoadedTower {
+    /// As it is reported to coordinators.
+    pub(crate) fn offered(&self, model: ModelId) -> OfferedTower {
+        OfferedTower { model, model_digest: self.model_digest, numeric_class: self.vision.class.clone() }
+    }
+
+    pub(crate) fn model_digest(&self) -> [u8; 32] {
+        self.model_digest
+    }
+
+    /// Values of a row.
+    pub(crate) fn width(&self) -> usize {
+        self.vision.tower.spec().out
+    }
+
+    /// The encoder, and bytes of its cache.
+    pub(crate) fn into_encoder(self) -> (Box<dyn ImageEncoder>, u64) {
+        (Box::new(self.vision), self.cache_bytes)
+    }
+}
+
+impl Sight {
+    pub(super) fn memory(&self) -> MemoryUse {
+        self.vision.as_ref().map(|vision| vision.tower.memory()).unwrap_or_default()
+    }
+
+    /// Bytes of buffers and caches of a step.
+    pub(super) fn buffer_bytes(&self) -> u64 {
+        let MemoryUse { activations, kv, .. } = self.memory();
+        (activations + kv) as u64
+    }
+
+    pub(super) fn encoder(self) -> Option<Box<dyn ImageEncoder>> {
+        self.vision.map(|vision| Box::new(vision) as Box<dyn ImageEncoder>)
+    }
 }
 
 /// Loads the vision tower in a model's file.
@@ -124,16 +238,6 @@ impl ModelVision {
 
     pub fn tower(&mut self) -> &mut VisionTower {
         &mut self.tower
-    }
-
-    pub(super) fn memory(&self) -> MemoryUse {
-        self.tower.memory()
-    }
-
-    /// Bytes of buffers and caches of a step.
-    pub(super) fn buffer_bytes(&self) -> u64 {
-        let MemoryUse { activations, kv, .. } = self.memory();
-        (activations + kv) as u64
     }
 }
 

@@ -16,6 +16,18 @@ use std::time::Duration;
 /// Default of [`EngineOptions::image_cache_bytes`]: about 30,000 rows of 2,048 values.
 pub const IMAGE_CACHE_BYTES: u64 = 256 << 20;
 
+/// Place of a model's vision tower.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TowerPlace {
+    /// In this worker, beside the model.
+    #[default]
+    Here,
+    /// In other workers, with the role encode.
+    Elsewhere,
+    /// In this worker, without the model: it has the role encode.
+    Alone,
+}
+
 /// Options of a model that is loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineOptions {
@@ -48,6 +60,7 @@ pub struct EngineOptions {
     pub tiers: TiersConfig,
     /// Bytes of image embeddings that are kept.
     pub image_cache_bytes: u64,
+    pub vision_tower: TowerPlace,
     /// How long a request waits for a KV transfer. `None`: as long as computing the prefix would take.
     pub pull_timeout: Option<Duration>,
     pub block_layout: BlockLayout,
@@ -94,6 +107,7 @@ impl Default for EngineOptions {
             pin_bytes: None,
             tiers: TiersConfig::default(),
             image_cache_bytes: IMAGE_CACHE_BYTES,
+            vision_tower: TowerPlace::Here,
             pull_timeout: None,
             block_layout: BlockLayout::Paged,
             workers: 1,

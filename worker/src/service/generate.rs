@@ -1,8 +1,8 @@
 //! Serves one generation over QUIC: request in, frames out. Cancelled when the caller stops reading.
 
-use super::Node;
 use super::peers::Holder;
 use super::runner::Runner;
+use super::{Node, images};
 use crate::generator::RunningGeneration;
 use engine::pull::Source;
 use proto::message::{GenerateError, GenerateFrame, MAX_TOKENS_PER_FRAME};
@@ -40,11 +40,12 @@ pub(super) fn serve(
                 .pull
                 .clone()
                 .map(|source| Box::new(Holder::new(Arc::clone(&node.peers), source)) as Box<dyn Source>);
+            let encoder = images::encoder(node, &request);
             let constrained = request.grammar.is_some();
             // Bounded by the request's own max_tokens: the engine never waits for a slow reader.
             let (frames, inbox) = mpsc::unbounded_channel();
             let adapter = node.adapter(&request.model);
-            Ok((engine.submit(request, adapter, pull, frames, usage), constrained, inbox))
+            Ok((engine.submit(request, adapter, pull, encoder, frames, usage), constrained, inbox))
         }
         (_, refusal) => Err(refusal.unwrap_or(GenerateError::ModelNotFound(request.model))),
     };

@@ -9,6 +9,7 @@ use proto::deployment::{ModelsOrder, ModelsReport};
 use proto::event::KvReplay;
 use proto::ids::{Epoch, ModelId};
 use proto::log::Repeats;
+use proto::message::image_encoder::EncoderReport;
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::shard::ShippingReport;
 use proto::worker::{CertificateReport, Refusal, Registered, WorkerStatus};
@@ -83,6 +84,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         reason = report_adapters(node, &connection, epoch) => reason,
         reason = report_usage(node, &connection) => reason,
         reason = report_host(node, &connection, epoch) => reason,
+        reason = report_encoder(&offer, &connection, epoch) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "the session with a coordinator has ended");
@@ -189,6 +191,20 @@ async fn report_host(node: &Node, connection: &Connection, epoch: Epoch) -> Stri
             Ok(Ok(())) => {}
             Ok(Err(refusal)) => return refusal.to_string(),
             Err(error) => tracing::warn!(%error, "a coordinator deploys no models to this worker"),
+        }
+    }
+    std::future::pending().await
+}
+
+/// Tells the coordinator that this worker encodes images.
+async fn report_encoder(offer: &Offer, connection: &Connection, epoch: Epoch) -> String {
+    if let Some(tower) = offer.tower.clone() {
+        let api = match connection.coordinator_api().await {
+            Ok(api) => api,
+            Err(error) => return error.to_string(),
+        };
+        if let Err(error) = api.encoder(deadline(CALL_LIMIT), EncoderReport { epoch, tower }).await {
+            tracing::warn!(%error, "a coordinator has no images encoded by this worker");
         }
     }
     std::future::pending().await
@@ -308,7 +324,7 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
     }
 }
 
-async fn run_call(under_way: UnderWay, call: impl Future<Output = ()>) {
+pub(super) async fn run_call(under_way: UnderWay, call: impl Future<Output = ()>) {
     call.await;
     drop(under_way);
 }

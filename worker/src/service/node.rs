@@ -11,7 +11,7 @@ use super::twin::Twin;
 use super::usage::UsageLog;
 use crate::Error;
 use crate::external_engine::{OnLost, OpenedEngine};
-use crate::load::{EngineOptions, Prepared};
+use crate::load::{EngineOptions, LoadedTower, Prepared, TowerPlace};
 use engine::encoder::Encoder;
 use engine::engine::thread::{Broken, EXIT_BROKEN, EXIT_DEVICE_LOST};
 use engine::progress::end_process;
@@ -24,6 +24,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
+use proto::message::image_encoder::OfferedTower;
 use proto::message::{PullCost, WorkPart};
 use proto::operation::{MAX_OPERATIONS, OfferedOperation, Operation};
 use proto::served_model::{ModelTask, ServedModel};
@@ -104,6 +105,10 @@ pub(super) struct Offer {
     /// Backend of the model if it is an encoder.
     pub(super) backend: Option<&'static str>,
     pub(super) pull_cost: Option<PullCost>,
+    /// The tower, if it encodes images for other workers.
+    pub(super) tower: Option<OfferedTower>,
+    /// Class of the towers whose embeddings the model takes. `None`: it sees no images.
+    pub(super) tower_class: Option<String>,
 }
 
 /// A loaded model that waits for the cluster key.
@@ -112,13 +117,18 @@ pub(super) enum Loaded {
     Encoder(Box<Encoder>),
     /// Computed by a server of another project.
     External(Box<OpenedEngine>),
+    /// The vision tower of a model, for other workers.
+    Tower(Box<LoadedTower>),
     /// No model: a worker of the pool that leads no replica, or one that offers only operations.
     Nothing,
 }
 
 impl Loaded {
-    /// Loads the model in the file according to its task.
+    /// Loads the model in the file according to its task, or only its vision tower.
     pub(super) fn load(path: &Path, options: &EngineOptions) -> Result<Self, Error> {
+        if options.vision_tower == TowerPlace::Alone {
+            return Ok(Self::Tower(Box::new(crate::load::tower(path, options)?)));
+        }
         match crate::load::task(path)? {
             ModelTask::Generate | ModelTask::GenerateFromImages => {
                 Ok(Self::Generator(Box::new(crate::load::prepare(path, options, &mut |_, _| {})?)))
@@ -134,14 +144,14 @@ impl Loaded {
             Self::Generator(prepared) => Some(prepared.served(id)),
             Self::Encoder(encoder) => Some(encoder.served(id)),
             Self::External(opened) => Some(opened.served(id)),
-            Self::Nothing => None,
+            Self::Tower(_) | Self::Nothing => None,
         }
     }
 
     pub(super) fn pull_cost(&self, id: ModelId) -> Option<PullCost> {
         match self {
             Self::Generator(prepared) => prepared.pull_cost(id),
-            Self::Encoder(_) | Self::External(_) | Self::Nothing => None,
+            Self::Encoder(_) | Self::External(_) | Self::Tower(_) | Self::Nothing => None,
         }
     }
 }
@@ -313,7 +323,12 @@ impl NodeRun {
         let pull_cost = name.and_then(|name| loaded.pull_cost(name.clone()));
         let backend = match &loaded {
             Loaded::Encoder(encoder) => Some(encoder.backend()),
-            Loaded::Generator(_) | Loaded::External(_) | Loaded::Nothing => None,
+            Loaded::Generator(_) | Loaded::External(_) | Loaded::Tower(_) | Loaded::Nothing => None,
+        };
+        let (tower, tower_class) = match (&loaded, name) {
+            (Loaded::Tower(tower), Some(name)) => (Some(tower.offered(name.clone())), None),
+            (Loaded::Generator(prepared), _) => (None, prepared.tower_class().map(str::to_owned)),
+            _ => (None, None),
         };
         let mut path = None;
         if let (Loaded::Generator(prepared), Some(model)) = (&loaded, &model) {
@@ -322,7 +337,14 @@ impl NodeRun {
             self.node.adapters.send_replace(Arc::new(loaded.collect()));
         }
         *self.node.prepared.lock() = Some(loaded);
-        self.node.offer.send_replace(Some(Arc::new(Offer { model, path, backend, pull_cost })));
+        self.node.offer.send_replace(Some(Arc::new(Offer {
+            model,
+            path,
+            backend,
+            pull_cost,
+            tower,
+            tower_class,
+        })));
     }
 
     /// Ends the epoch. Coordinators notice at once and retry its requests on other workers.

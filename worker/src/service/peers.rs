@@ -4,8 +4,9 @@
 //! copies between steps and between the layers of a step. If it fails, the receiver computes the prefix
 //! instead.
 
-use super::Node;
+use super::link::run_call;
 use super::runner::Runner;
+use super::{Node, images};
 use engine::engine::kv_send::SentPiece;
 use engine::engine::thread::EngineHandle;
 use engine::pieces::Namer;
@@ -79,11 +80,10 @@ impl Peers {
     }
 
     /// Returns the connection to a worker, or dials it.
-    async fn connect(&self, source: &PullSource) -> Result<Connection, String> {
-        let address: SocketAddr =
-            source.quic.parse().map_err(|_| format!("{:?} is not an address", source.quic))?;
+    pub(super) async fn connect(&self, node: &NodeId, quic: &str) -> Result<Connection, String> {
+        let address: SocketAddr = quic.parse().map_err(|_| format!("{quic:?} is not an address"))?;
         // An instance is reached at its worker.
-        let worker = source.node.to_worker();
+        let worker = node.to_worker();
         let link_lock = {
             let mut links = self.links.lock();
             if links.len() >= MAX_PEERS && !links.contains_key(&worker) {
@@ -110,7 +110,7 @@ async fn receive(
     order: &PullOrder,
     delivery: &PullDelivery,
 ) -> Result<(), PullFailure> {
-    let connection = peers.connect(source).await.map_err(|error| {
+    let connection = peers.connect(&source.node, &source.quic).await.map_err(|error| {
         tracing::info!(holder = %source.node, error, "cannot connect to the holder of a prefix");
         PullFailure::Unreachable
     })?;
@@ -180,6 +180,10 @@ async fn serve_connection(node: watch::Receiver<Arc<Node>>, connection: Connecti
             }
             Ok(Incoming::Shard(call)) => {
                 tokio::spawn(Arc::clone(&now.holdings).answer(call));
+            }
+            Ok(Incoming::EncodeImage(call)) => {
+                let under_way = now.call_begins();
+                tokio::spawn(run_call(under_way, images::serve(now, call)));
             }
             Ok(other) => {
                 tracing::warn!(?other, "refused a stream of a kind that workers do not serve to each other")

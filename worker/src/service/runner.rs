@@ -1,6 +1,7 @@
-//! The compute thread of this node: an engine that generates, an encoder, or nothing yet.
+//! The compute thread of this node: an engine that generates, an encoder of texts or images, or nothing yet.
 
 use super::Loaded;
+use super::images::ImageTower;
 use crate::Error;
 use crate::external_engine::{ExternalGenerator, OnLost};
 use crate::generator::Generator;
@@ -21,14 +22,22 @@ use tokio::sync::watch;
 pub(super) enum Runner {
     Generates(Arc<dyn Generator>),
     Encodes(EncoderHandle),
+    /// Encodes images for other workers.
+    EncodesImages(Arc<ImageTower>),
     /// A worker of the pool that leads no replica.
     Waits(Arc<Waiting>),
 }
 
-/// State of a worker that computes nothing: an empty event log.
+/// State of a worker without steps: an empty event log.
 pub(super) struct Waiting {
     events: Mutex<EventLog>,
     updates: watch::Sender<u64>,
+}
+
+impl Waiting {
+    pub(super) fn new(epoch: Epoch) -> Self {
+        Self { events: Mutex::new(EventLog::new(epoch, 0)), updates: watch::Sender::new(0) }
+    }
 }
 
 /// Calls the method of the same name on the engine or the encoder; returns the default for [`Runner::Waits`].
@@ -37,6 +46,7 @@ macro_rules! of_either {
         match $self {
             Runner::Generates(engine) => engine.$call(),
             Runner::Encodes(encoder) => encoder.$call(),
+            Runner::EncodesImages(tower) => tower.$call(),
             Runner::Waits(_) => Default::default(),
         }
     };
@@ -62,10 +72,8 @@ impl Runner {
             Loaded::Encoder(encoder) => {
                 Ok(Self::Encodes(EncoderHandle::start(*encoder, epoch, stall_floor, Some(broken))?))
             }
-            Loaded::Nothing => {
-                let events = Mutex::new(EventLog::new(epoch, 0));
-                Ok(Self::Waits(Arc::new(Waiting { events, updates: watch::Sender::new(0) })))
-            }
+            Loaded::Tower(tower) => Ok(Self::EncodesImages(Arc::new(ImageTower::start(*tower, epoch)?))),
+            Loaded::Nothing => Ok(Self::Waits(Arc::new(Waiting::new(epoch)))),
         }
     }
 
@@ -81,7 +89,7 @@ impl Runner {
         match self {
             Self::Generates(engine) => engine.healthy(),
             Self::Encodes(encoder) => encoder.healthy(),
-            Self::Waits(_) => true,
+            Self::EncodesImages(_) | Self::Waits(_) => true,
         }
     }
 
@@ -89,6 +97,7 @@ impl Runner {
         match self {
             Self::Generates(engine) => engine.events(),
             Self::Encodes(encoder) => encoder.events(),
+            Self::EncodesImages(tower) => &tower.waiting().events,
             Self::Waits(waiting) => &waiting.events,
         }
     }
@@ -98,6 +107,7 @@ impl Runner {
         match self {
             Self::Generates(engine) => engine.newest_event(),
             Self::Encodes(encoder) => encoder.steps(),
+            Self::EncodesImages(tower) => tower.waiting().updates.subscribe(),
             Self::Waits(waiting) => waiting.updates.subscribe(),
         }
     }
@@ -106,7 +116,7 @@ impl Runner {
     pub(super) fn exact(&self) -> bool {
         match self {
             Self::Generates(engine) => engine.exact(),
-            Self::Encodes(_) | Self::Waits(_) => true,
+            Self::Encodes(_) | Self::EncodesImages(_) | Self::Waits(_) => true,
         }
     }
 
@@ -114,7 +124,7 @@ impl Runner {
     pub(super) fn resident_bytes(&self) -> u64 {
         let outside = match self {
             Self::Generates(engine) => engine.outside_bytes(),
-            Self::Encodes(_) | Self::Waits(_) => 0,
+            Self::Encodes(_) | Self::EncodesImages(_) | Self::Waits(_) => 0,
         };
         engine::memory::resident_bytes().saturating_add(outside)
     }
@@ -122,7 +132,7 @@ impl Runner {
     pub(super) fn transfers(&self) -> PullReport {
         match self {
             Self::Generates(engine) => engine.transfers(),
-            Self::Encodes(_) | Self::Waits(_) => PullReport::default(),
+            Self::Encodes(_) | Self::EncodesImages(_) | Self::Waits(_) => PullReport::default(),
         }
     }
 
@@ -130,7 +140,7 @@ impl Runner {
     pub(super) fn built_in(&self) -> Option<&EngineHandle> {
         match self {
             Self::Generates(engine) => engine.built_in(),
-            Self::Encodes(_) | Self::Waits(_) => None,
+            Self::Encodes(_) | Self::EncodesImages(_) | Self::Waits(_) => None,
         }
     }
 
@@ -142,7 +152,7 @@ impl Runner {
         match self {
             Self::Generates(engine) => engine.stop(),
             Self::Encodes(encoder) => encoder.stop(),
-            Self::Waits(_) => {}
+            Self::EncodesImages(_) | Self::Waits(_) => {}
         }
     }
 }

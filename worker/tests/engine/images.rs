@@ -3,8 +3,10 @@
 #![allow(clippy::single_range_in_vec_init, reason = "images with one run of rows")]
 
 use super::harness::{self, Output, RecordingSink, Request, options, prompt, run_to_end};
-use engine::engine::{Engine, EngineImage, EngineRequest, ImageEncoder, ImageSource};
-use engine::images::{EncodedImage, IMAGE_ID, PlacedImage};
+use engine::engine::{Engine, EngineImage, EngineRequest, ImageSource};
+use engine::images::{
+    EncodedImage, IMAGE_ID, ImageEncoder, PlacedImage, RemoteDone, RemoteEncoder, Unencoded,
+};
 use kernels::backend::{ActivationMode, KvType, KvTypes};
 use kvasir_worker::load::{self, EngineOptions};
 use proto::message::{GenerateError, TenantShare};
@@ -217,7 +219,7 @@ fn requests_that_share_an_image_encode_it_and_compute_its_rows_once() {
     let mut first = seen(&engine, 70, &[&[5..61]], 4);
     first.images[0].source = ImageSource::File(Arc::from(&b"good"[..]));
     let encoder = Encoder { hidden, encoded: Arc::clone(&encoded) };
-    let mut engine = engine.with_images(Box::new(encoder), 1 << 20).unwrap();
+    let mut engine = engine.with_images(Some(Box::new(encoder)), 1 << 20).unwrap();
     // Equal prompts, and prompts that differ behind the image.
     let requests: Vec<Seen> = (0..16)
         .map(|number| {
@@ -242,6 +244,56 @@ fn requests_that_share_an_image_encode_it_and_compute_its_rows_once() {
     let failed = wait(&mut engine, &[bad]).remove(0).failed;
     let reason = "it is no image".to_owned();
     assert_eq!(failed, Some(GenerateError::InvalidField { field: "images".to_owned(), reason }));
+}
+
+/// Another worker: it encodes noise, or is away.
+#[derive(Debug)]
+struct Elsewhere {
+    hidden: usize,
+    away: bool,
+}
+
+impl RemoteEncoder for Elsewhere {
+    fn encode(&self, _: Arc<[u8]>, place: PlacedImage, done: RemoteDone) {
+        let rows = noise(place.digest[0].into(), place.rows() as usize * self.hidden);
+        let made = match self.away {
+            true => Err(Unencoded::NoEncoder("w9 is away".to_owned())),
+            false => Ok(EncodedImage { rows, ..EncodedImage::default() }),
+        };
+        std::thread::spawn(move || done(made));
+    }
+}
+
+#[test]
+fn embeddings_of_another_worker_give_what_those_of_the_tower_here_give() {
+    let model = MODELS[0];
+    let engine = harness::open(model, &options(model));
+    let hidden = engine.decoder().spec().hidden;
+    let mut asked = seen(&engine, 70, &[&[5..61]], 4);
+    let from = |away| {
+        let remote: Arc<dyn RemoteEncoder> = Arc::new(Elsewhere { hidden, away });
+        ImageSource::Elsewhere(Arc::from(&b"good"[..]), remote)
+    };
+    asked.images[0].source = ImageSource::File(Arc::from(&b"good"[..]));
+    let encoded = Arc::new(Mutex::new(0));
+    let encoder = Encoder { hidden, encoded: Arc::clone(&encoded) };
+    let mut engine = engine.with_images(Some(Box::new(encoder)), 0).unwrap();
+    let expected = wait(&mut engine, std::slice::from_ref(&asked)).remove(0);
+    // Nothing is cached, and the tower here follows one that is away.
+    asked.images[0].source = from(true);
+    assert_eq!(wait(&mut engine, std::slice::from_ref(&asked)).remove(0).tokens, expected.tokens);
+    let images = &engine.metrics().images;
+    assert_eq!((*encoded.lock().unwrap(), images.remote.get(), images.fallbacks.get()), (2, 0, 1));
+    let mut blind = harness::open(model, &options(model)).with_images(None, 0).unwrap();
+    let failed = wait(&mut blind, std::slice::from_ref(&asked)).remove(0).failed;
+    assert!(
+        matches!(&failed, Some(GenerateError::NoEncoder { reason }) if reason.contains("w9")),
+        "{failed:?}"
+    );
+    asked.images[0].source = from(false);
+    let other = wait(&mut blind, &[asked]).remove(0);
+    assert_eq!((other.failed, other.tokens, other.logits), (None, expected.tokens, expected.logits));
+    assert_eq!(blind.metrics().images.remote.get(), 1);
 }
 
 /// Like [`together`], while images are encoded on another thread.

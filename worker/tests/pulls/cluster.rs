@@ -107,6 +107,7 @@ impl CoordinatorApi for Api {
     }
 
     async fn usage(self, _: Context, _: proto::usage::UsageReport) {}
+    async fn encoder(self, _: Context, _: proto::message::image_encoder::EncoderReport) {}
 
     async fn adapters(self, _: Context, _: proto::adapter::AdapterReport) -> Result<(), Refusal> {
         Ok(())
@@ -225,6 +226,7 @@ impl Worker {
             sampling: Sampling { logprobs: Some(20), ..Sampling::default() },
             stop: Stop { max_tokens: 12, ignore_eos: true, ..Stop::default() },
             images: Vec::new(),
+            encoders: Vec::new(),
             predicted_cached: 0,
             deadline_ms: 0,
             pull,

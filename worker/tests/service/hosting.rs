@@ -87,6 +87,7 @@ impl CoordinatorApi for Api {
     }
 
     async fn usage(self, _: Context, _: proto::usage::UsageReport) {}
+    async fn encoder(self, _: Context, _: proto::message::image_encoder::EncoderReport) {}
 
     async fn host(self, _: Context, report: HostReport) -> Result<(), Refusal> {
         self.seen.lock().host = Some(report);

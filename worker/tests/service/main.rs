@@ -59,6 +59,7 @@ impl CoordinatorApi for Coordinator {
     }
 
     async fn usage(self, _: Context, _: proto::usage::UsageReport) {}
+    async fn encoder(self, _: Context, _: proto::message::image_encoder::EncoderReport) {}
 
     async fn adapters(self, _: Context, report: AdapterReport) -> Result<(), Refusal> {
         let _ = self.adapters.send(report.adapters);
@@ -153,6 +154,7 @@ fn request(tokens: u32) -> GenerateRequest {
         sampling: Sampling::default(),
         stop: Stop { max_tokens: tokens, ignore_eos: true, ..Stop::default() },
         images: Vec::new(),
+        encoders: Vec::new(),
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,

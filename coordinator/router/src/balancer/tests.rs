@@ -395,9 +395,12 @@ fn a_silent_worker_first_gets_nothing_and_then_loses_its_lease() {
         let (_, actions) = rig.plain();
         assert_eq!(only(&actions).node, node("b"));
     }
+    let availability = |rig: &Rig| ["a", "b"].map(|name| rig.balancer.availability(rig.now, &node(name)));
+    assert_eq!(availability(&rig), [Availability::Silent, Availability::Ready]);
     let actions = rig.balancer.tick(start + Duration::from_secs(5), 0);
     assert_eq!(actions, [Action::Drop { node: node("a"), epoch: Epoch(1) }]);
     assert_eq!(rig.balancer.table().members().count(), 1);
+    assert_eq!(availability(&rig)[0], Availability::Away);
     // A silent worker is used if it is the only one.
     rig.now = start + Duration::from_secs(6);
     let (_, actions) = rig.plain();
@@ -411,6 +414,7 @@ fn reports_of_another_epoch_and_events_of_unknown_workers_are_ignored() {
     let draining = LoadReport { state: WorkerState::Draining, ..report(1) };
     rig.balancer.load(rig.now, &node("a"), draining, 0);
     assert!(rig.balancer.serves(&ModelId::new(MODEL).unwrap()));
+    assert_eq!(rig.balancer.availability(rig.now, &node("a")), Availability::Ready);
     let batch = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![KvEvent::Cleared] };
     assert_eq!(rig.balancer.events(&node("z"), batch.clone()), Err(StreamError::NotFollowed));
     assert!(matches!(rig.balancer.events(&node("a"), batch), Err(StreamError::WrongEpoch { .. })));

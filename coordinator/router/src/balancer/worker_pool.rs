@@ -11,7 +11,10 @@ mod pulls;
 pub use peers::{PeerExport, PeerImport};
 
 use super::recent::{Decided, Ending, Outcome, Recent};
-use super::{Action, Assignment, Explained, Policy, Refusal, RequestState, RouteRequest, Ticket, WorkerView};
+use super::{
+    Action, Assignment, Availability, Explained, Policy, Refusal, RequestState, RouteRequest, Ticket,
+    WorkerView,
+};
 use crate::admission::PlacementOutcome;
 use crate::prefix_index::{GapRepair, IndexSize, PrefixIndex, ReservationId, StreamError, StreamView};
 use crate::routing::demand::{CommonKey, Demand};
@@ -498,6 +501,16 @@ impl WorkerPool {
             .filter(|m| m.model(model).is_some())
             .filter_map(|m| Some((m, self.loads[m.slot.index()].as_ref()?)))
             .filter(|(member, load)| Self::takes_work(member, load))
+    }
+
+    pub(super) fn availability(&self, now: Instant, node: &NodeId) -> Availability {
+        let member = self.table.member(node);
+        let with_load = member.and_then(|member| Some((member, self.loads[member.slot.index()].as_ref()?)));
+        match with_load.filter(|(member, load)| Self::takes_work(member, load)) {
+            None => Availability::Away,
+            Some((_, load)) if self.is_responsive(now, load) => Availability::Ready,
+            Some(_) => Availability::Silent,
+        }
     }
 
     /// Neither an operator nor the worker has disabled new work.

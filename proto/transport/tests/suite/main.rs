@@ -4,6 +4,7 @@
 mod authority;
 mod bare;
 mod cluster;
+mod encode_images;
 mod golden;
 mod joining;
 mod operations;

@@ -100,7 +100,8 @@ prop_compose! {
         let (predicted_cached, deadline_ms) = numbers;
         GenerateRequest {
             request_id: RequestId::new(id).unwrap(), choice, attempt: Attempt(attempt), model, root,
-            prompt: prompt.into(), images: Vec::new(), emitted: emitted.into(), sampling, stop, predicted_cached, deadline_ms,
+            prompt: prompt.into(), images: Vec::new(), encoders: Vec::new(), emitted: emitted.into(), sampling, stop,
+            predicted_cached, deadline_ms,
             pull, together, trace, grammar: None, tenant: tenant_share,
         }
     }
@@ -127,6 +128,7 @@ fn error() -> impl Strategy<Value = GenerateError> {
         Just(GenerateError::Draining),
         Just(GenerateError::Internal),
         Just(GenerateError::NotFinite),
+        ".*".prop_map(|reason| GenerateError::NoEncoder { reason }),
     ]
 }
 

@@ -15,6 +15,7 @@ use proto::event::{
 };
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::join::*;
+use proto::message::image_encoder::ImageEncoders;
 use proto::message::*;
 use proto::operation::*;
 use proto::placement::{
@@ -34,6 +35,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::Debug;
 
+mod encoders;
+pub(crate) use encoders::*;
 mod stages;
 pub(crate) use stages::*;
 
@@ -108,6 +111,7 @@ pub(crate) fn request() -> GenerateRequest {
         },
         stop: Stop { max_tokens: 16, strings: vec!["\n\n".into()], token_ids: vec![2], ..Stop::default() },
         images: Vec::new(),
+        encoders: Vec::new(),
         predicted_cached: 1488,
         deadline_ms: 30_000,
         pull: Some(pull),
@@ -349,6 +353,7 @@ fn errors() -> Vec<GenerateError> {
         GenerateError::DeadlineExceeded { after_ms: 100 },
         GenerateError::Internal,
         GenerateError::NotFinite,
+        GenerateError::NoEncoder { reason: "w9 is away".into() },
     ]
 }
 
@@ -489,6 +494,11 @@ pub(crate) fn all() -> Vec<Samples> {
         samples_of_struct("GenerateRequest", Request, [request()]),
         samples_of_struct("PrefixNote", Request, [prefix_note()]),
         samples_of_struct("PromptImages", Images, [images()]),
+        samples_of_struct("ImageEncoders", Stream, [ImageEncoders(encoders())]),
+        samples_of_struct("EncodeImage", Images, [image_to_encode()]),
+        samples("EncodeImageFrame", Stream, image_frames()),
+        samples("EncodeImageRefusal", Stream, image_refusals()),
+        samples_of_struct("EncoderReport", Control, [encoder_report()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
@@ -707,6 +717,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiRequest::Adapters { report: adapter_report() },
                 CoordinatorApiRequest::Host { report: host_report() },
                 CoordinatorApiRequest::Usage { report: usage_report() },
+                CoordinatorApiRequest::Encoder { report: encoder_report() },
             ],
         ),
         samples(
@@ -720,6 +731,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiResponse::Adapters(Ok(())),
                 CoordinatorApiResponse::Host(Ok(())),
                 CoordinatorApiResponse::Usage(()),
+                CoordinatorApiResponse::Encoder(()),
             ],
         ),
         samples(

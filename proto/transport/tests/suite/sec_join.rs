@@ -258,6 +258,7 @@ impl CoordinatorApi for Checks {
     }
 
     async fn usage(self, _: Context, _: proto::usage::UsageReport) {}
+    async fn encoder(self, _: Context, _: proto::message::image_encoder::EncoderReport) {}
 
     async fn adapters(self, _: Context, _: proto::adapter::AdapterReport) -> Result<(), Refusal> {
         Ok(())

@@ -4,36 +4,27 @@
 use super::request::{Removal, RequestState};
 use super::{Engine, EngineImage};
 use crate::Error;
-use crate::images::{EncodedImage, ImageRules, PlacedImage, SequenceImages};
-use crate::progress::spawn;
+use crate::images::{
+    Digest, Embeddings, Encoded, EncodedImage, ImageEncoder, ImageRules, RemoteEncoder, SequenceImages,
+    Unencoded,
+};
 use crate::pull::Source;
 use crate::scheduler::{SeqId, SequenceRequest};
-use crate::telemetry::ImageMetrics;
 use proto::message::GenerateError;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
-/// Encodes images. Runs on a thread of its own.
-pub trait ImageEncoder: Send {
-    /// The embedding of the image in `file`.
-    ///
-    /// # Errors
-    /// The file's fault in words, or that it is not the image of the place's digest.
-    fn encode(&mut self, file: &[u8], place: &PlacedImage) -> Result<EncodedImage, String>;
-}
-
 /// Where an image's embedding comes from.
 #[derive(Debug, Clone)]
 pub enum ImageSource {
-    /// The encoder reads the file.
+    /// The encoder of this engine reads the file.
     File(Arc<[u8]>),
+    /// Another worker reads the file, or this engine's encoder if none is reached.
+    Elsewhere(Arc<[u8]>, Arc<dyn RemoteEncoder>),
     Embedding(Arc<EncodedImage>),
 }
-
-type Digest = [u8; 32];
-type Encoded = Result<Arc<EncodedImage>, String>;
 
 /// A request that waits for embeddings.
 pub(super) struct Encoding {
@@ -45,131 +36,74 @@ pub(super) struct Encoding {
     embeddings: Vec<Option<Arc<EncodedImage>>>,
 }
 
-/// Embeddings by the digests of images, the least recently used first.
-#[derive(Debug, Default)]
-struct Cache {
-    budget: usize,
-    bytes: usize,
-    uses: u64,
-    entries: HashMap<Digest, (u64, Arc<EncodedImage>)>,
-    oldest: BTreeMap<u64, Digest>,
-}
+/// An image of a request that is encoded.
+type Made = (SeqId, Digest, Encoded);
 
-impl Cache {
-    fn get(&mut self, digest: &Digest) -> Option<Arc<EncodedImage>> {
-        self.uses += 1;
-        let (used, embedding) = self.entries.get_mut(digest)?;
-        self.oldest.remove(used);
-        self.oldest.insert(self.uses, *digest);
-        *used = self.uses;
-        Some(Arc::clone(embedding))
-    }
-
-    fn insert(&mut self, digest: Digest, embedding: &Arc<EncodedImage>) {
-        let bytes = embedding.bytes();
-        if bytes > self.budget || self.entries.contains_key(&digest) {
-            return;
-        }
-        while self.bytes > self.budget - bytes
-            && let Some((_, digest)) = self.oldest.pop_first()
-        {
-            let removed = self.entries.remove(&digest);
-            self.bytes -= removed.map_or(0, |(_, embedding)| embedding.bytes());
-        }
-        self.uses += 1;
-        self.bytes += bytes;
-        self.oldest.insert(self.uses, digest);
-        self.entries.insert(digest, (self.uses, Arc::clone(embedding)));
-    }
-}
-
-/// A file to encode.
-struct Job {
-    file: Arc<[u8]>,
-    place: PlacedImage,
-}
-
-/// The encoder's thread.
 struct Encoder {
-    jobs: Sender<Job>,
-    encoded: Receiver<(Digest, Encoded)>,
+    embeddings: Embeddings,
+    sender: Sender<Made>,
+    encoded: Receiver<Made>,
 }
 
 #[derive(Default)]
 pub(super) struct Images {
     encoder: Option<Encoder>,
-    cache: Cache,
-    /// Requests by the digests of the images that they wait for.
-    waiting: HashMap<Digest, Vec<SeqId>>,
+    waiting: BTreeSet<SeqId>,
 }
 
 impl Images {
-    /// Requests that wait, each once.
+    /// Requests that wait.
     pub(super) fn waiting(&self) -> Vec<SeqId> {
-        let mut waiting: Vec<SeqId> = self.waiting.values().flatten().copied().collect();
-        waiting.sort_unstable();
-        waiting.dedup();
-        waiting
+        self.waiting.iter().copied().collect()
     }
 
     /// Forgets a request. What it waits for is encoded nevertheless, for the cache.
     pub(super) fn remove(&mut self, id: SeqId) {
-        self.waiting.values_mut().for_each(|ids| ids.retain(|other| *other != id));
+        self.waiting.remove(&id);
     }
 
-    /// The embedding if it is known; otherwise `id` waits for it.
-    fn embedding(
-        &mut self,
+    /// The embeddings that are known. `id` waits for the others.
+    fn embeddings(
+        &self,
         id: SeqId,
-        place: &PlacedImage,
-        source: ImageSource,
-        metrics: &ImageMetrics,
-    ) -> Option<Arc<EncodedImage>> {
-        let file = match source {
-            ImageSource::Embedding(embedding) => return Some(embedding),
-            ImageSource::File(file) => file,
-        };
-        if let Some(found) = self.cache.get(&place.digest) {
-            metrics.hits.inc();
-            return Some(found);
-        }
-        let encoder = &self.encoder;
-        let waiting = self.waiting.entry(place.digest).or_insert_with(|| {
-            let job = Job { file, place: place.clone() };
-            // A thread that has ended answers nothing. The request then waits until its deadline.
-            let _ = encoder.as_ref().map(|encoder| encoder.jobs.send(job));
-            Vec::new()
+        images: &SequenceImages,
+        sources: Vec<ImageSource>,
+    ) -> Vec<Option<Arc<EncodedImage>>> {
+        let mut asked = Vec::new();
+        let found = images.images().iter().zip(sources).map(|(place, source)| {
+            let (file, remote) = match source {
+                ImageSource::Embedding(embedding) => return Some(embedding),
+                ImageSource::File(file) => (file, None),
+                ImageSource::Elsewhere(file, remote) => (file, Some(remote)),
+            };
+            let encoder = self.encoder.as_ref().filter(|_| !asked.contains(&place.digest))?;
+            let (sender, digest) = (encoder.sender.clone(), place.digest);
+            let waiter = move |made: &Encoded| {
+                // Fails only if the engine has ended.
+                let _ = sender.send((id, digest, made.clone()));
+            };
+            let known = encoder.embeddings.get((file, place), remote.as_deref(), waiter);
+            asked.extend(known.is_none().then_some(digest));
+            known
         });
-        waiting.push(id);
-        None
+        found.collect()
     }
 }
 
 impl Engine {
-    /// Serves images: `encoder` makes their embeddings, of which the cache keeps up to `cache_bytes`.
+    /// Serves images: `encoder` makes their embeddings, unless another worker does, and the cache keeps up to
+    /// `cache_bytes` of them.
     ///
     /// # Errors
-    /// If the thread cannot be started.
+    /// If the encoder's thread cannot be started.
     pub fn with_images(
         mut self,
-        mut encoder: Box<dyn ImageEncoder>,
+        encoder: Option<Box<dyn ImageEncoder>>,
         cache_bytes: usize,
     ) -> Result<Self, Error> {
-        let ((jobs, inbox), (results, encoded)) = (channel::<Job>(), channel());
-        let metrics = self.metrics.images.clone();
-        spawn("kvasir-images", move || {
-            for Job { file, place } in inbox {
-                let since = Instant::now();
-                let made = encoder.encode(&file, &place).map(Arc::new);
-                metrics.seconds.0.observe(since.elapsed().as_secs_f64());
-                metrics.encoded.inc();
-                if results.send((place.digest, made)).is_err() {
-                    return;
-                }
-            }
-        })?;
-        self.images.encoder = Some(Encoder { jobs, encoded });
-        self.images.cache.budget = cache_bytes;
+        let embeddings = Embeddings::start(encoder, cache_bytes, self.metrics.images.clone())?;
+        let (sender, encoded) = channel();
+        self.images.encoder = Some(Encoder { embeddings, sender, encoded });
         Ok(self)
     }
 
@@ -180,7 +114,7 @@ impl Engine {
 
     /// Whether requests wait for embeddings, which come from another thread.
     pub fn encodes_images(&self) -> bool {
-        !self.images.waiting().is_empty()
+        !self.images.waiting.is_empty()
     }
 
     /// Checks the images of a request. `None`: it has none.
@@ -196,7 +130,7 @@ impl Engine {
         let rules = self.image_rules().ok_or_else(|| {
             refuse("this worker computes no rows of images: it has a GPU, or a part of the layers".to_owned())
         })?;
-        let is_file = |image: &EngineImage| matches!(image.source, ImageSource::File(_));
+        let is_file = |image: &EngineImage| !matches!(image.source, ImageSource::Embedding(_));
         if images.iter().any(is_file) && self.images.encoder.is_none() {
             return Err(refuse("this model sees no images".to_owned()));
         }
@@ -214,17 +148,16 @@ impl Engine {
         (images, sources): (SequenceImages, Vec<ImageSource>),
     ) {
         let id = request.id;
-        let metrics = &self.metrics.images;
-        let found = images.images().iter().zip(sources);
-        let embeddings =
-            found.map(|(place, source)| self.images.embedding(id, place, source, metrics)).collect();
+        let embeddings = self.images.embeddings(id, &images, sources);
         self.schedule_if_encoded(now, id, Encoding { request, source, together, images, embeddings });
     }
 
     fn schedule_if_encoded(&mut self, now: Instant, id: SeqId, encoding: Encoding) {
         let Some(embeddings) = encoding.embeddings.iter().cloned().collect::<Option<Vec<_>>>() else {
+            self.images.waiting.insert(id);
             return self.set_state(id, RequestState::EncodingImages(Box::new(encoding)));
         };
+        self.images.waiting.remove(&id);
         let Encoding { mut request, source, together, mut images, .. } = encoding;
         if let Err(reason) = images.embed(self.executor.decoder().spec().hidden, embeddings) {
             return self.remove(id, Removal::BadImage(reason));
@@ -235,56 +168,30 @@ impl Engine {
 
     /// Continues requests whose images have been encoded.
     pub(super) fn finish_encodings(&mut self, now: Instant) {
-        while let Some((digest, made)) =
+        while let Some((id, digest, made)) =
             self.images.encoder.as_ref().and_then(|encoder| encoder.encoded.try_recv().ok())
         {
-            if let Ok(embedding) = &made {
-                self.images.cache.insert(digest, embedding);
-                self.metrics.images.bytes.set(self.images.cache.bytes as i64);
+            if !self.images.waiting.contains(&id) {
+                continue;
             }
-            let mut ids = self.images.waiting.remove(&digest).unwrap_or_default();
-            ids.dedup();
-            self.metrics.images.shared.inc_by(ids.len().saturating_sub(1) as u64);
-            for id in ids {
-                let Some(RequestState::EncodingImages(mut encoding)) = self.take_state(id) else { continue };
-                match &made {
-                    Err(reason) => {
-                        self.images.remove(id);
-                        self.remove(id, Removal::BadImage(reason.clone()));
-                    }
-                    Ok(embedding) => {
-                        for (place, slot) in encoding.images.images().iter().zip(&mut encoding.embeddings) {
-                            if place.digest == digest {
-                                *slot = Some(Arc::clone(embedding));
-                            }
-                        }
-                        self.schedule_if_encoded(now, id, *encoding);
-                    }
+            let embedding = match made {
+                Ok(embedding) => embedding,
+                Err(Unencoded::BadImage(reason)) => {
+                    self.remove(id, Removal::BadImage(reason));
+                    continue;
+                }
+                Err(Unencoded::NoEncoder(reason)) => {
+                    self.remove(id, Removal::NoEncoder(reason));
+                    continue;
+                }
+            };
+            let Some(RequestState::EncodingImages(mut encoding)) = self.take_state(id) else { continue };
+            for (place, slot) in encoding.images.images().iter().zip(&mut encoding.embeddings) {
+                if place.digest == digest {
+                    *slot = Some(Arc::clone(&embedding));
                 }
             }
+            self.schedule_if_encoded(now, id, *encoding);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_least_recently_used_embeddings_leave_the_cache() {
-        let mut cache = Cache { budget: 32, ..Cache::default() };
-        let embedding =
-            |values| Arc::new(EncodedImage { rows: vec![0.0; values], ..EncodedImage::default() });
-        for digest in [1, 2, 3] {
-            cache.insert([digest; 32], &embedding(2));
-        }
-        assert!(cache.get(&[1; 32]).is_some());
-        cache.insert([4; 32], &embedding(4));
-        let here: Vec<bool> = (1..5).map(|digest| cache.get(&[digest; 32]).is_some()).collect();
-        assert_eq!((here, cache.bytes), (vec![true, false, true, true], 32));
-        cache.insert([5; 32], &embedding(9));
-        assert!(cache.get(&[5; 32]).is_none() && cache.get(&[1; 32]).is_some());
-        cache.insert([6; 32], &embedding(8));
-        assert_eq!((cache.entries.len(), cache.oldest.len(), cache.bytes), (1, 1, 32));
     }
 }

@@ -73,6 +73,8 @@ pub(super) enum Removal {
     NoMask(String),
     /// An image cannot be encoded, for this reason.
     BadImage(String),
+    /// No tower encodes its images.
+    NoEncoder(String),
     /// The scheduler refused it.
     Rejected(Rejected),
 }
@@ -250,6 +252,11 @@ impl Engine {
             Removal::BadImage(reason) => {
                 request.fail("images");
                 GenerateError::InvalidField { field: "images".to_owned(), reason }
+            }
+            Removal::NoEncoder(reason) => {
+                self.count_end(Reason::error);
+                request.fail("no_encoder");
+                GenerateError::NoEncoder { reason }
             }
             Removal::Rejected(rejected) => {
                 request.fail("refused");

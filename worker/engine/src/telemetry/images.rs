@@ -8,7 +8,12 @@ use prometheus_client::registry::Registry;
 /// Metrics of encoded images. Clones share their values.
 #[derive(Debug, Clone, Default)]
 pub struct ImageMetrics {
+    /// Images that the tower of this worker has encoded.
     pub encoded: Counter,
+    /// Images that another worker has encoded for this one.
+    pub remote: Counter,
+    /// Images that no other worker has encoded, although some are to.
+    pub fallbacks: Counter,
     /// Images that a request had from the cache.
     pub hits: Counter,
     /// Requests that waited for an image which another request had encoded.
@@ -20,8 +25,18 @@ pub struct ImageMetrics {
 }
 
 impl ImageMetrics {
-    pub(super) fn register(&self, registry: &mut Registry) {
-        registry.register("kvasir_images_encoded", "Images encoded", self.encoded.clone());
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register("kvasir_images_encoded", "Images encoded here", self.encoded.clone());
+        registry.register(
+            "kvasir_images_encoded_elsewhere",
+            "Images that another worker has encoded for this one",
+            self.remote.clone(),
+        );
+        registry.register(
+            "kvasir_image_encoder_fallbacks",
+            "Images that no worker with the role encode has encoded, although the cluster has one",
+            self.fallbacks.clone(),
+        );
         registry.register("kvasir_image_cache_hits", "Images found in the cache", self.hits.clone());
         registry.register(
             "kvasir_image_encodings_shared",

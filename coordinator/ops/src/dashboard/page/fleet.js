@@ -100,7 +100,7 @@ function drawRow(row, worker) {
   const role = worker.role && worker.role !== "both" ? `${worker.role}, ` : "";
   const layers = worker.layers ? `layers ${worker.layers[0]}–${worker.layers[1]}` : "no layers";
   const offers = (worker.operations ?? []).map(({ operation, model, sessions }) => `${operation} (${model}${sessions > 0 ? `, ${whole(sessions)} open` : ""})`);
-  const own = worker.models?.length > 0 || !worker.host ? `${role}${worker.models?.join(", ") || "no model"}, ${layers}` : null;
+  const own = worker.models?.length > 0 || !worker.host ? `${role}${worker.models?.join(", ") || worker.encodes || "no model"}, ${layers}` : null;
   const more = instance ? [] : [worker.instances.length > 0 && `${whole(worker.instances.length)} deployed`, worker.host && `${worker.host.used === null ? "" : `${bytes(worker.host.used)} of `}${bytes(worker.host.budget)} for models`, worker.host && worker.host.engine !== "kvasir" && `engine ${worker.host.engine}`, worker.host?.labels.join(", ")];
   say(row.about, instance ? `instance ${worker.id}, ${layers}` : [own, ...more, ...offers].filter(Boolean).join("; "));
   row.row.title = worker.numeric_class ?? "";
