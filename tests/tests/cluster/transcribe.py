@@ -85,7 +85,7 @@ def parts():
         ("Please call me back tomorrow at five o'clock.", "tomorrow"),
         ("The machine you ordered arrived without its handle.", "machine"),
         ("Our driver will bring you a new one on Monday morning.", "Monday"),
-        ("He will leave it with your neighbors across the street.", "neighbors"),
+        ("He will leave it with your neighbors across the street.", "street"),
         ("We would like to book a table for two people.", "table"),
         ("The train to London leaves at seven in the evening.", "London"),
         ("My sister has two dogs and a black cat.", "sister"),
