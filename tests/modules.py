@@ -30,6 +30,7 @@ CRATES = [
     ("model", "model/src"),
     ("text", "model/text/src"),
     ("vision", "model/vision/src"),
+    ("sound", "model/sound/src"),
     ("hub", "model/hub/src"),
     ("speech", "worker/speech/src"),
     ("engine", "worker/engine/src"),

@@ -109,6 +109,15 @@ impl Operation {
         }
     }
 
+    /// Sample rates, per second, of recordings that the models take. Recordings of another rate are resampled to the
+    /// last one.
+    pub const fn recording_rates(self) -> &'static [u32] {
+        match self {
+            Self::Vad => &[8_000, 16_000],
+            _ => &[16_000],
+        }
+    }
+
     /// Whether the operation is a session ([`OperationRequest`]). The others are encode calls.
     pub fn is_session(self) -> bool {
         !matches!(self, Self::Embed | Self::Rerank)

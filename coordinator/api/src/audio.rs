@@ -2,9 +2,6 @@
 //! body is the recording's file. Each request is a session at a worker. The client gets no result before the end, so a
 //! failed session is repeated at another worker.
 
-mod compressed;
-pub(super) mod wav;
-
 use super::admitted::AdmittedRequest;
 use super::error::ApiError;
 use super::operations::{self, Query, refused, seconds, session_headers};
@@ -13,6 +10,7 @@ use axum::Json;
 use axum::extract::Request;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use dispatch::{OpenedSession, OperationJob, Unopened};
 use proto::ids::{ModelId, NodeId};
 use proto::operation::{
@@ -21,18 +19,16 @@ use proto::operation::{
 };
 use proto::trace::Span;
 use serde::Serialize;
+use sound::{Recording, Taken};
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
 use transport::{OperationSender, OperationStream};
-use wav::Recording;
 
 /// Attempts for one request, each at a worker available at that time.
 const ATTEMPTS: usize = 3;
-/// Most samples in one message to a worker.
-const PIECE: usize = 16_000;
 /// Longest recording, in seconds.
 const MAX_SECONDS: u64 = 1_800;
 
@@ -148,21 +144,16 @@ async fn answer(
     let query = Query::read(request.uri())?;
     refuse_forms(request.headers())?;
     let (model, options) = (query.model()?, query.options(operation)?);
-    // Diarization takes what transcription does.
     let diarizes = operation == Operation::Diarization;
     let max_bytes = if diarizes { limits::MAX_UPLOAD } else { limits::MAX_BODY };
-    let read = move |body: &[u8]| if diarizes { wav::read_any(body) } else { wav::read(body) };
     let as_rttm = diarizes && query.rttm()?;
     let (admitted, body) = admit_within(state, request, max_bytes).await?;
     if let Some(span) = &trace {
         span.part("receive", admitted.arrived);
     }
-    let recording = state.planning.run(admitted.caller.tenant(), move || read(&body)).await?;
+    let recording = recorded(state, &admitted, operation, ("body", body)).await?;
     let samples = recording.samples();
     let Recording { sample_rate, pieces } = recording;
-    if diarizes && samples == 0 {
-        return Err(ApiError::field("body", "has no samples"));
-    }
     let trace_context = trace.as_ref().map(Span::context);
     let job = OperationJob {
         request_id: admitted.id.clone(),
@@ -219,6 +210,18 @@ async fn answer(
         result,
     };
     Ok((headers, Json(answer)).into_response())
+}
+
+/// Reads the file of a field on a planning thread. Its samples have a rate that the operation takes.
+pub(super) async fn recorded(
+    state: &Arc<AppState>,
+    admitted: &AdmittedRequest,
+    operation: Operation,
+    (field, file): (&'static str, Bytes),
+) -> Result<Recording, ApiError> {
+    let taken = Taken { rates: operation.recording_rates(), seconds: MAX_SECONDS };
+    let fault = move |error: sound::Error| ApiError::field(field, error.to_string());
+    state.planning.run(admitted.caller.tenant(), move || sound::read(&file, taken).map_err(fault)).await
 }
 
 impl SpokenSegment {

@@ -2,8 +2,7 @@
 //! The body is the recording's file, or a form with `file` and `reference`.
 
 use super::admitted::AdmittedRequest;
-use super::audio::run_in_time;
-use super::audio::wav::{Recording, read_any};
+use super::audio::{recorded, run_in_time};
 use super::error::ApiError;
 use super::operations::{COSINE_RULE, Query, is_cosine, seconds, session_headers};
 use super::{AppState, admit_within, limits, spans};
@@ -19,6 +18,7 @@ use proto::ids::{ModelId, NodeId};
 use proto::operation::{OpenedOperation, Operation, OperationOptions, SpeakerVector};
 use proto::trace::Span;
 use serde::Serialize;
+use sound::Recording;
 use std::convert::Infallible;
 use std::sync::Arc;
 
@@ -82,9 +82,11 @@ async fn answer(
         Some(boundary) => read(body, boundary, given).await?,
         None => Call { file: body, ..given },
     };
-    let recording = recorded(state, &admitted, "file", file).await?;
+    let recording = recorded(state, &admitted, Operation::Speaker, ("file", file)).await?;
     let reference = match reference {
-        Some(reference) => Some(recorded(state, &admitted, "reference", reference).await?),
+        Some(reference) => {
+            Some(recorded(state, &admitted, Operation::Speaker, ("reference", reference)).await?)
+        }
         None => None,
     };
     let (sample_rate, samples) = (recording.sample_rate, recording.samples());
@@ -120,20 +122,6 @@ async fn answer(
         verification,
     };
     Ok((headers, Json(answer)).into_response())
-}
-
-/// Reads a recording on a planning thread. Errors name the field.
-async fn recorded(
-    state: &Arc<AppState>,
-    admitted: &AdmittedRequest,
-    field: &'static str,
-    file: Bytes,
-) -> Result<Recording, ApiError> {
-    let of_field = move |error| match error {
-        ApiError::InvalidField { reason, .. } => ApiError::field(field, reason),
-        other => other,
-    };
-    state.planning.run(admitted.caller.tenant(), move || read_any(&file).map_err(of_field)).await
 }
 
 /// Computes the vector of a recording.

@@ -7,8 +7,7 @@ mod streamed;
 mod written;
 
 use super::admitted::AdmittedRequest;
-use super::audio::run_in_time;
-use super::audio::wav::read_any;
+use super::audio::{recorded, run_in_time};
 use super::error::ApiError;
 use super::operations::{seconds, session_headers};
 use super::{AppState, admit_within, limits, spans};
@@ -63,8 +62,7 @@ async fn answer(
     let Form { file, model, backend, options, format, stream: streams, parts } =
         read(body, boundary, task).await?;
     let language = options.language.clone();
-    let recording =
-        state.planning.run(admitted.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
+    let recording = recorded(state, &admitted, Operation::Asr, ("file", file)).await?;
     let samples = recording.samples();
     let sample_rate = recording.sample_rate;
     let duration = seconds(samples, sample_rate);

@@ -221,9 +221,13 @@ async fn a_recording_gives_the_same_result_as_its_session() {
     let reply = call(&rig, VAD_CALL, wav(&samples[..1024], 16_000)).await;
     assert!(reply.json().get("probabilities").is_none(), "{}", reply.text());
 
-    // A refused field is named, and an invalid recording has a reason.
-    let refused = call(&rig, VAD_CALL, wav(&samples, 44_100)).await;
-    assert_eq!(refused.error(), (400, "invalid_field".into(), "sample_rate".into()));
+    // Another rate is resampled. An invalid recording has a reason.
+    let resampled = call(&rig, VAD_CALL, wav(&samples, 32_000)).await.json();
+    assert_eq!(
+        (&resampled["sample_rate"], &resampled["samples"]),
+        (&json!(16_000), &json!(samples.len() / 2))
+    );
+    assert!(call(&rig, VAD_CALL, wav(&[], 16_000)).await.text().contains("has no samples"));
     assert_eq!(call(&rig, VAD_CALL, b"nonsense".to_vec()).await.error().2, "body");
     let form = [("content-type", "multipart/form-data; boundary=x")];
     let refused = send(rig.at.http, Method::POST, VAD_CALL, &form, "--x--").await;

@@ -11,7 +11,6 @@ mod timeline;
 
 use crate::Error;
 use crate::compute::Compute;
-use crate::resample::Resampler;
 use crate::session::{AudioModel, Session};
 use crate::speaker::{SpeakerNetwork, resemblyzer};
 use crate::speech_rule::invalid;
@@ -22,6 +21,7 @@ use proto::operation::{
     SpeakerSegment, SpeakerSegments,
 };
 use segmentation::{FRAMES, LocalSpeakers, SPEAKERS, Segmentation, WINDOW};
+use sound::Resampler;
 use std::num::NonZeroUsize;
 use std::ops::{Range, RangeInclusive};
 use std::path::Path;

@@ -22,7 +22,6 @@ mod log_mel;
 mod lstm;
 mod metrics;
 pub mod onnx;
-mod resample;
 mod session;
 mod silero;
 mod smart_turn;
@@ -273,20 +272,4 @@ fn finite(what: &'static str, values: &[f32]) -> Result<(), Error> {
         true => Ok(()),
         false => Err(Error::NotFinite { what }),
     }
-}
-
-/// Dot product in eight partial sums for vectorization, added in a fixed order. Equal inputs give equal bits
-/// everywhere.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0f32; 8];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
-    for (a, b) in a.iter().zip(b) {
-        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += a * b;
-        }
-    }
-    for ((sum, a), b) in sums.iter_mut().zip(a_rest).zip(b_rest) {
-        *sum += a * b;
-    }
-    sums.iter().sum()
 }

@@ -3,10 +3,10 @@
 
 use crate::Error;
 use crate::log_mel::RATE;
-use crate::resample::Resampler;
 use crate::session::{AudioModel, Session};
 use crate::speech_rule::invalid;
 use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, SpeakerVector};
+use sound::Resampler;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 

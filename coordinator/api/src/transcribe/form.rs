@@ -48,14 +48,6 @@ pub(super) fn boundary(headers: &HeaderMap) -> Result<String, ApiError> {
     multer::parse_boundary(kind).map_err(|_| ApiError::field("content-type", rule))
 }
 
-/// Attributes a recording's error to the field `file`.
-pub(super) fn of_file(error: ApiError) -> ApiError {
-    match error {
-        ApiError::InvalidField { reason, .. } => ApiError::field("file", reason),
-        other => other,
-    }
-}
-
 pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Form, ApiError> {
     let mut form = Multipart::new(iter([Ok::<_, Infallible>(body)]), boundary);
     let torn = |_| ApiError::field("body", "is cut off, or no form");
@@ -248,8 +240,6 @@ mod tests {
         assert_eq!(form(Task::Transcribe, &many).unwrap_err().param(), Some("body"));
         let missing = block_on(read(body(&[]), "XX".to_owned(), Task::Transcribe)).unwrap_err();
         assert_eq!(missing.param(), Some("file"));
-        let refusal = of_file(ApiError::field("body", "is cut off"));
-        assert!(refusal.param() == Some("file") && refusal.to_string().contains("is cut off"), "{refusal}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Divides a long recording at pauses, so that several workers transcribe its parts, and joins their texts.
 
-use crate::audio::wav::Recording;
 use proto::operation::{Pcm, SpokenText};
+use sound::Recording;
 
 /// Aim for the length of a part, in seconds: two of the model's windows.
 const PART_S: u64 = 60;

@@ -8,9 +8,10 @@
 use super::source::Source;
 use crate::Error;
 use crate::compute::{Compute, Linear, Matrix, Norm};
-use crate::{dot, finite};
+use crate::finite;
 use kernels::ops::softmax;
 use parking_lot::Mutex;
+use sound::dot;
 
 /// Positions of the encoder, one for every 20 ms.
 pub(super) const POSITIONS: usize = 1500;

@@ -1,26 +1,24 @@
 //! Recordings in compressed files: MP3, FLAC, Vorbis in Ogg, AAC in MP4 or ADTS, decoded by `symphonia` to the
 //! mean of the channels as 16 bit integers.
 //!
-//! The bytes are a stranger's. Time and memory are bounded by the file's length and by the limits below; the
-//! decoder's panics are errors. A damaged or cut off file is refused, not played in part.
+//! Time and memory are bounded by the file's length and by the limits below; the decoder's panics are errors. A
+//! damaged or cut off file is refused, not played in part. Its packets are counted before any is decoded, since a
+//! file of a few kilobytes can have hours of silence.
 
-use super::wav::{MAX_CHANNELS, Recording, wrong};
-use super::{MAX_SECONDS, PIECE};
-use crate::error::ApiError;
-use proto::operation::Pcm;
+use crate::{Collector, Error, MAX_CHANNELS, Recording, Taken, wrong};
+use memchr::memmem;
 use std::io::Cursor;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use symphonia::core::audio::GenericAudioBufferRef;
-use symphonia::core::codecs::audio::well_known::CODEC_ID_VORBIS;
-use symphonia::core::codecs::audio::{AudioCodecParameters, AudioDecoderOptions};
-use symphonia::core::errors::Error;
+use symphonia::core::codecs::audio::well_known::{CODEC_ID_FLAC, CODEC_ID_VORBIS};
+use symphonia::core::codecs::audio::{AudioCodecId, AudioCodecParameters, AudioDecoderOptions};
+use symphonia::core::errors::Error as Fault;
 use symphonia::core::formats::probe::Hint;
-use symphonia::core::formats::{FormatOptions, TrackType};
+use symphonia::core::formats::{FormatOptions, FormatReader, TrackType};
 use symphonia::core::io::MediaSourceStream;
 use symphonia::core::meta::MetadataOptions;
+use symphonia::core::units::TimeBase;
 
-/// Most samples: [`MAX_SECONDS`] at 48 kHz.
-const MAX_SAMPLES: u64 = MAX_SECONDS * 48_000;
 /// Most packets without sound before the first sample, as of an MP3 that was cut out of another one.
 const MAX_EMPTY: u64 = 64;
 /// Samples that may be missing of those that the file tells: two frames of MP3, whose first ones need earlier
@@ -31,6 +29,8 @@ const MAX_DELAY: u64 = 8_192;
 /// Most values of a Vorbis file's codebooks together. Usual files have 100,000; the header could claim a
 /// thousand times as many with few bytes.
 const MAX_CODEBOOKS: u64 = 1 << 22;
+/// Longest header of a frame of ADTS.
+const ADTS_HEADER: usize = 9;
 /// The start of Ogg's pages, and the length of their head.
 const PAGE: &[u8] = b"OggS";
 const PAGE_HEAD: usize = 27;
@@ -38,94 +38,134 @@ const PAGE_HEAD: usize = 27;
 const VORBIS_HEAD: usize = 30;
 
 /// Whether the file begins like one that can be read.
-pub(super) fn is_one(bytes: &[u8]) -> bool {
+pub(crate) fn is_one(bytes: &[u8]) -> bool {
     let begins = |magic: &[u8]| bytes.starts_with(magic);
     // The sync word of MP3 and ADTS frames.
     let frame = matches!(bytes, [0xff, second, ..] if second & 0xe0 == 0xe0);
     frame || begins(b"ID3") || begins(b"fLaC") || begins(PAGE) || bytes.get(4..8) == Some(b"ftyp")
 }
 
-pub(super) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
+pub(crate) fn read(bytes: &[u8], taken: Taken<'_>) -> Result<Recording, Error> {
     let failed = |_| Err(wrong("makes the decoder fail"));
-    catch_unwind(AssertUnwindSafe(|| decode(bytes))).unwrap_or_else(failed)
+    catch_unwind(AssertUnwindSafe(|| decode(bytes, taken))).unwrap_or_else(failed)
 }
 
-fn fault(error: Error) -> ApiError {
+fn fault(error: Fault) -> Error {
     match error {
-        Error::IoError(_) => wrong("is cut off"),
-        Error::ResetRequired => wrong("has several streams, one after the other; one is supported"),
+        Fault::IoError(_) => wrong("is cut off"),
+        Fault::ResetRequired => wrong("has several streams, one after the other; one is supported"),
         error => wrong(format!("cannot be decoded: {error}")),
     }
 }
 
-fn decode(bytes: &[u8]) -> Result<Recording, ApiError> {
+/// The packets of a file.
+fn open(bytes: &[u8]) -> Result<Box<dyn FormatReader + '_>, Error> {
+    let source = MediaSourceStream::new(Box::new(Cursor::new(bytes)), Default::default());
+    let (format, metadata) = (FormatOptions::default(), MetadataOptions::default());
+    symphonia::default::get_probe().probe(&Hint::new(), source, format, metadata).map_err(fault)
+}
+
+fn decode(bytes: &[u8], taken: Taken<'_>) -> Result<Recording, Error> {
     if bytes.starts_with(PAGE) {
         check_pages(bytes)?;
     }
-    let source = MediaSourceStream::new(Box::new(Cursor::new(bytes)), Default::default());
-    let (format, metadata) = (FormatOptions::default(), MetadataOptions::default());
-    let mut format =
-        symphonia::default::get_probe().probe(&Hint::new(), source, format, metadata).map_err(fault)?;
+    let mut format = open(bytes)?;
     let track = format.default_track(TrackType::Audio).ok_or_else(|| wrong("has no sound"))?;
     let parameters = track.codec_params.as_ref().and_then(|parameters| parameters.audio());
     let parameters = parameters.ok_or_else(|| wrong("is of an unknown codec"))?;
     check_codebooks(parameters)?;
     let (id, expected) = (track.id, track.num_frames);
-    if let (Some(rate), Some(samples)) = (parameters.sample_rate, expected) {
-        check_length(samples, rate)?;
+    let rate = parameters.sample_rate.unwrap_or(0);
+    if rate > 0 {
+        taken.check(expected.unwrap_or(0), rate)?;
     }
+    let unit = track.time_base.filter(|_| rate > 0);
+    check_packets(bytes, (id, parameters.codec), (unit, rate), taken)?;
     let options = AudioDecoderOptions::default();
     let mut decoder =
         symphonia::default::get_codecs().make_audio_decoder(parameters, &options).map_err(fault)?;
     let skip = encoder_delay(bytes).unwrap_or(0);
     let mut mono = Mono { skip, ..Mono::default() };
-    let mut packets = 0;
     while let Some(packet) = format.next_packet().map_err(fault)? {
-        packets += 1;
-        if packets > bytes.len() {
-            return Err(wrong("has more packets than bytes"));
-        }
         if packet.track_id != id {
             continue;
         }
         match decoder.decode(&packet) {
-            Ok(buffer) => mono.add(&buffer)?,
-            Err(Error::DecodeError(_)) if mono.samples == 0 => mono.empty += 1,
+            Ok(buffer) => mono.add(&buffer, taken)?,
+            Err(Fault::DecodeError(_)) if mono.samples() == 0 => mono.empty += 1,
             Err(error) => return Err(fault(error)),
         }
         if mono.empty > MAX_EMPTY {
             return Err(wrong(format!("has {MAX_EMPTY} packets without sound")));
         }
     }
-    let Mono { sample_rate, samples, .. } = mono;
-    match expected {
-        Some(expected) if samples + skip + MAX_MISSING < expected => {
+    let samples = mono.samples();
+    match (expected, mono.collector) {
+        (Some(expected), _) if samples + skip + MAX_MISSING < expected => {
             Err(wrong(format!("is cut off: it has {samples} of {expected} samples")))
         }
-        _ if samples == 0 => Err(wrong("has no samples")),
-        _ => Ok(Recording { sample_rate, pieces: mono.pieces() }),
+        (_, Some(collector)) => Ok(collector.finish()),
+        (_, None) => Err(wrong("has no samples")),
     }
 }
 
-fn check_length(samples: u64, rate: u32) -> Result<(), ApiError> {
-    if samples > MAX_SECONDS.saturating_mul(rate.into()) {
-        let seconds = samples / u64::from(rate.max(1));
-        return Err(wrong(format!("is {seconds} s long, the limit is {MAX_SECONDS} s")));
+/// Checks the number of packets, those of formats whose reader passes over damage, and the length of the track by
+/// the times of its packets, if their unit is known.
+fn check_packets(
+    bytes: &[u8],
+    (track, codec): (u32, AudioCodecId),
+    (unit, rate): (Option<TimeBase>, u32),
+    taken: Taken<'_>,
+) -> Result<(), Error> {
+    let mut format = open(bytes)?;
+    let (mut packets, mut length) = (0, 0u64);
+    let flac = codec == CODEC_ID_FLAC;
+    // Frames without a container, which the reader looks for.
+    let bare = !bytes.starts_with(PAGE) && bytes.get(4..8) != Some(b"ftyp");
+    // The end of the last packet, in bytes and in samples.
+    let (mut at, mut end) = (0, 0);
+    while let Some(packet) = format.next_packet().map_err(fault)? {
+        packets += 1;
+        if packets > bytes.len() {
+            return Err(wrong("has more packets than bytes"));
+        }
+        if packet.track_id != track {
+            continue;
+        }
+        length = length.saturating_add(packet.dur.get());
+        if bare {
+            let damaged = || wrong(format!("is damaged behind sample {end}"));
+            let gap = memmem::find(&bytes[at..], &packet.data).ok_or_else(damaged)?;
+            if packets > 1 && !is_between(&bytes[at..at + gap]) || flac && packet.pts.get() != end {
+                return Err(damaged());
+            }
+            at += gap + packet.data.len();
+            end = packet.pts.get().saturating_add_unsigned(packet.dur.get());
+        }
     }
-    match samples > MAX_SAMPLES {
-        true => Err(wrong(format!("has more than {MAX_SAMPLES} samples, which is the limit"))),
-        false => Ok(()),
+    if flac && bare && !(at == bytes.len() || bytes[at..].starts_with(b"TAG")) {
+        return Err(wrong(format!("is damaged behind sample {end}")));
     }
+    let samples = |unit: TimeBase| {
+        let ticks = u128::from(length) * u128::from(unit.numer.get()) * u128::from(rate);
+        u64::try_from(ticks / u128::from(unit.denom.get())).unwrap_or(u64::MAX)
+    };
+    taken.check(unit.map_or(0, samples), rate)
 }
 
-/// The mean of the channels, in messages of [`PIECE`] samples.
+/// Whether bytes between two frames are no damage: the header of ADTS, or a tag.
+fn is_between(gap: &[u8]) -> bool {
+    let tag = |name: &&[u8]| memmem::find(gap, name).is_some();
+    let header = gap.len() <= ADTS_HEADER && gap.first().is_none_or(|first| *first == 0xff);
+    header || [&b"Xing"[..], b"Info", b"VBRI", b"ID3"].iter().any(tag)
+}
+
+/// The mean of the channels.
 #[derive(Default)]
-struct Mono {
-    sample_rate: u32,
+struct Mono<'a> {
     channels: usize,
-    samples: u64,
-    pieces: Vec<Pcm>,
-    last: Vec<i16>,
+    /// `None` before the first sample.
+    collector: Option<Collector<'a>>,
     buffer: Vec<f32>,
     /// Packets without sound.
     empty: u64,
@@ -133,54 +173,39 @@ struct Mono {
     skip: u64,
 }
 
-impl Mono {
-    fn add(&mut self, decoded: &GenericAudioBufferRef<'_>) -> Result<(), ApiError> {
+impl<'a> Mono<'a> {
+    fn samples(&self) -> u64 {
+        self.collector.as_ref().map_or(0, |collector| collector.samples)
+    }
+
+    fn add(&mut self, decoded: &GenericAudioBufferRef<'_>, taken: Taken<'a>) -> Result<(), Error> {
         let (rate, channels) = (decoded.spec().rate(), decoded.spec().channels().count());
         if decoded.frames() == 0 {
             self.empty += 1;
             return Ok(());
         }
-        if self.channels == 0 {
-            if !(1..=usize::from(MAX_CHANNELS)).contains(&channels) || rate == 0 {
-                let rule = format!("1 to {MAX_CHANNELS} channels are supported");
-                return Err(wrong(format!("has {channels} channels at {rate} Hz; {rule}")));
-            }
-            (self.sample_rate, self.channels) = (rate, channels);
+        if self.collector.is_none() && (!(1..=usize::from(MAX_CHANNELS)).contains(&channels) || rate == 0) {
+            let rule = format!("1 to {MAX_CHANNELS} channels are supported");
+            return Err(wrong(format!("has {channels} channels at {rate} Hz; {rule}")));
         }
-        if (rate, channels) != (self.sample_rate, self.channels) {
+        let collector = self.collector.get_or_insert_with(|| {
+            self.channels = channels;
+            Collector::new(rate, true, taken)
+        });
+        if (rate, channels) != (collector.rate, self.channels) {
             return Err(wrong("changes its sample rate or number of channels"));
         }
-        check_length(self.samples + decoded.frames() as u64, rate)?;
-        let mut buffer = std::mem::take(&mut self.buffer);
-        decoded.copy_to_vec_interleaved(&mut buffer);
+        decoded.copy_to_vec_interleaved(&mut self.buffer);
         let left_out = self.skip.min(decoded.frames() as u64);
         self.skip -= left_out;
-        for frame in buffer.chunks_exact(channels).skip(left_out as usize) {
-            let mean = frame.iter().sum::<f32>() / channels as f32;
-            if !mean.is_finite() {
-                return Err(wrong(format!("sample {} is not finite", self.samples)));
-            }
-            // Saturates.
-            self.last.push((mean * 32_768.0).round() as i16);
-            self.samples += 1;
-            if self.last.len() == PIECE {
-                self.pieces.push(Pcm::I16(std::mem::replace(&mut self.last, Vec::with_capacity(PIECE))));
-            }
-        }
-        self.buffer = buffer;
-        Ok(())
-    }
-
-    fn pieces(mut self) -> Vec<Pcm> {
-        if !self.last.is_empty() {
-            self.pieces.push(Pcm::I16(self.last));
-        }
-        self.pieces
+        let frames = self.buffer.chunks_exact(channels).skip(left_out as usize);
+        let mono: Vec<f32> = frames.map(|frame| frame.iter().sum::<f32>() / channels as f32).collect();
+        collector.push(&mono)
     }
 }
 
 /// Checks that all pages of an Ogg file are complete: the decoder passes over the rest of one that is not.
-fn check_pages(mut bytes: &[u8]) -> Result<(), ApiError> {
+fn check_pages(mut bytes: &[u8]) -> Result<(), Error> {
     while !bytes.is_empty() {
         let length = bytes.get(PAGE_HEAD - 1).and_then(|segments| {
             let table = bytes.get(PAGE_HEAD..PAGE_HEAD + usize::from(*segments))?;
@@ -226,7 +251,7 @@ fn atoms(mut bytes: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
 }
 
 /// Checks the size of the tables that a Vorbis decoder makes of the header.
-fn check_codebooks(parameters: &AudioCodecParameters) -> Result<(), ApiError> {
+fn check_codebooks(parameters: &AudioCodecParameters) -> Result<(), Error> {
     if parameters.codec != CODEC_ID_VORBIS {
         return Ok(());
     }

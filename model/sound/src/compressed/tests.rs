@@ -1,10 +1,11 @@
 //! Files of half a second of a rising tone at 16 kHz (`stereo.mp3`: of a fifth, at 44.1 kHz), made by ffmpeg.
 
-use super::super::wav;
 use super::*;
 use proptest::prelude::*;
 use std::f64::consts::TAU;
 use std::time::Instant;
+use symphonia::core::checksum::{Crc8Ccitt, Crc16Ansi};
+use symphonia::core::io::Monitor;
 
 const FILES: [(&str, &[u8]); 5] = [
     ("flac", include_bytes!("tone.flac")),
@@ -17,9 +18,7 @@ const RATE: f64 = 16_000.0;
 /// Samples of the tone.
 const SAMPLES: usize = 8_000;
 
-fn samples(recording: Recording) -> Vec<f32> {
-    recording.pieces.into_iter().flat_map(Pcm::into_f32).collect()
-}
+const TAKEN: Taken<'static> = Taken { rates: &[44_100, 16_000], seconds: 1_800 };
 
 /// The tone, `seconds` after its begin.
 fn tone(seconds: f64) -> f64 {
@@ -35,18 +34,15 @@ fn likeness(samples: &[f32], rate: f64, from: usize) -> f64 {
 }
 
 fn reason(bytes: &[u8]) -> String {
-    match wav::read_any(bytes) {
-        Err(ApiError::InvalidField { field, reason }) if field == "body" => reason,
-        other => panic!("{other:?}"),
-    }
+    crate::read(bytes, TAKEN).map(|recording| recording.samples()).unwrap_err().to_string()
 }
 
 #[test]
 fn each_format_has_the_tone() {
     for (name, bytes) in FILES {
-        let recording = wav::read(bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let recording = crate::read(bytes, TAKEN).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(recording.sample_rate, 16_000, "{name}");
-        let samples = samples(recording);
+        let samples = recording.into_f32();
         // ADTS does not tell how many samples the encoder has put before the first one.
         let (start, longest) = if name == "aac" { (1024, SAMPLES + 3 * 1024) } else { (0, SAMPLES + 1024) };
         assert!((SAMPLES..=longest).contains(&samples.len()), "{name}: {} samples", samples.len());
@@ -58,9 +54,9 @@ fn each_format_has_the_tone() {
             assert!(samples.iter().enumerate().all(|(at, sample)| f64::from(*sample) == exact(at)));
         }
     }
-    let stereo = wav::read_any(include_bytes!("stereo.mp3")).unwrap();
+    let stereo = crate::read(include_bytes!("stereo.mp3"), TAKEN).unwrap();
     assert_eq!(stereo.sample_rate, 44_100);
-    let like = likeness(&samples(stereo), 44_100.0, 0);
+    let like = likeness(&stereo.into_f32(), 44_100.0, 0);
     assert!(like > 0.99, "{like}");
 }
 
@@ -68,8 +64,8 @@ fn each_format_has_the_tone() {
 fn a_file_that_is_cut_off_or_damaged_is_refused() {
     for (name, bytes) in FILES {
         for cut in [12, bytes.len() / 3, bytes.len() / 2, bytes.len() - 40] {
-            match wav::read_any(&bytes[..cut]) {
-                Err(ApiError::InvalidField { field, .. }) => assert_eq!(field, "body", "{name} {cut}"),
+            match crate::read(&bytes[..cut], TAKEN) {
+                Err(Error::Form(_)) => {}
                 // The last packets of MP3 may be missing. Packets of ADTS do not tell how many there are.
                 Ok(recording) => {
                     let missing = SAMPLES as u64 - recording.samples().min(SAMPLES as u64);
@@ -91,6 +87,65 @@ fn a_file_that_is_cut_off_or_damaged_is_refused() {
     long[21] |= 0x0f;
     let said = reason(&long);
     assert!(said.contains("s long, the limit is 1800 s"), "{said}");
+}
+
+/// A file of FLAC with frames of silence and no number of samples.
+fn silence(rate: u32, frames: u8) -> Vec<u8> {
+    const BLOCK: [u8; 2] = u16::MAX.to_be_bytes();
+    let mut file = b"fLaC\x80\0\0\x22".to_vec();
+    file.extend([BLOCK, BLOCK].concat());
+    file.extend([0; 6]);
+    // One channel of 16 bits.
+    file.extend((u64::from(rate) << 44 | 15 << 36).to_be_bytes());
+    file.extend([0; 16]);
+    for number in 0..frames {
+        // The length of the block is behind the number. The subframe is constant.
+        let mut frame = vec![0xff, 0xf8, 0x70, 0x08, number, 0xff, 0xfe];
+        let mut sum = Crc8Ccitt::new(0);
+        sum.process_buf_bytes(&frame);
+        frame.extend([sum.crc(), 0, 0, 0]);
+        let mut sum = Crc16Ansi::new(0);
+        sum.process_buf_bytes(&frame);
+        frame.extend(sum.crc().to_be_bytes());
+        file.extend(frame);
+    }
+    file
+}
+
+#[test]
+fn hours_of_silence_in_a_small_file_are_refused_before_they_are_decoded() {
+    let read = crate::read(&silence(8_000, 4), TAKEN).unwrap();
+    assert_eq!((read.sample_rate, read.samples()), (16_000, 4 * 2 * 65_535));
+    // A second: 65,535 samples.
+    let file = silence(65_535, 101);
+    assert!(file.len() < 2_000);
+    let taken = Taken { seconds: 100, ..TAKEN };
+    assert_eq!(crate::read(&file, taken), Err(Error::Long { seconds: 101, limit: 100 }));
+    let taken = Taken { seconds: 101, ..TAKEN };
+    assert_eq!(crate::read(&file, taken), Err(Error::Samples { limit: 101 * 48_000 }));
+    assert!(reason(&silence(655_350, 2)).contains("has 655350 samples per second"));
+}
+
+#[test]
+fn damage_of_a_frame_and_missing_frames_are_found() {
+    let file = silence(8_000, 4);
+    let frame = (file.len() - 42) / 4;
+    for at in [42 + 9, 42 + 2 * frame + 9, file.len() - 1] {
+        let mut file = file.clone();
+        file[at] ^= 1;
+        assert!(reason(&file).contains("is damaged"), "{at}: {}", reason(&file));
+    }
+    let missing = [&file[..42 + frame], &file[42 + 2 * frame..]].concat();
+    assert_eq!(reason(&missing), "is damaged behind sample 65535");
+    // Half a second of frames, several times; those of the MP3 are behind a tag and a frame with the length.
+    for (name, one) in [("mp3", &FILES[1].1[200..]), ("aac", FILES[4].1)] {
+        let long = one.repeat(8);
+        let read = crate::read(&long, TAKEN).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert!(read.samples() >= 8 * SAMPLES as u64, "{name}");
+        let middle = long.len() / 2 + 500;
+        let damaged = [&long[..middle], &long[middle + 100..]].concat();
+        assert!(reason(&damaged).contains("is damaged behind sample"), "{name}: {}", reason(&damaged));
+    }
 }
 
 /// A Vorbis setup header with `books` ordered codebooks of as many values as the decoder takes.
@@ -148,8 +203,8 @@ proptest! {
             bytes[at % length] = byte;
         }
         let started = Instant::now();
-        if let Ok(recording) = wav::read_any(&bytes) {
-            prop_assert!(recording.samples() <= MAX_SAMPLES);
+        if let Ok(recording) = crate::read(&bytes, TAKEN) {
+            prop_assert!(recording.samples() <= 1_800 * 48_000);
         }
         prop_assert!(started.elapsed().as_secs() < 20, "{:?}", started.elapsed());
     }

@@ -1,15 +1,9 @@
-//! Recordings: WAV files, and compressed ones ([`compressed`](super::compressed)). [`read`] takes WAV files of
-//! one channel of 16 bit integers or 32 bit floats and converts nothing. [`read_any`], for transcription, also
-//! takes several channels, whose mean it returns, and other widths. The worker refuses a sample rate that the
-//! model does not take.
+//! WAV files of PCM.
 //!
 //! The crate `hound` refuses files that are read here: with an unknown length of the data, as ffmpeg writes to
 //! a pipe, with padding after an odd chunk, or with 32 bit samples and a longer format chunk.
 
-use super::{MAX_SECONDS, PIECE, compressed};
-use crate::error::ApiError;
-use crate::operations::Encoding;
-use proto::operation::Pcm;
+use crate::{Collector, Error, MAX_CHANNELS, PIECE, Recording, Taken, wrong};
 
 /// Format number of integer PCM.
 const INTEGERS: u16 = 1;
@@ -20,71 +14,11 @@ const SUBFORMAT: usize = 24;
 /// Data length in a file whose writer did not know it in advance: the data extends to the end of the file.
 const UNKNOWN: u32 = u32::MAX;
 
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Recording {
-    /// Samples per second, at least 1.
-    pub(crate) sample_rate: u32,
-    /// Messages to the worker, of [`PIECE`] samples but for the last.
-    pub(crate) pieces: Vec<Pcm>,
-}
-
-/// Most channels that [`read_any`] takes.
-pub(super) const MAX_CHANNELS: u16 = 8;
-
-impl Recording {
-    fn new(sample_rate: u32, pcm: Pcm) -> Result<Self, ApiError> {
-        if pcm.len() as u64 > MAX_SECONDS.saturating_mul(sample_rate.into()) {
-            let seconds = pcm.len() as u64 / u64::from(sample_rate);
-            return Err(wrong(format!("is {seconds} s long, the limit is {MAX_SECONDS} s")));
-        }
-        let pieces = match pcm {
-            Pcm::F32(samples) => samples.chunks(PIECE).map(|piece| Pcm::F32(piece.to_vec())).collect(),
-            Pcm::I16(samples) => samples.chunks(PIECE).map(|piece| Pcm::I16(piece.to_vec())).collect(),
-        };
-        Ok(Self { sample_rate, pieces })
-    }
-
-    /// Number of samples.
-    pub(crate) fn samples(&self) -> u64 {
-        self.pieces.iter().map(|piece| piece.len() as u64).sum()
-    }
-}
-
-/// Reads a file: WAV with one channel, or a compressed one.
-pub(crate) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
-    match compressed::is_one(bytes) {
-        true => compressed::read(bytes),
-        false => read_plain(bytes),
-    }
-}
-
-fn read_plain(bytes: &[u8]) -> Result<Recording, ApiError> {
-    let (format, samples) = split(bytes)?;
-    let Format { channels, sample_rate, kind, bits } = format;
-    if channels != 1 {
-        return Err(wrong(format!("has {channels} channels; one is supported")));
-    }
-    let encoding = match (kind, bits) {
-        (INTEGERS, 16) => Encoding::S16le,
-        (FLOATS, 32) => Encoding::F32le,
-        _ => return Err(format.other("16 bit integers or 32 bit floats are read")),
-    };
-    let pcm = encoding.decode(samples).map_err(|error| wrong(error.to_string()))?;
-    Recording::new(sample_rate, pcm)
-}
-
-/// Reads a file and returns the mean of its channels.
-pub(crate) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
-    if compressed::is_one(bytes) {
-        return compressed::read(bytes);
-    }
+pub(crate) fn read(bytes: &[u8], taken: Taken<'_>) -> Result<Recording, Error> {
     let (format, samples) = split(bytes)?;
     let Format { channels, sample_rate, kind, bits } = format;
     if !(1..=MAX_CHANNELS).contains(&channels) {
         return Err(wrong(format!("has {channels} channels; 1 to {MAX_CHANNELS} are supported")));
-    }
-    if (channels, kind, bits) == (1, INTEGERS, 16) {
-        return read_plain(bytes);
     }
     let sample: fn(&[u8]) -> f32 = match (kind, bits) {
         (INTEGERS, 16) => |b| f32::from(i16::from_le_bytes([b[0], b[1]])) / 32_768.0,
@@ -98,16 +32,20 @@ pub(crate) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
     if !samples.len().is_multiple_of(frame) {
         return Err(wrong(format!("{} bytes are no whole number of samples of {frame}", samples.len())));
     }
+    taken.check((samples.len() / frame) as u64, sample_rate)?;
     let mean = |frame: &[u8]| frame.chunks(width).map(sample).sum::<f32>() / f32::from(channels);
-    let mono: Vec<f32> = samples.chunks(frame).map(mean).collect();
-    match mono.iter().position(|sample| !sample.is_finite()) {
-        None => Recording::new(sample_rate, Pcm::F32(mono)),
-        Some(at) => Err(wrong(format!("sample {at} is not finite"))),
+    let mut collector = Collector::new(sample_rate, (channels, bits) == (1, 16), taken);
+    let mut mono = Vec::new();
+    for block in samples.chunks(frame * PIECE) {
+        mono.clear();
+        mono.extend(block.chunks(frame).map(mean));
+        collector.push(&mono)?;
     }
+    Ok(collector.finish())
 }
 
 /// The format and the sample bytes of a file.
-fn split(bytes: &[u8]) -> Result<(Format, &[u8]), ApiError> {
+fn split(bytes: &[u8]) -> Result<(Format, &[u8]), Error> {
     let mut rest = match (bytes.get(..4), bytes.get(8..12), bytes.get(12..)) {
         (Some(b"RIFF"), Some(b"WAVE"), Some(rest)) => rest,
         _ => {
@@ -147,7 +85,7 @@ struct Format {
 }
 
 impl Format {
-    fn read(chunk: &[u8]) -> Result<Self, ApiError> {
+    fn read(chunk: &[u8]) -> Result<Self, Error> {
         let (channels, sample_rate, bits) = (half(chunk, 2)?, word(chunk, 4)?, half(chunk, 14)?);
         let kind = match half(chunk, 0)? {
             EXTENSIBLE => half(chunk, SUBFORMAT)?,
@@ -160,7 +98,7 @@ impl Format {
     }
 
     /// The error for an unsupported format.
-    fn other(self, read: &str) -> ApiError {
+    fn other(self, read: &str) -> Error {
         match self.kind {
             INTEGERS => wrong(format!("has samples of {} bit integers; {read}", self.bits)),
             FLOATS => wrong(format!("has samples of {} bit floats; {read}", self.bits)),
@@ -169,7 +107,7 @@ impl Format {
     }
 }
 
-fn half(bytes: &[u8], at: usize) -> Result<u16, ApiError> {
+fn half(bytes: &[u8], at: usize) -> Result<u16, Error> {
     let bytes = bytes
         .get(at..)
         .and_then(|bytes| bytes.first_chunk())
@@ -177,7 +115,7 @@ fn half(bytes: &[u8], at: usize) -> Result<u16, ApiError> {
     Ok(u16::from_le_bytes(*bytes))
 }
 
-fn word(bytes: &[u8], at: usize) -> Result<u32, ApiError> {
+fn word(bytes: &[u8], at: usize) -> Result<u32, Error> {
     let bytes = bytes
         .get(at..)
         .and_then(|bytes| bytes.first_chunk())
@@ -185,15 +123,17 @@ fn word(bytes: &[u8], at: usize) -> Result<u32, ApiError> {
     Ok(u32::from_le_bytes(*bytes))
 }
 
-/// The error for a file with a fault.
-pub(super) fn wrong(why: impl Into<String>) -> ApiError {
-    ApiError::field("body", why)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use proto::operation::Pcm;
+
+    const TAKEN: Taken<'static> = Taken { rates: &[20, 8_000, 44_100, 16_000], seconds: 1_800 };
+
+    fn read(bytes: &[u8]) -> Result<Recording, Error> {
+        super::read(bytes, TAKEN)
+    }
 
     fn chunk(name: &[u8; 4], length: u32, body: &[u8]) -> Vec<u8> {
         [&name[..], &length.to_le_bytes(), body].concat()
@@ -222,10 +162,7 @@ mod tests {
     }
 
     fn reason_of(bytes: &[u8]) -> String {
-        match read(bytes) {
-            Err(ApiError::InvalidField { field, reason }) if field == "body" => reason,
-            other => panic!("{other:?}"),
-        }
+        read(bytes).unwrap_err().to_string()
     }
 
     #[test]
@@ -244,24 +181,16 @@ mod tests {
 
     #[test]
     fn several_channels_become_their_mean_and_other_widths_floats() {
-        let read = |channels, bits, kind, bytes: &[u8]| match read_any(&with(
-            &format(kind, channels, 44_100, bits),
-            bytes,
-        )) {
-            Ok(Recording { sample_rate: 44_100, pieces }) => {
-                pieces.into_iter().flat_map(Pcm::into_f32).collect::<Vec<f32>>()
-            }
-            other => panic!("{other:?}"),
+        let samples = |channels, bits, kind, bytes: &[u8]| {
+            read(&with(&format(kind, channels, 44_100, bits), bytes)).unwrap().into_f32()
         };
-        assert_eq!(read(2, 16, INTEGERS, &[0, 64, 0, 0, 0, 128, 0, 128]), [0.25, -1.0]);
-        assert_eq!(read(1, 24, INTEGERS, &[0, 0, 64, 0, 0, 128]), [0.5, -1.0]);
-        assert_eq!(read(1, 32, INTEGERS, &[0, 0, 0, 64]), [0.5]);
+        assert_eq!(samples(2, 16, INTEGERS, &[0, 64, 0, 0, 0, 128, 0, 128]), [0.25, -1.0]);
+        assert_eq!(samples(1, 24, INTEGERS, &[0, 0, 64, 0, 0, 128]), [0.5, -1.0]);
+        assert_eq!(samples(1, 32, INTEGERS, &[0, 0, 0, 64]), [0.5]);
         let floats: Vec<u8> = [0.5f32, -0.25].iter().flat_map(|x| x.to_le_bytes()).collect();
-        assert_eq!(read(2, 32, FLOATS, &floats), [0.125]);
-        let mono = with(&format(INTEGERS, 1, 8_000, 16), &[1, 0]);
-        assert_eq!(read_any(&mono), super::read(&mono), "nothing is converted that need not be");
+        assert_eq!(samples(2, 32, FLOATS, &floats), [0.125]);
         let error_of = |channels, bits, kind, bytes: &[u8]| {
-            read_any(&with(&format(kind, channels, 8_000, bits), bytes)).unwrap_err().to_string()
+            reason_of(&with(&format(kind, channels, 8_000, bits), bytes))
         };
         assert!(error_of(9, 16, INTEGERS, &[]).contains("9 channels"));
         assert!(error_of(0, 16, INTEGERS, &[]).contains("0 channels"));
@@ -294,8 +223,8 @@ mod tests {
         let odd = [chunk(b"LIST", 3, b"abc"), vec![0]].concat();
         let chunks = [odd, chunk(b"fmt ", 16, &fmt), chunk(b"data", UNKNOWN, &[1, 0, 2, 0])];
         assert_eq!(read(&file(&chunks)).unwrap().pieces, [Pcm::I16(vec![1, 2])]);
-        let empty = read(&with(&fmt, &[])).unwrap();
-        assert_eq!(empty.samples(), 0);
+        assert_eq!(read(&with(&fmt, &[])).unwrap().samples(), 0);
+        assert_eq!(crate::read(&with(&fmt, &[]), TAKEN), Err(wrong("has no samples")));
     }
 
     #[test]
@@ -304,11 +233,10 @@ mod tests {
         for (bytes, why) in [
             (b"RIFX something else".to_vec(), "no recording that is read: WAV, MP3"),
             (vec![], "no recording that is read"),
-            (with(&format(1, 2, 16_000, 16), &[0; 4]), "2 channels"),
-            (with(&format(1, 1, 16_000, 24), &[0; 3]), "24 bit integers"),
             (with(&format(3, 1, 16_000, 64), &[0; 8]), "64 bit floats"),
             (with(&format(7, 1, 8_000, 8), &[0; 8]), "format 7"),
             (with(&format(1, 1, 0, 16), &[0; 2]), "0 samples per second"),
+            (with(&format(1, 1, 192_001, 16), &[0; 2]), "192001 samples per second"),
             (with(&fmt, &[0; 3]), "no whole number of samples"),
             (with(&fmt[..10], &[0; 2]), "within its format"),
             (file(&[chunk(b"data", 2, &[0; 2])]), "before their format"),
