@@ -45,6 +45,9 @@ pub struct Config {
     pub request_timeout_s: u64,
     /// How long a request that is not streamed waits for a deployed model to be loaded, in seconds.
     pub load_wait_s: u64,
+    /// Silence after which a stream of events gets a comment, or `ping` of Anthropic's, in milliseconds: proxies close
+    /// silent connections.
+    pub stream_silence_ms: u64,
     /// Most generations that may wait for a worker.
     pub queue_requests: usize,
     /// Most prompt tokens that may wait for a worker.
@@ -113,6 +116,7 @@ impl Default for Config {
             raw_chats: false,
             request_timeout_s: 600,
             load_wait_s: 120,
+            stream_silence_ms: 10_000,
             queue_requests: policy.queue.requests,
             queue_tokens: policy.queue.tokens,
             worker_inflight: policy.max_inflight,

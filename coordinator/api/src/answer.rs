@@ -27,7 +27,7 @@ use futures::{FutureExt, StreamExt};
 use proto::message::{FinishReason, Finished, TokenOut};
 use proto::trace::{Span, TraceId};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use text::dialect::{Calls, Dialect, OutputParser, ParsedDelta, StopStrings};
 use text::tokenizer::{Tokenizer, Utf8Stream};
 
@@ -67,6 +67,8 @@ pub struct ResponseStream {
     counts: Option<&'static str>,
     /// Set until a worker has the model.
     loading: Option<Loading>,
+    /// Silence after which a stream gets a comment.
+    silence: Duration,
     _images: Option<HeldBytes>,
 }
 
@@ -208,6 +210,7 @@ impl ResponseStream {
             span: None,
             counts: None,
             loading: None,
+            silence: Duration::MAX,
             _images: None,
         }
     }
@@ -270,14 +273,23 @@ impl ResponseStream {
     }
 
     /// Streams the events. Waits for the first event, so that an error before it gets its own status, unless the model
-    /// has to be loaded first. The end of the stream is counted under `path`.
-    pub async fn streamed(mut self, path: &'static str) -> Result<Response, ApiError> {
+    /// has to be loaded first, and no longer than `silence`. Between events a comment follows each `silence`. The end of
+    /// the stream is counted under `path`.
+    pub async fn streamed(mut self, path: &'static str, silence: Duration) -> Result<Response, ApiError> {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
+        self.silence = silence;
         if let Some(loading) = &self.loading {
             first.extend_from_slice(loading.comment().as_bytes());
-        } else if let Some((choice, event)) = self.next().await? {
-            let event = event.map_err(|failure| self.failed(failure))?;
-            self.take(choice, event, &mut first);
+        } else {
+            match tokio::time::timeout(silence, self.next()).await {
+                Ok(next) => {
+                    if let Some((choice, event)) = next? {
+                        let event = event.map_err(|failure| self.failed(failure))?;
+                        self.take(choice, event, &mut first);
+                    }
+                }
+                Err(_) => self.write_silence(&mut first),
+            }
         }
         let mut headers = self.headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -302,23 +314,21 @@ impl ResponseStream {
             let next = match self.events.next().now_or_never() {
                 Some(next) if !self.revocation.is_revoked() => Ok(next),
                 None if !out.is_empty() => return (out.into(), true),
-                _ => match self.loading.take() {
-                    None => self.next().await,
-                    Some(loading) => {
-                        let next = tokio::time::timeout(COMMENT_EVERY, self.next()).await;
-                        let Ok(next) = next else {
-                            out.extend_from_slice(loading.comment().as_bytes());
-                            self.loading = Some(loading);
-                            return (out.into(), true);
-                        };
-                        if let Ok(Some((_, Err(failure)))) = next {
+                _ => {
+                    let silence = if self.loading.is_some() { COMMENT_EVERY } else { self.silence };
+                    let Ok(next) = tokio::time::timeout(silence, self.next()).await else {
+                        self.write_silence(&mut out);
+                        return (out.into(), true);
+                    };
+                    match (self.loading.take(), next) {
+                        (Some(loading), Ok(Some((_, Err(failure))))) => {
                             let error = loading.explain(self.failed(failure));
                             self.writer.write_error(&mut out, &error);
                             return (out.into(), false);
                         }
-                        next
+                        (_, next) => next,
                     }
-                },
+                }
             };
             match next {
                 Ok(Some((choice, Ok(event)))) => self.take(choice, event, &mut out),
@@ -342,6 +352,17 @@ impl ResponseStream {
             if out.len() >= CHUNK_BYTES {
                 return (out.into(), true);
             }
+        }
+    }
+
+    /// Writes that there is nothing to send yet. Clients of Anthropic's API expect no event before the first of its own.
+    fn write_silence(&mut self, out: &mut Vec<u8>) {
+        match &self.loading {
+            Some(loading) => out.extend_from_slice(loading.comment().as_bytes()),
+            None if self.choices.iter().all(|choice| choice.started.is_none()) => {
+                out.extend_from_slice(b": waiting\n\n");
+            }
+            None => self.writer.write_silence(out),
         }
     }
 

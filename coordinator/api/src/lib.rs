@@ -131,6 +131,8 @@ pub struct AppState {
     pub request_timeout: Duration,
     /// How long a request that is not streamed waits for its model to be loaded.
     pub load_wait: Duration,
+    /// Silence after which a stream of events gets a comment.
+    pub stream_silence: Duration,
     /// Limits on the number and the length of sessions.
     pub realtime: realtime::SessionLimits,
     /// Seconds since 1970 at start.
@@ -543,7 +545,7 @@ async fn answer(
     let (path, writer) = (kind.endpoint().path(), writer(&plan, &id));
     let answer = ResponseStream::new(&plan, writer, Arc::clone(&state.metrics), generations, admitted);
     let answer = answer.traced(trace.take()).loading(loading).holding(held);
-    if plan.params.stream { answer.streamed(path).await } else { answer.whole().await }
+    if plan.params.stream { answer.streamed(path, state.stream_silence).await } else { answer.whole().await }
 }
 
 /// The writer for the answer of request `id`, in the form of the plan's API.

@@ -22,6 +22,10 @@ pub trait Writer: Send {
     fn write_end(&mut self, out: &mut Vec<u8>, usage: Usage);
     /// Appends the error that ends the stream.
     fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError);
+    /// Appends what clients ignore, between deltas.
+    fn write_silence(&mut self, out: &mut Vec<u8>) {
+        out.extend_from_slice(b": generating\n\n");
+    }
     /// The whole answer. `choices`: the complete content of each choice.
     fn whole(&mut self, choices: Vec<Delta>, usage: Usage, tokenizer: &Tokenizer) -> Vec<u8>;
 }

@@ -116,7 +116,7 @@ impl Events {
         Self { status: head.status, headers: head.headers, body, buffer: String::new() }
     }
 
-    /// The next event: its name, if any, and its data. `None` at the end.
+    /// The next event: its name, if any, and its data; of a comment `:` and its text. `None` at the end.
     pub(crate) async fn next(&mut self) -> Option<(Option<String>, String)> {
         loop {
             if let Some((event, rest)) = self.buffer.split_once("\n\n") {
@@ -125,6 +125,7 @@ impl Events {
                     match line.split_once(": ") {
                         Some(("event", text)) => name = Some(text.to_owned()),
                         Some(("data", text)) => data.push_str(text),
+                        Some(("", text)) => (name, data) = (Some(":".to_owned()), text.to_owned()),
                         other => panic!("{other:?}"),
                     }
                 }

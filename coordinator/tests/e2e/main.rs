@@ -21,6 +21,7 @@ mod operations;
 mod planning;
 mod promises;
 mod sequences;
+mod silence;
 mod speech;
 mod transcribe;
 mod websocket;

@@ -133,6 +133,10 @@ impl Writer for MessageWriter {
         event(out, "ping", Value::Null);
     }
 
+    fn write_silence(&mut self, out: &mut Vec<u8>) {
+        event(out, "ping", Value::Null);
+    }
+
     fn write_delta(&mut self, out: &mut Vec<u8>, _: u32, delta: Delta, _: &Tokenizer) {
         self.write_parts(out, delta);
     }
