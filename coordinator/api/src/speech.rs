@@ -4,6 +4,7 @@
 //! of the response is pulled from there. So a client that reads slowly stops the worker's computation, and one
 //! that disconnects ends it. Until there is audio the session can move to another worker.
 
+mod flac;
 mod spoken;
 
 use super::admitted::AdmittedRequest;
@@ -131,7 +132,7 @@ pub(super) async fn call(state: Arc<AppState>, request: Request) -> Result<Respo
     // A task that panics tells nothing.
     let first = told.recv().await.ok_or(ApiError::Internal)??;
     let Told::Started { headers: names, sample_rate } = first else { return Err(ApiError::Internal) };
-    let spoken = Spoken::new(format, delivery, sample_rate);
+    let spoken = Spoken::new(format, delivery, sample_rate)?;
     let kind = HeaderValue::from_static(spoken.content_type());
     let body = stream::unfold((spoken, told), |(mut spoken, mut told)| async {
         let chunk = next(&mut spoken, &mut told).await?;
@@ -152,15 +153,18 @@ async fn next(
     spoken: &mut Spoken,
     told: &mut Receiver<Result<Told, ApiError>>,
 ) -> Option<Result<Vec<u8>, ApiError>> {
-    if spoken.is_over() {
-        return None;
+    while !spoken.is_over() {
+        let chunk = match told.recv().await {
+            Some(Ok(Told::Audio(samples))) => spoken.audio(&samples),
+            Some(Ok(Told::Started { .. })) => Err(ApiError::Internal),
+            Some(Err(error)) => spoken.failed(error),
+            None => spoken.end(),
+        };
+        if chunk.as_ref().map_or(true, |bytes| !bytes.is_empty()) {
+            return Some(chunk);
+        }
     }
-    match told.recv().await {
-        Some(Ok(Told::Audio(samples))) => Some(Ok(spoken.audio(&samples))),
-        Some(Ok(Told::Started { .. })) => Some(Err(ApiError::Internal)),
-        Some(Err(error)) => Some(spoken.failed(error)),
-        None => spoken.end().map(Ok),
-    }
+    None
 }
 
 /// Runs the session until it ends, the client leaves, the key is revoked, or the time of a request is over.
@@ -307,7 +311,7 @@ mod tests {
             (
                 r#"{"input":"a","response_format":"mp3"}"#,
                 "response_format",
-                "\"mp3\" is not served, only wav and pcm",
+                "\"mp3\" is not served, only wav, flac and pcm",
             ),
             (r#"{"input":"a","response_format":7}"#, "response_format", "invalid type"),
             (r#"{"input":"a","stream_format":"x"}"#, "stream_format", "unknown variant"),

@@ -25,6 +25,10 @@ def words():
         said = client.audio.transcriptions.create(model="whisper-base", file=("fox.wav", wav.content)).text
         assert "quick brown fox" in said and "lazy dog" in said, said
         print(said)
+    lossless = speech.create(model="piper-joe", voice="joe", input=TEXT, response_format="flac")
+    assert lossless.response.headers["content-type"] == "audio/flac" and len(lossless.content) < len(wav.content)
+    heard = client.audio.transcriptions.create(model="whisper-base", file=("fox.flac", lossless.content)).text
+    assert "quick brown fox" in heard and "lazy dog" in heard, heard
     fast = speech.create(model="piper-joe", voice="joe", input=TEXT, response_format="pcm", speed=2)
     assert fast.response.headers["content-type"] == "audio/pcm"
     shares = (len(fast.content) / (len(wav.content) - HEADER), len(fast.content) / 2 / RATE)
