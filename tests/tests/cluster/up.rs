@@ -43,13 +43,18 @@ fn further_models_are_deployed_beside_the_first() {
     let answer = http::post(cluster.http(), "/v1/completions", &body).unwrap();
     let worker = answer.header("x-kvasir-worker").unwrap().to_owned();
     answer.ok().unwrap();
-    let status = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).unwrap();
+    let ops = cluster.coordinator().ops.to_string();
+    // The model's line is made from the worker's reports, which come after the first answer.
+    let status = wait::until("the model is told ready", binary::NODE_TIMEOUT, || {
+        let status = binary::stdout(&["status", "--ops", &ops]).ok()?;
+        let deployed = status.lines().find(|line| line.starts_with(&format!("{name} ")))?;
+        (deployed.contains(" ready ") && deployed.contains("1:1")).then_some(status.clone())
+    });
+    let status = status.unwrap();
     let lines: Vec<&str> = status.lines().collect();
     let at = lines.iter().position(|line| line.trim_start().starts_with(&format!("{worker} "))).unwrap();
     assert!(lines[at].starts_with("  ") && lines[at].contains(&format!("{name}@")), "{status}");
     assert!(worker.starts_with(lines[at - 1].split(' ').next().unwrap()), "{status}");
-    let deployed = lines.iter().find(|line| line.starts_with(&format!("{name} "))).unwrap();
-    assert!(deployed.contains("ready") && deployed.contains("1:1"), "{status}");
     let dir = cluster.data_dir().join("twice");
     let two =
         binary::run(&["up", &tiny_model(), &tiny_model(), "--data-dir", dir.to_str().unwrap()]).unwrap();
