@@ -31,7 +31,7 @@ pub struct ModelVision {
     class: String,
 }
 
-/// What a model needs to see images, beside its decoder.
+/// The parts of a model that see images, beside its decoder.
 pub(super) struct Sight {
     /// `None`: the towers of other workers encode.
     vision: Option<ModelVision>,
