@@ -12,8 +12,6 @@ const BETA: f64 = 9.0;
 const CUT: f64 = 0.92;
 /// Maximum number of precomputed weights. Larger tables are computed on demand.
 const MAX_TABLE: usize = 1 << 20;
-/// The same for a file: enough for every rate that is read.
-const MAX_FILE_TABLE: usize = 1 << 24;
 
 #[derive(Debug, Clone)]
 pub struct Resampler {
@@ -24,6 +22,8 @@ pub struct Resampler {
     half: usize,
     /// `2 * half` weights for each phase. Empty if they are computed on demand.
     table: Arc<[f32]>,
+    /// Of a file: the weights of each phase that was needed so far, since a short file of an odd rate needs few of many.
+    needed: Vec<Option<Box<[f32]>>>,
     filter: Filter,
     /// Index of the input that `tail` begins with. `half` samples of silence precede the first input.
     from: u64,
@@ -82,9 +82,11 @@ impl Resampler {
         Self::with_table(from, to, MAX_TABLE)
     }
 
-    /// Like [`Self::new`], for one of few files that are read at a time: up to 64 MiB make it faster.
+    /// Like [`Self::new`], for one of few files that are read at a time: keeps all weights that it computes. Those of a
+    /// rate up to 192 kHz take 37 MB at most.
     pub(crate) fn of_file(from: u32, to: u32) -> Self {
-        Self::with_table(from, to, MAX_FILE_TABLE)
+        let resampler = Self::with_table(from, to, 0);
+        Self { needed: vec![None; resampler.outputs as usize], ..resampler }
     }
 
     fn with_table(from: u32, to: u32, most: usize) -> Self {
@@ -98,7 +100,8 @@ impl Resampler {
             (0..outputs).for_each(|phase| filter.weights(phase as f64 / outputs as f64, &mut table));
         }
         let (table, tail) = (table.into(), vec![0.0; half - 1]);
-        Self { outputs, inputs, half, table, filter, from: 0, tail, received: 0, emitted: 0 }
+        let needed = Vec::new();
+        Self { outputs, inputs, half, table, needed, filter, from: 0, tail, received: 0, emitted: 0 }
     }
 
     /// Takes more input and appends the outputs that it completes.
@@ -116,11 +119,20 @@ impl Resampler {
             // `tail` begins `half - 1` inputs before `from`.
             let start = (input - self.from) as usize;
             let Some(inputs) = self.tail.get(start..start + 2 * self.half) else { break };
-            let weights = match self.table.get(phase * 2 * self.half..(phase + 1) * 2 * self.half) {
-                Some(weights) => weights,
-                None => {
-                    computed.clear();
-                    self.filter.weights(phase as f64 / self.outputs as f64, &mut computed);
+            let precomputed = self.table.get(phase * 2 * self.half..(phase + 1) * 2 * self.half);
+            let compute = |weights: &mut Vec<f32>| {
+                weights.clear();
+                self.filter.weights(phase as f64 / self.outputs as f64, weights);
+            };
+            let weights: &[f32] = match (precomputed, self.needed.get_mut(phase)) {
+                (Some(weights), _) => weights,
+                (None, Some(needed)) => needed.get_or_insert_with(|| {
+                    let mut weights = Vec::new();
+                    compute(&mut weights);
+                    weights.into()
+                }),
+                (None, None) => {
+                    compute(&mut computed);
                     &computed
                 }
             };
@@ -167,11 +179,17 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
 mod tests {
     use super::*;
 
-    fn whole(from: u32, to: u32, sound: &[f32], chunk: usize) -> Vec<f32> {
+    fn resampled(mut resampler: Resampler, sound: &[f32], chunk: usize) -> Vec<f32> {
         let mut out = Vec::new();
-        let mut resampler = Resampler::new(from, to);
         sound.chunks(chunk).for_each(|piece| resampler.push(piece, &mut out));
         resampler.finish(&mut out);
+        out
+    }
+
+    /// By any resampler, which all give the same bits.
+    fn whole(from: u32, to: u32, sound: &[f32], chunk: usize) -> Vec<f32> {
+        let out = resampled(Resampler::new(from, to), sound, chunk);
+        assert_eq!(resampled(Resampler::of_file(from, to), sound, chunk), out, "{from} to {to}");
         out
     }
 
@@ -200,7 +218,7 @@ mod tests {
     #[test]
     fn pieces_do_not_matter_and_the_duration_is_kept() {
         let sound: Vec<f32> = (0..5_000).map(|n| ((n * n % 977) as f32 / 977.0) - 0.5).collect();
-        for from in [8_000, 16_000, 22_050, 48_000] {
+        for from in [8_000, 16_000, 22_050, 48_000, 191_999] {
             let expected = whole(from, 16_000, &sound, sound.len());
             assert_eq!(expected.len() as u64, (5_000 * 16_000u64).div_ceil(from.into()));
             for chunk in [1, 7, 1600] {
