@@ -327,6 +327,7 @@ impl CoordinatorSettings {
             hold_ready: self.hold_ready.unwrap_or(default.hold_ready),
             raw_chats: self.raw_chats.unwrap_or(default.raw_chats),
             request_timeout_s: ms(self.request_timeout, default.request_timeout_s * 1000).div_ceil(1000),
+            stream_silence_ms: default.stream_silence_ms,
             load_wait_s: ms(self.load_wait, default.load_wait_s * 1000).div_ceil(1000),
             queue_requests: self.queue_requests.unwrap_or(default.queue_requests),
             queue_tokens: self.queue_tokens.unwrap_or(default.queue_tokens),
