@@ -149,12 +149,10 @@ impl Resampler {
     /// of the input.
     pub fn finish(mut self, out: &mut Vec<f32>) {
         let all = (self.received * self.outputs).div_ceil(self.inputs);
-        let missing = all.saturating_sub(self.emitted) as usize;
-        if self.outputs != self.inputs {
-            let had = out.len();
-            let silence = vec![0.0; 2 * self.half + self.inputs as usize];
-            self.push(&silence, out);
-            out.truncate(had + missing);
+        if self.outputs != self.inputs && self.emitted < all {
+            // No more silence than the last output reads.
+            let end = (all - 1) * self.inputs / self.outputs + self.half as u64 + 1;
+            self.push(&vec![0.0; end.saturating_sub(self.received) as usize], out);
         }
     }
 }
