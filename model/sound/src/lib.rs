@@ -1,4 +1,4 @@
-//! Recordings as samples of one channel: reads WAV files ([`wav`]) and compressed ones ([`compressed`]), and resamples.
+//! Recordings as samples of one channel: reads WAV files and compressed ones, and resamples.
 //!
 //! The bytes are a stranger's. Time and memory are bounded by the file's length and the limit of the caller: samples
 //! are resampled as they are decoded, and only the result is held.
@@ -73,7 +73,7 @@ impl Taken<'_> {
 pub struct Recording {
     /// Samples per second, at least 1.
     pub sample_rate: u32,
-    /// Pieces of [`PIECE`] samples but for the last. 16 bit integers for a file of such, and for a compressed one.
+    /// Pieces of 16,000 samples but for the last. 16 bit integers for a file of such, and for a compressed one.
     pub pieces: Vec<Pcm>,
 }
 
