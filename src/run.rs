@@ -2,19 +2,25 @@
 
 use crate::local::{self, EngineArgs};
 use crate::lora::LoraArgs;
+use crate::models::{Resolved, resolve_or_pull};
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
-use engine::engine::EngineRequest;
+use dispatch::models::{ModelEntry, Models, PromptWithImages, SeenImage};
+use engine::engine::{EngineImage, EngineRequest, ImageSource};
+use engine::images::PlacedImage;
 use proto::message::{Finished, GenerateFrame, Sampling, Stop, TenantShare};
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
-use text::chat_template::{ChatTemplate, Message};
+use text::chat_template::{ChatTemplate, Content, Message, Part};
 use worker::load::EngineOptions;
 
 /// Streams a completion in one process, without a cluster
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  kvasir run smollm2-135m -p \"The capital of France is\" -n 16")]
+#[command(after_help = "Examples:\n  \
+    kvasir run smollm2-135m -p \"The capital of France is\" -n 16\n  \
+    kvasir run ./Qwen2.5-VL-3B-Instruct --chat --image cat.jpg -p \"What is this?\"")]
 pub(crate) struct Run {
     /// Catalog name, https:// or hf:// address, or path to a .gguf or a Hugging Face folder
     model: String,
@@ -54,6 +60,9 @@ pub(crate) struct Run {
     /// Apply the model's chat template, with the prompt as the user's message
     #[arg(long, conflicts_with = "raw")]
     chat: bool,
+    /// PNG, JPEG, WebP or GIF file that the user's message begins with; may be given several times
+    #[arg(long, value_name = "F", requires = "chat")]
+    image: Vec<PathBuf>,
     /// Add no special tokens to the prompt and parse none in it
     #[arg(long)]
     raw: bool,
@@ -81,8 +90,13 @@ impl Run {
         let mut options =
             EngineOptions { speculative_method: self.spec.speculative_method()?, ..self.engine.options()? };
         self.lora.apply(&mut options);
-        let mut local = local::open(&self.model, options)?;
-        let prompt = self.prompt_ids(&local)?;
+        let Resolved { path, id } = resolve_or_pull(&self.model)?;
+        let mut local =
+            local::open_with(&path, |path, progress| worker::load::open(path, &options, progress))?;
+        let (prompt, images) = match self.image.is_empty() {
+            true => (self.prompt_ids(&local)?, Vec::new()),
+            false => self.prompt_with_images(ModelEntry { id, path })?,
+        };
         let prompt_len = prompt.len();
         let outcome = Arc::new(Mutex::new(Outcome::default()));
         let (root, adapter) = local.with_adapter(self.lora.names().next());
@@ -93,7 +107,7 @@ impl Run {
             adapter,
             tenant: TenantShare::of_root(root),
             prompt,
-            images: Vec::new(),
+            images,
             emitted: Vec::new(),
             sampling: Sampling {
                 temperature: self.temperature,
@@ -139,6 +153,30 @@ impl Run {
             },
         );
         Ok(())
+    }
+
+    /// The prompt that a coordinator makes of such a chat.
+    fn prompt_with_images(&self, entry: ModelEntry) -> Result<(Vec<u32>, Vec<EngineImage>)> {
+        let models = Models::open(std::slice::from_ref(&entry), false)?;
+        let model = models.get(entry.id.as_str()).context("the model has no name")?;
+        let template = model.template.as_ref().context("this model has no usable chat template")?;
+        let read = |path: &PathBuf| -> Result<(Arc<[u8]>, Arc<SeenImage>)> {
+            let file = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+            let seen = model.images()?.see(&file).with_context(|| path.display().to_string())?;
+            Ok((file.into(), seen))
+        };
+        let (files, seen): (Vec<_>, Vec<_>) =
+            self.image.iter().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        let parts = (0..files.len()).map(Part::Image).chain([Part::Text(self.prompt.as_str().into())]);
+        let content = Some(Content::Parts(parts.collect()));
+        let message = Message { content, ..Message::new("user", "") };
+        let prompt = template.render_marked(&[message], None, true, &serde_json::Map::new())?;
+        let PromptWithImages { tokens, runs } = model.chat_with_images(&prompt, &seen, true)?;
+        let images = files.into_iter().zip(seen).zip(runs).map(|((file, seen), runs)| EngineImage {
+            place: PlacedImage { runs, digest: seen.digest },
+            source: ImageSource::File(file),
+        });
+        Ok((tokens.to_vec(), images.collect()))
     }
 
     fn prompt_ids(&self, local: &local::LocalEngine) -> Result<Vec<u32>> {

@@ -3,7 +3,9 @@
 use crate::checkpoints::EXACT;
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::{self, Tensors};
+use model::ModelFile;
 use std::path::{Path, PathBuf};
+use text::tokenizer::Tokenizer;
 
 /// Largest difference of a logit in f32 from pixels.
 const MAX_DIFFERENCE: f32 = 3e-3;
@@ -67,6 +69,22 @@ fn prompts_with_images_match_their_references_from_files_and_from_pixels() {
             assert!(floats(&again, "p0.logits") == ours, "{name}: other bits from pixels");
             assert_eq!(greedy(&again, "p0.greedy".to_owned()), expected, "{name}");
         }
+    }
+}
+
+#[test]
+fn run_answers_to_an_image_as_the_reference_does() {
+    for folder in folders() {
+        let reference = Tensors::read(&folder.join("ref.safetensors")).unwrap();
+        let tokenizer = Tokenizer::from_metadata(ModelFile::open(&folder).unwrap().metadata()).unwrap();
+        let expected = tokenizer.decode(&reference.tokens("v0.greedy").unwrap().unwrap(), true);
+        let image = folder.join("image0.png");
+        let run =
+            ["run", word(&folder), "--chat", "--image", word(&image), "--prompt", "Describe this image."];
+        let said = binary::stdout(&[&run[..], &["--max-tokens", "32"], &EXACT].concat()).unwrap();
+        let said = said.strip_suffix('\n').unwrap();
+        // The reference goes on after the token that ends an answer.
+        assert!(said.len() > 8 && expected.starts_with(said), "{}: {said:?} {expected:?}", folder.display());
     }
 }
 
