@@ -1,7 +1,7 @@
 //! One call to encode texts on one stream. The request goes to the worker; a head frame and then the values
 //! as raw bytes come back.
 
-use super::streams::{FrameReader, FrameWriter, read_request};
+use super::streams::{FrameWriter, ask, read_request};
 use crate::Error;
 use proto::codec::Cap;
 use proto::message::{EncodeReply, EncodeRequest, EncodedHead, GenerateError, MAX_ENCODED_WIDTH};
@@ -14,10 +14,7 @@ pub(super) async fn call(
     receive: RecvStream,
     request: &EncodeRequest,
 ) -> Result<Result<Vec<Vec<f32>>, GenerateError>, Error> {
-    let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
-    writer.write(request).await?;
-    writer.finish();
-    let mut frames = FrameReader::<EncodeReply>::new(receive, Cap::Stream);
+    let mut frames = ask(send, receive, Cap::GenerateRequest, request).await?;
     match frames.next().await?.ok_or(Error::StreamCut { what: "the answer to an encode call" })? {
         EncodeReply::Failed(error) => Ok(Err(error)),
         EncodeReply::Encoded(EncodedHead { texts, width }) => {
@@ -91,9 +88,6 @@ impl EncodeReplier {
 
     /// Resolves once the stream is no longer read: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
-        let stopped = self.frames.stream().stopped();
-        async move {
-            let _ = stopped.await;
-        }
+        self.frames.unread()
     }
 }

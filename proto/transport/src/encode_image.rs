@@ -1,6 +1,6 @@
 //! One image to encode on one stream. The file goes to the encoder; frames and the values as raw bytes come back.
 
-use super::streams::{FrameReader, FrameWriter, next_request};
+use super::streams::{FrameReader, FrameWriter, ask, next_request};
 use crate::Error;
 use proto::codec::Cap;
 use proto::message::image_encoder::{EncodeImage, EncodeImageFrame, EncodeImageRefusal, EncodedImageHead};
@@ -22,10 +22,7 @@ impl EncodeImageStream {
         receive: RecvStream,
         image: &EncodeImage,
     ) -> Result<Self, Error> {
-        let mut writer = FrameWriter::new(send, Cap::Images);
-        writer.write(image).await?;
-        writer.finish();
-        Ok(Self { frames: FrameReader::new(receive, Cap::Stream) })
+        Ok(Self { frames: ask(send, receive, Cap::Images, image).await? })
     }
 
     /// Returns the next frame. Cancel-safe.
@@ -102,9 +99,6 @@ impl EncodeImageReply {
     /// Resolves once the stream is no longer read: the asker has left, the connection is lost, or everything has
     /// arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
-        let stopped = self.frames.stream().stopped();
-        async move {
-            let _ = stopped.await;
-        }
+        self.frames.unread()
     }
 }

@@ -118,9 +118,6 @@ impl GenerateReply {
     /// Resolves once the stream is no longer read: the coordinator has cancelled, the connection is lost, or
     /// everything up to the last frame has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
-        let stopped = self.frames.stream().stopped();
-        async move {
-            let _ = stopped.await;
-        }
+        self.frames.unread()
     }
 }

@@ -157,9 +157,6 @@ impl OperationReplier {
 
     /// Resolves once the stream is no longer read: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
-        let stopped = self.frames.stream().stopped();
-        async move {
-            let _ = stopped.await;
-        }
+        self.frames.unread()
     }
 }

@@ -1,7 +1,7 @@
 //! One pull of a prefix's resume point on one stream. The request goes to the holder; frames and the
 //! pieces' raw bytes come back.
 
-use super::streams::{FrameReader, FrameWriter, read_request};
+use super::streams::{FrameReader, FrameWriter, ask, read_request};
 use crate::Error;
 use proto::codec::Cap;
 use proto::pull::{PullFrame, PullHead, PullRefusal, PullRequest, PulledPiece};
@@ -19,10 +19,7 @@ impl PullStream {
         receive: RecvStream,
         request: &PullRequest,
     ) -> Result<Self, Error> {
-        let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
-        writer.write(request).await?;
-        writer.finish();
-        Ok(Self { frames: FrameReader::new(receive, Cap::Stream) })
+        Ok(Self { frames: ask(send, receive, Cap::GenerateRequest, request).await? })
     }
 
     /// Returns the head. Fails with [`Error::PullRefused`] if the peer refuses. Call it once, before
@@ -108,9 +105,6 @@ impl PullReply {
     /// Resolves once the stream is no longer read: the pull is cancelled, the connection is lost, or
     /// everything has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
-        let stopped = self.frames.stream().stopped();
-        async move {
-            let _ = stopped.await;
-        }
+        self.frames.unread()
     }
 }

@@ -1,7 +1,7 @@
 //! One request for a manifest or for chunks on one stream. The request goes to the holder; frames and raw
 //! bytes come back. These streams have the lowest priority on a connection.
 
-use super::streams::{FrameReader, FrameWriter, read_request, within};
+use super::streams::{FrameReader, FrameWriter, ask, read_request, within};
 use crate::Error;
 use bytes::Bytes;
 use proto::codec::Cap;
@@ -26,10 +26,7 @@ impl ShardStream {
         receive: RecvStream,
         request: &ShardRequest,
     ) -> Result<Self, Error> {
-        let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
-        writer.write(request).await?;
-        writer.finish();
-        Ok(Self { frames: FrameReader::new(receive, Cap::Stream) })
+        Ok(Self { frames: ask(send, receive, Cap::GenerateRequest, request).await? })
     }
 
     /// Returns the next requested item, or `None` if the peer does not hold it. See [`Self::next_into`].
@@ -111,9 +108,6 @@ impl ShardReply {
     /// Resolves once the stream is no longer read: the request is cancelled, the connection is lost, or
     /// everything has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
-        let stopped = self.frames.stream().stopped();
-        async move {
-            let _ = stopped.await;
-        }
+        self.frames.unread()
     }
 }

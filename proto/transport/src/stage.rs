@@ -151,10 +151,7 @@ impl ActivationSender {
 
     /// Resolves once the stage stops reading.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
-        let stopped = self.frames.stream().stopped();
-        async move {
-            let _ = stopped.await;
-        }
+        self.frames.unread()
     }
 }
 

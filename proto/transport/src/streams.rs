@@ -321,6 +321,15 @@ impl<T: Serialize> FrameWriter<T> {
         &self.stream
     }
 
+    /// Resolves once the stream is no longer read: the peer has left it, the connection is lost, or everything has
+    /// arrived.
+    pub(super) fn unread(&self) -> impl Future<Output = ()> + Send + 'static {
+        let stopped = self.stream.stopped();
+        async move {
+            let _ = stopped.await;
+        }
+    }
+
     /// Continues with frames of another type.
     pub(super) fn retyped<U: Serialize>(self, cap: Cap) -> FrameWriter<U> {
         FrameWriter { stream: self.stream, cap, buffer: self.buffer, item: PhantomData }
@@ -448,6 +457,19 @@ impl<T: DeserializeOwned> FrameReader<T> {
         // Fails only if the stream is already at its end.
         let _ = self.stream.stop(code.to_wire());
     }
+}
+
+/// Sends the only request on a stream and returns the reader of its reply.
+pub(super) async fn ask<R: Serialize, A: DeserializeOwned>(
+    send: SendStream,
+    receive: RecvStream,
+    cap: Cap,
+    request: &R,
+) -> Result<FrameReader<A>, Error> {
+    let mut writer = FrameWriter::new(send, cap);
+    writer.write(request).await?;
+    writer.finish();
+    Ok(FrameReader::new(receive, Cap::Stream))
 }
 
 /// Reads the only request on a stream and returns it with the writer of its reply. A request that does not
