@@ -38,6 +38,13 @@ pub struct WorkerInfo {
     pub models: Vec<ServedModel>,
 }
 
+impl WorkerInfo {
+    /// Whether a model of it sees images.
+    pub fn sees_images(&self) -> bool {
+        self.models.iter().any(|model| model.task.sees_images())
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Register {
     pub worker: WorkerInfo,

@@ -250,7 +250,9 @@ impl Table {
     pub fn used_level(&self) -> Level {
         let first = *self.nodes == Nodes::default()
             && *self.deployments == Deployments::default()
-            && !self.workers.workers().any(|(node, _)| node.is_instance());
+            && !self.workers.workers().any(|(node, worker)| {
+                node.is_instance() || worker.standing.register().is_some_and(|worker| worker.sees_images())
+            });
         if first { Level(1) } else { Level(2) }
     }
 

@@ -139,6 +139,8 @@ impl Change {
             | Self::NodeApproved(_)
             | Self::NodeRemoved(_)
             | Self::AuthoritySet(_) => Level(2),
+            // Level 1 has no task of models that see images.
+            Self::WorkerJoined(worker) if worker.sees_images() => Level(2),
             change if change.is_of_deployments() => Level(2),
             _ => Level(1),
         }

@@ -382,6 +382,23 @@ fn workers_are_fenced_by_epoch_and_drains_outlive_them() {
 }
 
 #[test]
+fn a_worker_that_sees_images_joins_once_every_member_knows_its_task() {
+    let mut client = Client::new();
+    let mut sees = worker_info("w0", 5, 7);
+    sees.models[0].task = ModelTask::GenerateFromImages;
+    let join = || Change::WorkerJoined(Box::new(sees.clone()));
+    assert_eq!(client.refused(join()), Refusal::LevelTooLow(Level(1)));
+    for name in ["c0", "c1", "c2"] {
+        client.done(Change::LevelReported(LevelReported { node: node(name), level: Level::OWN }));
+    }
+    assert_eq!(client.table.used_level(), Level(1));
+    client.done(join());
+    assert_eq!(client.table.used_level(), Level(2));
+    client.done(Change::WorkerLeft(WorkerLeft { node: node("w0"), epoch: Epoch(5) }));
+    assert_eq!(client.table.used_level(), Level(1));
+}
+
+#[test]
 fn keys_are_removed_with_their_tenant() {
     let mut client = Client::new();
     assert_eq!(client.refused(Change::KeySet(key(1, "a"))), Refusal::Unknown(Kind::Tenant));
