@@ -51,7 +51,10 @@ fn check_prompt(name: &str, prompt: &str) {
     let (file, reference) = (open(name), Reference::read(name));
     let logits = Model::open(&file).forward(&reference.ids(&format!("{prompt}.ids")));
     let expected = reference.floats(&format!("{prompt}.logits"));
-    let difference = largest_difference(logits.into_iter().flatten(), &expected);
+    // Of long prompts the reference has only the last rows.
+    let rows = expected.len() / logits.first().unwrap().len();
+    let skipped = logits.len() - rows;
+    let difference = largest_difference(logits.into_iter().skip(skipped).flatten(), &expected);
     assert!(difference < 5e-5, "{name}: {difference}");
 }
 
