@@ -1,0 +1,190 @@
+//! The endpoints of the API port: their paths, methods and handlers.
+
+use super::error::ApiError;
+use super::plan::Kind;
+use super::transcribe::Task;
+use super::{
+    AppState, audio, count_tokens, detokenize, generate, health, lora, model_list, realtime, speaker, speech,
+    tokenize, transcribe,
+};
+use axum::extract::Request;
+use axum::handler::Handler;
+use axum::http::{HeaderMap, HeaderName, Method};
+use axum::response::{IntoResponse, Response};
+use futures::future::BoxFuture;
+use proto::operation::Operation;
+use std::sync::Arc;
+
+/// Sent by Anthropic's clients with every request.
+const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
+
+/// All endpoints of the API port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Endpoint {
+    /// Whether requests can be served, for routers in front of this port. Probes use the ops port.
+    Health,
+    Models,
+    Model,
+    /// Completions of text or tokens.
+    Completions,
+    Chat,
+    /// OpenAI's Responses API.
+    Responses,
+    /// Anthropic's Messages API.
+    Messages,
+    /// The number of tokens of an Anthropic prompt.
+    CountTokens,
+    Embeddings,
+    /// Ranks documents by relevance to a query.
+    Rerank,
+    /// Loads a LoRA adapter.
+    LoadLora,
+    UnloadLora,
+    /// Text to tokens.
+    Tokenize,
+    /// Tokens to text.
+    Detokenize,
+    /// The text of a recording.
+    Transcriptions,
+    /// The text of a recording, translated into English.
+    Translations,
+    Speech,
+    /// An operation on a recording.
+    Audio(Operation),
+    /// A session of an operation, over a WebSocket.
+    Realtime(Operation),
+}
+
+impl Endpoint {
+    pub const ALL: [Self; 28] = [
+        Self::Health,
+        Self::Models,
+        Self::Model,
+        Self::Completions,
+        Self::Chat,
+        Self::Responses,
+        Self::Messages,
+        Self::CountTokens,
+        Self::Embeddings,
+        Self::Rerank,
+        Self::LoadLora,
+        Self::UnloadLora,
+        Self::Tokenize,
+        Self::Detokenize,
+        Self::Transcriptions,
+        Self::Translations,
+        Self::Speech,
+        Self::Audio(Operation::Vad),
+        Self::Audio(Operation::TurnDetection),
+        Self::Audio(Operation::Wakeword),
+        Self::Audio(Operation::Speaker),
+        Self::Audio(Operation::Diarization),
+        Self::Realtime(Operation::Vad),
+        Self::Realtime(Operation::TurnDetection),
+        Self::Realtime(Operation::Wakeword),
+        Self::Realtime(Operation::Speaker),
+        Self::Realtime(Operation::Diarization),
+        Self::Realtime(Operation::Asr),
+    ];
+
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Health => "/health",
+            Self::Models => "/v1/models",
+            Self::Model => "/v1/models/{model}",
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+            Self::Responses => "/v1/responses",
+            Self::Messages => "/v1/messages",
+            Self::CountTokens => "/v1/messages/count_tokens",
+            Self::Embeddings => "/v1/embeddings",
+            Self::Rerank => "/v1/rerank",
+            Self::LoadLora => "/v1/load_lora_adapter",
+            Self::UnloadLora => "/v1/unload_lora_adapter",
+            Self::Tokenize => "/tokenize",
+            Self::Detokenize => "/detokenize",
+            Self::Transcriptions => "/v1/audio/transcriptions",
+            Self::Translations => "/v1/audio/translations",
+            Self::Speech => "/v1/audio/speech",
+            Self::Audio(Operation::TurnDetection) => "/v1/audio/turn_detection",
+            Self::Audio(Operation::Wakeword) => "/v1/audio/wakeword",
+            Self::Audio(Operation::Speaker) => "/v1/audio/speaker",
+            Self::Audio(Operation::Diarization) => "/v1/audio/diarization",
+            Self::Audio(_) => "/v1/audio/vad",
+            Self::Realtime(Operation::TurnDetection) => "/v1/realtime/turn_detection",
+            Self::Realtime(Operation::Wakeword) => "/v1/realtime/wakeword",
+            Self::Realtime(Operation::Speaker) => "/v1/realtime/speaker",
+            Self::Realtime(Operation::Diarization) => "/v1/realtime/diarization",
+            Self::Realtime(Operation::Asr) => "/v1/realtime/asr",
+            Self::Realtime(_) => "/v1/realtime/vad",
+        }
+    }
+
+    pub fn method(self) -> Method {
+        match self {
+            Self::Health | Self::Models | Self::Model | Self::Realtime(_) => Method::GET,
+            _ => Method::POST,
+        }
+    }
+
+    /// The value of the header `Allow`.
+    pub(super) fn methods(self) -> &'static str {
+        match self {
+            Self::Realtime(_) => "GET, OPTIONS",
+            _ if self.method() == Method::GET => "GET, HEAD, OPTIONS",
+            _ => "POST, OPTIONS",
+        }
+    }
+
+    /// The error for a method that the path does not have.
+    pub(super) fn method_not_allowed(self) -> ApiError {
+        ApiError::Method { allow: self.methods() }
+    }
+
+    /// Whether errors have Anthropic's form.
+    pub(super) fn is_anthropic(self, headers: &HeaderMap) -> bool {
+        match self {
+            Self::Messages | Self::CountTokens => true,
+            Self::Models | Self::Model => headers.contains_key(ANTHROPIC_VERSION),
+            _ => false,
+        }
+    }
+
+    /// Whether the endpoint has this method, besides OPTIONS.
+    pub(super) fn has_method(self, method: &Method) -> bool {
+        let head = self.method() == Method::GET && !matches!(self, Self::Realtime(_));
+        *method == self.method() || (head && *method == Method::HEAD)
+    }
+
+    /// Calls the endpoint's handler.
+    pub(super) fn handle(self, state: Arc<AppState>, request: Request) -> BoxFuture<'static, Response> {
+        match self {
+            Self::Health => health.call(request, state),
+            Self::Models => model_list::list.call(request, state),
+            Self::Model => model_list::retrieve.call(request, state),
+            Self::Completions => respond(generate(state, Kind::Completion, request)),
+            Self::Chat => respond(generate(state, Kind::Chat, request)),
+            Self::Responses => respond(generate(state, Kind::Responses, request)),
+            Self::Messages => respond(generate(state, Kind::Messages, request)),
+            Self::CountTokens => respond(count_tokens(state, request)),
+            Self::Embeddings => respond(super::embeddings(state, request)),
+            Self::Rerank => respond(super::rerank(state, request)),
+            Self::LoadLora => respond(lora::call(state, lora::Change::Load, request)),
+            Self::UnloadLora => respond(lora::call(state, lora::Change::Unload, request)),
+            Self::Tokenize => respond(tokenize(state, request)),
+            Self::Detokenize => respond(detokenize(state, request)),
+            Self::Transcriptions => respond(transcribe::call(state, Task::Transcribe, request)),
+            Self::Translations => respond(transcribe::call(state, Task::Translate, request)),
+            Self::Speech => respond(speech::call(state, request)),
+            Self::Audio(Operation::Speaker) => respond(speaker::call(state, request)),
+            Self::Audio(operation) => respond(audio::call(state, operation, request)),
+            Self::Realtime(operation) => respond(realtime::open(state, operation, request)),
+        }
+    }
+}
+
+fn respond(
+    handler: impl Future<Output = Result<Response, ApiError>> + Send + 'static,
+) -> BoxFuture<'static, Response> {
+    Box::pin(async { handler.await.into_response() })
+}
