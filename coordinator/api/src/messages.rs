@@ -3,7 +3,7 @@
 mod input;
 mod writer;
 
-use super::chat::{self, Chat, Ending};
+use super::chat::{self, Chat};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar::{self, OutputFormat};
@@ -84,15 +84,16 @@ pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, Ap
     }
     thinking(fields, &mut template_arguments)?;
     let mut images = GivenImages::default();
+    let (messages, ending) = input::messages(fields, &mut images)?;
     Ok(Chat {
         field: "messages",
-        messages: input::messages(fields, &mut images)?,
+        messages,
         images,
         tools: tools(fields)?,
         output_format: output_format(fields, format)?,
         max_tokens: MaxTokens { field: LIMIT, tokens, explicit: true },
         template_arguments,
-        ending: Ending::Answer,
+        ending,
     })
 }
 

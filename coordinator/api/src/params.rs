@@ -33,6 +33,17 @@ pub struct Params {
     pub add_special_tokens: Option<bool>,
     /// Only the tenant's requests with the same salt share cached prefixes.
     pub cache_salt: Option<String>,
+    /// Whether a long prompt loses its beginning, and how much stays.
+    pub truncate: Option<Truncate>,
+}
+
+/// What stays of a prompt: its last tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Truncate {
+    /// At most this many tokens.
+    To(u32),
+    /// As many as fit beside the answer.
+    ToFit,
 }
 
 /// The limit of an answer's length.
@@ -47,10 +58,27 @@ pub(super) struct MaxTokens {
 }
 
 impl MaxTokens {
-    pub(super) fn fit(&self, tokens: TokenIds, limit: u32) -> Result<(TokenIds, u32), ApiError> {
+    /// The prompt and the length of its answer, within the context of `limit` tokens.
+    pub(super) fn fit(
+        &self,
+        tokens: TokenIds,
+        limit: u32,
+        truncate: Option<Truncate>,
+    ) -> Result<(TokenIds, u32), ApiError> {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "has no tokens"));
         }
+        let kept = truncate.map(|truncate| match truncate {
+            Truncate::To(count) => count as usize,
+            Truncate::ToFit => {
+                let answer = self.tokens.filter(|_| self.explicit).unwrap_or(1).max(1);
+                limit.saturating_sub(answer).max(1) as usize
+            }
+        });
+        let tokens = match kept.filter(|kept| *kept < tokens.len()) {
+            Some(kept) => tokens.get(tokens.len() - kept..).unwrap_or_default().into(),
+            None => tokens,
+        };
         let (prompt, limit) = (tokens.len() as u64, u64::from(limit));
         let requested = if self.explicit { self.tokens.map(u64::from) } else { None };
         let need = prompt + requested.unwrap_or(1).max(1);
@@ -71,11 +99,11 @@ struct StreamOptions {
 }
 
 impl Params {
-    /// Parses and checks the parameters. `vocab`: size of the vocabulary; `seed` and `defaults`: used where
-    /// the request has no value; `stop`: name of the field with the stop strings.
+    /// Parses and checks the parameters. `seed` and `defaults`: used where the request has no value; `stop`:
+    /// name of the field with the stop strings.
     pub fn read(
         fields: &Fields<'_>,
-        vocab: usize,
+        vocabulary: &Vocabulary<'_>,
         seed: u64,
         defaults: &SamplingDefaults,
         stop: &'static str,
@@ -101,7 +129,7 @@ impl Params {
             .unwrap_or(defaults.repetition_penalty),
             presence_penalty: fields.ranged("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0),
             frequency_penalty: fields.ranged("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0),
-            logit_bias: logit_bias(fields, vocab)?,
+            logit_bias: logit_bias(fields, vocabulary)?,
             // Any 64 bits are a seed. A negative seed is used by its bit pattern.
             seed: match fields.ranged("seed", i128::from(i64::MIN)..=i128::from(u64::MAX))? {
                 Some(seed) => (seed & i128::from(u64::MAX)) as u64,
@@ -114,7 +142,7 @@ impl Params {
             max_tokens: 0,
             min_tokens,
             strings: stop_strings(fields, stop)?,
-            token_ids: stop_tokens(fields, vocab)?,
+            token_ids: stop_tokens(fields, vocabulary.size)?,
             ignore_eos: fields.get("ignore_eos")?.unwrap_or(false),
         };
         Ok(Self {
@@ -128,6 +156,7 @@ impl Params {
             return_token_ids: fields.get("return_token_ids")?.unwrap_or(false),
             add_special_tokens: fields.get("add_special_tokens")?,
             cache_salt: cache_salt(fields)?,
+            truncate: truncate(fields)?,
         })
     }
 }
@@ -138,6 +167,18 @@ fn cache_salt(fields: &Fields<'_>) -> Result<Option<String>, ApiError> {
         return Err(ApiError::field("cache_salt", format!("must have 1 to {MAX_CACHE_SALT} bytes")));
     }
     Ok(salt)
+}
+
+/// Reads vLLM's `truncate_prompt_tokens` and TGI's `truncate`.
+fn truncate(fields: &Fields<'_>) -> Result<Option<Truncate>, ApiError> {
+    for name in ["truncate_prompt_tokens", "truncate"] {
+        match fields.ranged(name, -1..=i64::from(u32::MAX))? {
+            None => {}
+            Some(0) => return Err(ApiError::field(name, "must be -1 or at least 1")),
+            Some(count) => return Ok(Some(u32::try_from(count).map_or(Truncate::ToFit, Truncate::To))),
+        }
+    }
+    Ok(None)
 }
 
 /// A `top_p` of 0 selects the most likely token. Workers require a value above 0.
@@ -186,38 +227,82 @@ pub fn check_tokens(field: &str, tokens: &[u32], vocab: usize) -> Result<(), Api
     }
 }
 
-fn logit_bias(fields: &Fields<'_>, vocab: usize) -> Result<Vec<(u32, f32)>, ApiError> {
+/// The tokens that a request may name.
+pub struct Vocabulary<'a> {
+    pub size: usize,
+    /// The tokens of a text.
+    pub encode: &'a dyn Fn(&str) -> Vec<u32>,
+}
+
+/// Reads `logit_bias`: an object from token ids to numbers, or llama-server's list of pairs. A text in place of a
+/// token id means each of its tokens, and `false` in place of a number means -100.
+fn logit_bias(fields: &Fields<'_>, vocabulary: &Vocabulary<'_>) -> Result<Vec<(u32, f32)>, ApiError> {
     const NAME: &str = "logit_bias";
+    let wrong = |reason: String| ApiError::field(NAME, reason);
     let Some(raw) = fields.raw(NAME) else { return Ok(Vec::new()) };
-    let mut json = serde_json::Deserializer::from_str(raw);
-    let pairs = json.deserialize_map(Biases).map_err(|e| ApiError::field(NAME, plain(&e)))?;
-    for &(token, bias) in &pairs {
-        if token as usize >= vocab {
-            return Err(ApiError::field(NAME, format!("{token} is not a token; the model has {vocab}")));
+    let given: Vec<(Biased, Bias)> = match raw.starts_with('[') {
+        true => fields.get::<Bounded<_, { MAX_LOGIT_BIAS }>>(NAME)?.map_or_else(Vec::new, |list| list.0),
+        false => {
+            serde_json::Deserializer::from_str(raw).deserialize_map(Biases).map_err(|e| wrong(plain(&e)))?
         }
-        if !(-100.0..=100.0).contains(&bias) {
-            return Err(ApiError::field(NAME, format!("{bias} is not from -100 to 100")));
+    };
+    let mut pairs = Vec::new();
+    for (biased, bias) in given {
+        let bias = match bias {
+            Bias::Number(bias) if (-100.0..=100.0).contains(&bias) => bias,
+            Bias::Number(bias) => return Err(wrong(format!("{bias} is not from -100 to 100"))),
+            Bias::Never(false) => -100.0,
+            Bias::Never(true) => return Err(wrong("true is not a number or false".to_owned())),
+        };
+        match biased {
+            Biased::Token(token) if (token as usize) < vocabulary.size => pairs.push((token, bias)),
+            Biased::Token(token) => {
+                return Err(wrong(format!("{token} is not a token; the model has {}", vocabulary.size)));
+            }
+            Biased::Text(text) if text.is_empty() || text.len() > MAX_STOP_BYTES => {
+                return Err(wrong(format!("a text must have 1 to {MAX_STOP_BYTES} bytes")));
+            }
+            Biased::Text(text) => {
+                pairs.extend((vocabulary.encode)(&text).into_iter().map(|token| (token, bias)))
+            }
         }
     }
-    Ok(pairs)
+    match pairs.len() <= MAX_LOGIT_BIAS {
+        true => Ok(pairs),
+        false => Err(wrong(format!("names {} tokens, at most {MAX_LOGIT_BIAS}", pairs.len()))),
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "must be a token id or a text")]
+enum Biased {
+    Token(u32),
+    Text(String),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "must be a number or false")]
+enum Bias {
+    Number(f32),
+    Never(bool),
 }
 
 struct Biases;
 
 impl<'de> Visitor<'de> for Biases {
-    type Value = Vec<(u32, f32)>;
+    type Value = Vec<(Biased, Bias)>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "an object of at most {MAX_LOGIT_BIAS} token ids and numbers")
+        write!(f, "an object of at most {MAX_LOGIT_BIAS} tokens and numbers, or a list of pairs")
     }
 
     fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Self::Value, M::Error> {
         let mut pairs = Vec::new();
-        while let Some(pair) = map.next_entry::<u32, f32>()? {
+        while let Some((name, bias)) = map.next_entry::<String, Bias>()? {
             if pairs.len() == MAX_LOGIT_BIAS {
                 return Err(serde::de::Error::invalid_length(MAX_LOGIT_BIAS + 1, &self));
             }
-            pairs.push(pair);
+            pairs.push((name.parse().map_or(Biased::Text(name), Biased::Token), bias));
         }
         Ok(pairs)
     }
@@ -261,7 +346,9 @@ mod tests {
     fn read(body: &Value) -> Result<Params, ApiError> {
         let body = body.to_string();
         let fields = Fields::parse(body.as_bytes(), Kind::Completion.known_fields()).unwrap();
-        Params::read(&fields, 1000, 77, &SamplingDefaults::PLAIN, "stop")
+        let encode = |text: &str| text.bytes().map(u32::from).collect();
+        let vocabulary = Vocabulary { size: 1000, encode: &encode };
+        Params::read(&fields, &vocabulary, 77, &SamplingDefaults::PLAIN, "stop")
     }
 
     #[test]
@@ -310,6 +397,35 @@ mod tests {
     }
 
     #[test]
+    fn biases_may_name_texts_and_come_as_pairs() {
+        let bias = |given: Value| read(&json!({"logit_bias": given})).unwrap().sampling.logit_bias;
+        assert_eq!(bias(json!({"7": 1, "ab": -2.5})), [(7, 1.0), (97, -2.5), (98, -2.5)]);
+        let pairs = json!([[7, 1], ["ab", -2.5], [8, false], ["7", 2]]);
+        assert_eq!(bias(pairs), [(7, 1.0), (97, -2.5), (98, -2.5), (8, -100.0), (55, 2.0)]);
+        assert_eq!(bias(json!([])), []);
+    }
+
+    #[test]
+    fn a_truncated_prompt_keeps_its_last_tokens() {
+        let truncate = |body: Value| read(&body).unwrap().truncate;
+        assert_eq!(truncate(json!({"truncate": 3})), Some(Truncate::To(3)));
+        assert_eq!(truncate(json!({"truncate_prompt_tokens": -1, "truncate": 3})), Some(Truncate::ToFit));
+        let fit = |truncate, tokens| {
+            let answer = MaxTokens { field: "max_tokens", tokens, explicit: tokens.is_some() };
+            let (prompt, answer) = answer.fit((0..12).collect::<Vec<_>>().into(), 10, truncate)?;
+            Ok::<_, ApiError>((prompt.to_vec(), answer))
+        };
+        assert_eq!(fit(Some(Truncate::To(3)), Some(4)).unwrap(), (vec![9, 10, 11], 4));
+        assert_eq!(fit(Some(Truncate::ToFit), Some(7)).unwrap(), (vec![9, 10, 11], 7));
+        assert_eq!(fit(Some(Truncate::ToFit), None).unwrap(), ((3..12).collect(), 1));
+        for refused in
+            [fit(None, Some(4)), fit(Some(Truncate::To(11)), None), fit(Some(Truncate::To(7)), Some(4))]
+        {
+            assert!(matches!(refused, Err(ApiError::ContextLength { .. })), "{refused:?}");
+        }
+    }
+
+    #[test]
     fn the_error_names_the_field() {
         for (body, field) in [
             (json!({"n": 0}), "n"),
@@ -337,8 +453,16 @@ mod tests {
             (json!({"stop_token_ids": [-1]}), "stop_token_ids"),
             (json!({"logit_bias": {"1000": 1}}), "logit_bias"),
             (json!({"logit_bias": {"1": 101}}), "logit_bias"),
-            (json!({"logit_bias": {"x": 1}}), "logit_bias"),
+            (json!({"logit_bias": {"": 1}}), "logit_bias"),
+            (json!({"logit_bias": {"1": true}}), "logit_bias"),
+            (json!({"logit_bias": {"x".repeat(MAX_LOGIT_BIAS): 1, "y": 1}}), "logit_bias"),
             (json!({"logit_bias": [1]}), "logit_bias"),
+            (json!({"logit_bias": [[1, 2, 3]]}), "logit_bias"),
+            (json!({"logit_bias": [[1.5, 2]]}), "logit_bias"),
+            (json!({"logit_bias": [[1000, 2]]}), "logit_bias"),
+            (json!({"logit_bias": 7}), "logit_bias"),
+            (json!({"truncate_prompt_tokens": 0}), "truncate_prompt_tokens"),
+            (json!({"truncate": -2}), "truncate"),
             (json!({"min_tokens": -1}), "min_tokens"),
             (json!({"ignore_eos": 1}), "ignore_eos"),
         ] {

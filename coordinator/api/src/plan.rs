@@ -11,7 +11,7 @@ use super::image_urls::Fetched;
 use super::images;
 pub use super::kind::Kind;
 use super::limits::{MAX_CHOICES, MAX_LOGPROBS};
-use super::params::{MaxTokens, Params, check_tokens};
+use super::params::{MaxTokens, Params, Vocabulary, check_tokens};
 use super::prompt::{Prompt, prompts};
 use super::request_fields;
 use super::tools;
@@ -204,8 +204,9 @@ pub fn generation(
     if let Some(served) = served.as_ref().filter(|served| !served.task.generates()) {
         return Err(wrong_task(served).into());
     }
-    let vocab = model.tokenizer.vocab_size();
-    let mut params = Params::read(&fields, vocab, sources.seed, &model.sampling, kind.stop())?;
+    let encode = |text: &str| model.tokenizer.encode(text, false);
+    let vocabulary = Vocabulary { size: model.tokenizer.vocab_size(), encode: &encode };
+    let mut params = Params::read(&fields, &vocabulary, sources.seed, &model.sampling, kind.stop())?;
     params.sampling.logprobs = logprobs(kind, &fields)?;
     refuse_unsupported(kind, &fields)?;
     let documents = documents::documents(&fields)?;
@@ -218,6 +219,8 @@ pub fn generation(
     let deadline = CpuDeadline::after(SHORT_TOKENIZING);
     let bos = params.add_special_tokens.unwrap_or(true);
     let limit = served.as_ref().map(|served| served.max_model_len);
+    // A prompt that is truncated may be longer than the context.
+    let text_limit = if params.truncate.is_some() { Some(0) } else { limit };
     let mut images = Vec::new();
     let (max_tokens, prompts, grammar, parser_options) = match kind {
         Kind::Completion => {
@@ -227,7 +230,7 @@ pub fn generation(
                 tokens: requested.or(Some(COMPLETION_TOKENS)),
                 explicit: requested.is_some(),
             };
-            let prompts = completion_prompts(&fields, &model, limit, |text| match effort {
+            let prompts = completion_prompts(&fields, &model, text_limit, |text| match effort {
                 Effort::Short => model.prompt_shortly(text, bos, &deadline).ok_or_else(too_long),
                 Effort::Full { .. } => Ok(model.prompt(text, bos)),
             })?;
@@ -239,14 +242,20 @@ pub fn generation(
                 Kind::Messages => messages::read(&fields, true)?,
                 _ => chat::read(&fields)?,
             };
-            check_chat(&model, &chat, limit)?;
+            check_chat(&model, &chat, text_limit)?;
+            if params.truncate.is_some() && !chat.images.is_empty() {
+                return Err(chat
+                    .images
+                    .wrong(chat.field, "a prompt with images cannot be truncated".to_owned())
+                    .into());
+            }
             if short && !chat.images.is_empty() {
                 return Err(too_long());
             }
             let files = chat.images.see(&model, served.as_ref(), &chat.messages, sources.fetched)?;
             let rendered = rendered(&mut chat, &model, (&documents, &order), true, short)?;
             let rendered = rendered.ok_or_else(too_long)?;
-            check_text(&model, rendered.text.len(), limit)?;
+            check_text(&model, rendered.text.len(), text_limit)?;
             let prompt = match effort {
                 Effort::Short => model.chat_shortly(&rendered, bos, &deadline).ok_or_else(too_long)?,
                 Effort::Full { .. } if files.is_empty() => model.chat(&rendered, bos),
@@ -273,8 +282,10 @@ pub fn generation(
     }
     let served = served.ok_or(ApiError::NoWorker)?;
     let limit = served.max_model_len;
-    let prompts: Vec<_> =
-        prompts.into_iter().map(|tokens| max_tokens.fit(tokens, limit)).collect::<Result<_, _>>()?;
+    let prompts: Vec<_> = prompts
+        .into_iter()
+        .map(|tokens| max_tokens.fit(tokens, limit, params.truncate))
+        .collect::<Result<_, _>>()?;
     let shortest = prompts.iter().map(|(_, max_tokens)| *max_tokens).min().unwrap_or(0);
     if params.stop.min_tokens > shortest {
         let reason = format!("{} is above the {shortest} tokens to generate", params.stop.min_tokens);

@@ -92,7 +92,7 @@ const TABLE: &[Row] = &[
     Row(&[Responses], Refused(&[], "is served as text.format"), &["response_format"]),
     // Messages.
     Row(&[Messages], Served, &["system", "max_tokens", "stop_sequences", "thinking", "output_config", "metadata", "thread"]),
-    Row(&[Messages], Refused(EMPTY, "an answer cannot be prefilled"), &["prefill"]),
+    Row(&[Messages], Refused(EMPTY, "is served as a last message of the assistant"), &["prefill"]),
     Row(&[Messages], Refused(EMPTY, "the server runs no code"), &["container"]),
     Row(&[Messages], Refused(EMPTY, TOOLS_ELSEWHERE), &["mcp_servers"]),
     Row(&[Messages], Refused(&[], "is served as output_config.format"), &["output_format", "response_format"]),
@@ -101,7 +101,8 @@ const TABLE: &[Row] = &[
     Row(ALL, Refused(EMPTY, "is not served: use logit_bias"), &["bad_words", "bad_words_ids", "allowed_token_ids", "sequence_bias"]),
     Row(ALL, Refused(&["0"], "is not served: prompts have no log-probabilities here"), &["prompt_logprobs"]),
     Row(ALL, Refused(OFF, "is not served: prompts have no log-probabilities here"), &["decoder_input_details"]),
-    Row(ALL, Refused(&["0", "-1"], "prompts are never truncated"), &["truncate_prompt_tokens", "truncate", "n_keep", "num_keep"]),
+    Row(ALL, Served, &["truncate_prompt_tokens", "truncate"]),
+    Row(ALL, Refused(&["0", "-1"], "is served as truncate_prompt_tokens"), &["n_keep", "num_keep"]),
     Row(ALL, Refused(OFF, "is served as include_stop_str_in_output"), &["no_stop_trim"]),
     Row(ALL, Refused(OFF, "is not served"), &["use_beam_search", "early_stopping"]),
     Row(ALL, Refused(&["1", "1.0", "0", "0.0"], "is not served"), &["length_penalty"]),

@@ -1,7 +1,7 @@
 //! Chat fields that affect the prompt, and request fields that affect the answer.
 
 use super::client::{Reply, post};
-use super::fake_worker::{FakeWorker, letters};
+use super::fake_worker::{FakeWorker, MAX_MODEL_LEN, letters};
 use super::{Rig, write_model};
 use dispatch::models::ModelEntry;
 use proto::ids::ModelId;
@@ -147,6 +147,9 @@ async fn the_last_message_is_continued() {
     ok(&post(rig.at.http, CHAT, &body(&conversation("assistant", "It is"))).await);
     let expected = "<bos><|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nIt is";
     assert_eq!(prompt(&worker), expected);
+    // In Anthropic's API a last message of the assistant means this.
+    ok(&post(rig.at.http, "/v1/messages", &body(&conversation("assistant", "It is"))).await);
+    assert_eq!(prompt(&worker), expected);
     for messages in [conversation("user", "q"), conversation("assistant", " "), json!([])] {
         let refused = post(rig.at.http, CHAT, &body(&messages)).await.error();
         assert_eq!(refused.0, 400, "{messages}");
@@ -154,6 +157,23 @@ async fn the_last_message_is_continued() {
     let mut both = body(&conversation("assistant", "It is"));
     both["add_generation_prompt"] = json!(true);
     assert_eq!(post(rig.at.http, CHAT, &both).await.error().2, "continue_final_message");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompt_is_truncated_at_its_beginning() {
+    let (rig, worker, _dir) = rig(TEMPLATE).await;
+    let long = "q".repeat(2 * MAX_MODEL_LEN as usize);
+    let chat = json!({"messages": user(&long), "max_tokens": 2});
+    assert_eq!(post(rig.at.http, CHAT, &chat).await.error().0, 400);
+    let completion = json!({"prompt": long, "max_tokens": 2});
+    for (path, mut body) in [(CHAT, chat), ("/v1/completions", completion)] {
+        for (limit, kept) in [(json!(5), 5), (json!(-1), MAX_MODEL_LEN as usize - 2)] {
+            body["truncate_prompt_tokens"] = limit;
+            ok(&post(rig.at.http, path, &body).await);
+            assert_eq!(worker.requests().last().unwrap().prompt.len(), kept, "{path}");
+        }
+    }
+    assert!(prompt(&worker).ends_with("qqq"));
 }
 
 /// Also for an answer that the coordinator parses.

@@ -1,5 +1,6 @@
 //! Translates `messages` and `system` into the messages of a chat.
 
+use crate::chat::Ending;
 use crate::error::ApiError;
 use crate::fields::{Fields, plain};
 use crate::images::{self, GivenImages};
@@ -86,10 +87,11 @@ fn image<'a>(
     Ok(Part::Image(images.add(image)?))
 }
 
+/// The messages of a chat, and where its prompt ends: inside the last message if that is the assistant's.
 pub(super) fn messages<'a>(
     fields: &Fields<'a>,
     images: &mut GivenImages<'a>,
-) -> Result<Vec<Message<'a>>, ApiError> {
+) -> Result<(Vec<Message<'a>>, Ending), ApiError> {
     let mut chat = Vec::new();
     if let Some(raw) = fields.raw("system") {
         chat.push(Message::new("system", text(fields, "system", raw, &["text"])?));
@@ -100,12 +102,20 @@ pub(super) fn messages<'a>(
     for message in &given {
         add(&mut chat, message, images)?;
     }
-    if chat.last().is_some_and(|message| message.role == "assistant") {
-        return Err(
-            last.wrong("role", "the last message must not be the assistant's: an answer cannot be prefilled")
-        );
+    if chat.last().is_none_or(|message| message.role != "assistant") {
+        return Ok((chat, Ending::Answer));
     }
-    Ok(chat)
+    match chat.pop_if(|message| !message.content.as_ref().is_some_and(Content::has_text)) {
+        None if chat.last().is_some_and(|message| message.tool_calls.is_none()) => {
+            Ok((chat, Ending::Continued))
+        }
+        // An empty text is no beginning of an answer.
+        Some(Message { tool_calls: None, .. }) if !chat.is_empty() => Ok((chat, Ending::Answer)),
+        _ => {
+            Err(last
+                .wrong(CONTENT, "the last message has calls without results, or is the only one and empty"))
+        }
+    }
 }
 
 fn add<'a>(

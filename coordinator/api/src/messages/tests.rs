@@ -24,6 +24,7 @@ fn meant(chat: Chat<'_>) -> Value {
         "messages": serde_json::to_value(chat.messages).unwrap(), "output_format": output_format,
         "tools": tools, "given": given, "required": required, "parallel": parallel,
         "max_tokens": chat.max_tokens.tokens, "arguments": chat.template_arguments,
+        "continued": chat.ending == chat::Ending::Continued,
     })
 }
 
@@ -88,6 +89,9 @@ fn a_message_is_the_same_chat() {
         (json!({"messages": user, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
             json!({"messages": user, "chat_template_kwargs": {"enable_thinking": true, "thinking": true}})),
         (json!({"messages": user, "thinking": {"type": "adaptive"}}), json!({"messages": user})),
+        (json!({"messages": [user[0], {"role": "assistant", "content": [{"type": "text", "text": "I "}]}]}),
+            json!({"messages": [user[0], {"role": "assistant", "content": "I "}], "continue_final_message": true})),
+        (json!({"messages": [user[0], {"role": "assistant", "content": " "}]}), json!({"messages": user})),
     ];
     for (mut here, mut there) in table {
         here["max_tokens"] = json!(7);
@@ -119,12 +123,15 @@ fn invalid_or_unsupported_fields_are_named() {
         (with("messages", json!([{"content": "x"}])), "messages[0].role"),
         (with("messages", json!([{"role": "user"}])), "messages[0].content"),
         (with("messages", json!([{"role": "user", "content": 7}])), "messages[0].content"),
+        (with("messages", json!([{"role": "assistant", "content": ""}])), "messages[0].content"),
         (
             with(
                 "messages",
-                json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "I "}]),
+                json!([{"role": "assistant", "content": [
+                    {"type": "text", "text": "I look."}, {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+                ]}]),
             ),
-            "messages.role",
+            "messages[0].content",
         ),
         (block("user", json!({"type": "image"})), "{}.source"),
         (block("user", json!({"type": "image", "source": {}})), "{}.source"),

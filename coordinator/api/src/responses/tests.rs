@@ -1,6 +1,7 @@
 use super::super::shape::{CallPart, Delta, DeltaPart, Usage, Writer};
 use super::*;
 use crate::chat;
+use crate::params::Vocabulary;
 use crate::plan::Kind;
 use crate::request_fields;
 use model::ModelFile;
@@ -194,7 +195,7 @@ fn invalid_or_unsupported_fields_are_named() {
     ] {
         let body = body.to_string();
         let fields = Fields::parse(body.as_bytes(), Kind::Responses.known_fields()).unwrap();
-        let params = Params::read(&fields, 10, 1, &text::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
+        let params = self::params(&fields);
         let checked = request_fields::refuse_unsupported(Kind::Responses, &fields);
         let checked = checked.and_then(|()| refuse_unsupported(&fields));
         let checked = checked.and_then(|()| read(&fields).map(drop));
@@ -211,7 +212,7 @@ fn the_response_repeats_the_request_and_reports_no_storage() {
     });
     let body = body.to_string();
     let fields = Fields::parse(body.as_bytes(), Kind::Responses.known_fields()).unwrap();
-    let params = Params::read(&fields, 10, 1, &text::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
+    let params = self::params(&fields);
     let repeats = repeats(&fields, &params).unwrap();
     for (name, value) in [
         ("store", json!(false)),
@@ -232,6 +233,11 @@ fn the_response_repeats_the_request_and_reports_no_storage() {
         assert_eq!(repeats[name], value, "{name}");
     }
     assert_eq!(repeats["metadata"].to_string(), r#"{"b":"1","a":"2"}"#, "in the request's order");
+}
+
+fn params(fields: &Fields<'_>) -> Params {
+    let vocabulary = Vocabulary { size: 10, encode: &|_| Vec::new() };
+    Params::read(fields, &vocabulary, 1, &text::sampling::SamplingDefaults::PLAIN, "stop").unwrap()
 }
 
 pub(crate) fn tokenizer() -> Tokenizer {
