@@ -27,6 +27,13 @@ impl std::fmt::Display for SequenceName {
     }
 }
 
+/// How much of a sequence's prompt is computed, cached tokens included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PromptProgress {
+    pub computed: u32,
+    pub prompt: u32,
+}
+
 /// An operation, as a coordinator sends it to a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SequenceRequest {

@@ -12,6 +12,7 @@ use super::error::ApiError;
 use super::images::HeldBytes;
 use super::loading::{COMMENT_EVERY, Loading};
 use super::plan::GenerationPlan;
+use super::progress::{EVENT_EVERY, Status};
 use super::shape::{CallPart, Delta, DeltaPart, Usage, Writer};
 use super::spans;
 use axum::body::Body;
@@ -21,7 +22,7 @@ use bytes::Bytes;
 use dispatch::metrics::{Metrics, Served, finish_name};
 use dispatch::models::OfferedModel;
 use dispatch::random::random_u64;
-use dispatch::{Event, Failure, Generation, Started};
+use dispatch::{Event, Failure, Generation, ProgressProbe, Started};
 use futures::stream::{self, AbortHandle, BoxStream, SelectAll};
 use futures::{FutureExt, StreamExt};
 use proto::message::{FinishReason, Finished, TokenOut};
@@ -52,6 +53,8 @@ pub struct ResponseStream {
     metrics: Arc<Metrics>,
     events: Events,
     choices: Vec<Progress>,
+    /// Tells how far the first choice is.
+    probe: Option<ProgressProbe>,
     documents: Vec<usize>,
     /// Rows of images in the prompt.
     image_tokens: u64,
@@ -69,6 +72,8 @@ pub struct ResponseStream {
     loading: Option<Loading>,
     /// Silence after which a stream gets a comment.
     silence: Duration,
+    /// Whether the stream has events of its progress before the first token.
+    include_progress: bool,
     _images: Option<HeldBytes>,
 }
 
@@ -180,6 +185,7 @@ impl ResponseStream {
         let n = plan.params.n as usize;
         let arrived = admitted.arrived;
         let strings = &plan.params.stop.strings;
+        let probe = generations.first().map(Generation::probe);
         let (events, ends) = Events::of(generations, plan.parser_options.is_some() && !strings.is_empty());
         let mut ends = ends.into_iter();
         let min_tokens = plan.params.stop.min_tokens.into();
@@ -197,6 +203,7 @@ impl ResponseStream {
             metrics,
             events,
             choices,
+            probe,
             documents: plan.documents.clone(),
             image_tokens: plan.images.iter().flat_map(|image| &image.runs).map(|run| run.len() as u64).sum(),
             offsets: plan.params.sampling.logprobs.is_some(),
@@ -211,6 +218,7 @@ impl ResponseStream {
             counts: None,
             loading: None,
             silence: Duration::MAX,
+            include_progress: plan.params.include_progress,
             _images: None,
         }
     }
@@ -279,16 +287,17 @@ impl ResponseStream {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
         self.silence = silence;
         if let Some(loading) = &self.loading {
-            first.extend_from_slice(loading.comment().as_bytes());
+            let status = loading.status();
+            self.write_status(&mut first, &status);
         } else {
-            match tokio::time::timeout(silence, self.next()).await {
+            match self.next_or_silence().await {
                 Ok(next) => {
                     if let Some((choice, event)) = next? {
                         let event = event.map_err(|failure| self.failed(failure))?;
                         self.take(choice, event, &mut first);
                     }
                 }
-                Err(_) => self.write_silence(&mut first),
+                Err(silent) => self.write_status(&mut first, &silent),
             }
         }
         let mut headers = self.headers();
@@ -315,10 +324,12 @@ impl ResponseStream {
                 Some(next) if !self.revocation.is_revoked() => Ok(next),
                 None if !out.is_empty() => return (out.into(), true),
                 _ => {
-                    let silence = if self.loading.is_some() { COMMENT_EVERY } else { self.silence };
-                    let Ok(next) = tokio::time::timeout(silence, self.next()).await else {
-                        self.write_silence(&mut out);
-                        return (out.into(), true);
+                    let next = match self.next_or_silence().await {
+                        Ok(next) => next,
+                        Err(silent) => {
+                            self.write_status(&mut out, &silent);
+                            return (out.into(), true);
+                        }
                     };
                     match (self.loading.take(), next) {
                         (Some(loading), Ok(Some((_, Err(failure))))) => {
@@ -355,14 +366,41 @@ impl ResponseStream {
         }
     }
 
-    /// Writes that there is nothing to send yet. Clients of Anthropic's API expect no event before the first of its own.
-    fn write_silence(&mut self, out: &mut Vec<u8>) {
-        match &self.loading {
-            Some(loading) => out.extend_from_slice(loading.comment().as_bytes()),
-            None if self.choices.iter().all(|choice| choice.started.is_none()) => {
-                out.extend_from_slice(b": waiting\n\n");
+    fn has_started(&self) -> bool {
+        self.choices.iter().any(|choice| choice.started.is_some())
+    }
+
+    /// The next event, or the state of the answer after a silence. The state never delays an event.
+    async fn next_or_silence(&mut self) -> Result<Result<Option<ChoiceEvent>, ApiError>, Status> {
+        let (started, loading) = (self.has_started(), self.loading.clone());
+        let silence = match started {
+            false if self.include_progress => EVENT_EVERY.min(self.silence),
+            _ if loading.is_some() => COMMENT_EVERY,
+            _ => self.silence,
+        };
+        let probe = self.probe.clone().filter(|_| !started);
+        let silent = async move {
+            tokio::time::sleep(silence).await;
+            match (loading, probe) {
+                (Some(loading), _) => loading.status(),
+                (None, Some(probe)) => Status::Waiting(probe.now().await),
+                (None, None) => Status::Generating,
             }
-            None => self.writer.write_silence(out),
+        };
+        tokio::select! {
+            biased;
+            next = self.next() => Ok(next),
+            status = silent => Err(status),
+        }
+    }
+
+    /// Writes that there is nothing to send yet. Clients of Anthropic's API expect no event before the first of its own,
+    /// unless they ask for it.
+    fn write_status(&mut self, out: &mut Vec<u8>, status: &Status) {
+        match self.has_started() {
+            true => self.writer.write_silence(out),
+            false if self.include_progress => self.writer.write_progress(out, status.json()),
+            false => out.extend_from_slice(status.comment().as_bytes()),
         }
     }
 

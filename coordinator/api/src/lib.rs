@@ -39,6 +39,7 @@ pub mod origin;
 pub mod params;
 pub mod plan;
 pub mod planning_threads;
+mod progress;
 pub mod prompt;
 mod raw;
 pub mod realtime;

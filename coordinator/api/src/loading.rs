@@ -4,6 +4,7 @@
 use super::auth::Caller;
 use super::error::ApiError;
 use super::fields::Fields;
+use super::progress::Status;
 use dispatch::Dispatch;
 use dispatch::models::{DeployedModel, LoadProgress, Models};
 use proto::deployment::ModelState;
@@ -69,12 +70,9 @@ impl Loading {
         model.map_or_else(LoadProgress::absent, |model| model.progress.clone())
     }
 
-    /// A comment of a stream of server-sent events, which clients ignore.
-    pub fn comment(&self) -> String {
-        let progress = self.progress();
-        let eta = progress.eta.map(|eta| format!(" eta_s={}", eta.as_secs_f64().ceil())).unwrap_or_default();
-        let (state, percent) = (progress.state.name(), progress.permille / 10);
-        format!(": model={} state={state} percent={percent}{eta}\n\n", self.version.name())
+    pub(super) fn status(&self) -> Status {
+        let LoadProgress { state, permille, eta, .. } = self.progress();
+        Status::Loading { model: self.version.name().to_owned(), state, percent: permille / 10, eta }
     }
 
     /// The error when the wait is over.

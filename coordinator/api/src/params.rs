@@ -19,6 +19,8 @@ pub struct Params {
     pub stream: bool,
     /// Whether the stream ends with a usage chunk.
     pub include_usage: bool,
+    /// Whether the stream has events of its progress before the first token.
+    pub include_progress: bool,
     /// Sampling; `seed` is that of the first choice.
     pub sampling: Sampling,
     /// Priority among the tenant's requests. Lower goes first.
@@ -96,6 +98,7 @@ impl MaxTokens {
 #[derive(Deserialize)]
 struct StreamOptions {
     include_usage: Option<bool>,
+    include_progress: Option<bool>,
 }
 
 impl Params {
@@ -148,7 +151,8 @@ impl Params {
         Ok(Self {
             n: fields.ranged("n", 1..=MAX_N)?.unwrap_or(1),
             stream,
-            include_usage: options.and_then(|o| o.include_usage).unwrap_or(false),
+            include_usage: options.as_ref().and_then(|o| o.include_usage).unwrap_or(false),
+            include_progress: options.and_then(|o| o.include_progress).unwrap_or(false),
             sampling,
             priority: fields.ranged("priority", -MAX_PRIORITY..=MAX_PRIORITY)?.unwrap_or(0),
             stop,

@@ -2,6 +2,7 @@
 //! Other APIs have their own [`Writer`].
 
 use super::error::ApiError;
+use super::progress::Status;
 use dispatch::metrics::finish_name;
 use proto::message::{FinishReason, Finished, TokenOut};
 use serde::{Serialize, Serializer};
@@ -24,8 +25,10 @@ pub trait Writer: Send {
     fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError);
     /// Appends what clients ignore, between deltas.
     fn write_silence(&mut self, out: &mut Vec<u8>) {
-        out.extend_from_slice(b": generating\n\n");
+        out.extend_from_slice(Status::Generating.comment().as_bytes());
     }
+    /// Appends an event with the state of an answer that has no token yet, for a client that asked for it.
+    fn write_progress(&mut self, out: &mut Vec<u8>, progress: Value);
     /// The whole answer. `choices`: the complete content of each choice.
     fn whole(&mut self, choices: Vec<Delta>, usage: Usage, tokenizer: &Tokenizer) -> Vec<u8>;
 }
@@ -229,6 +232,8 @@ struct Envelope<'a> {
     /// Outer `None`: the field is absent. Inner `None`: null.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageJson>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    progress: Option<Value>,
 }
 
 #[derive(Debug, Serialize)]
@@ -372,6 +377,11 @@ impl Writer for ResponseShape {
         out.extend_from_slice(b"data: [DONE]\n\n");
     }
 
+    fn write_progress(&mut self, out: &mut Vec<u8>, progress: Value) {
+        let usage = self.include_usage.then_some(None);
+        self.write_chunk(out, &Envelope { progress: Some(progress), ..self.chunk(&[], usage) });
+    }
+
     fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError) {
         out.extend_from_slice(format!("event: error\ndata: {}\n\n", error.body()).as_bytes());
     }
@@ -398,32 +408,33 @@ impl Writer for ResponseShape {
         let choices: Vec<ChoiceBody<'_>> = choices.collect();
         let object = if self.chat { "chat.completion" } else { "text_completion" };
         let mut out = Vec::new();
-        self.write(&mut out, object, &choices, Some(Some(usage.into())));
+        write(&mut out, &Envelope { object, ..self.chunk(&choices, Some(Some(usage.into()))) });
         out
+    }
+}
+
+fn write(out: &mut Vec<u8>, envelope: &Envelope<'_>) {
+    if let Err(error) = serde_json::to_writer(out, envelope) {
+        // Neither writing to memory nor serializing these types can fail.
+        tracing::error!(%error, "a response could not be serialized");
     }
 }
 
 impl ResponseShape {
     fn event(&self, out: &mut Vec<u8>, choices: &[ChoiceBody<'_>], usage: Option<Option<UsageJson>>) {
-        let object = if self.chat { "chat.completion.chunk" } else { "text_completion" };
+        self.write_chunk(out, &self.chunk(choices, usage));
+    }
+
+    fn write_chunk(&self, out: &mut Vec<u8>, chunk: &Envelope<'_>) {
         out.extend_from_slice(b"data: ");
-        self.write(out, object, choices, usage);
+        write(out, chunk);
         out.extend_from_slice(b"\n\n");
     }
 
-    fn write(
-        &self,
-        out: &mut Vec<u8>,
-        object: &'static str,
-        choices: &[ChoiceBody<'_>],
-        usage: Option<Option<UsageJson>>,
-    ) {
-        let envelope =
-            Envelope { id: &self.id, object, created: self.created, model: &self.model, choices, usage };
-        if let Err(error) = serde_json::to_writer(out, &envelope) {
-            // Neither writing to memory nor serializing these types can fail.
-            tracing::error!(%error, "a response could not be serialized");
-        }
+    fn chunk<'a>(&'a self, choices: &'a [ChoiceBody<'a>], usage: Option<Option<UsageJson>>) -> Envelope<'a> {
+        let object = if self.chat { "chat.completion.chunk" } else { "text_completion" };
+        let (id, created, model) = (&self.id, self.created, &self.model);
+        Envelope { id, object, created, model, choices, usage, progress: None }
     }
 
     fn choice<'a>(

@@ -7,6 +7,7 @@
 //! own stream and the old stream is dropped first.
 
 use super::choice;
+use super::progress::ProgressProbe;
 use super::ticket::{PlacedAttempt, TicketGuard};
 use super::usage::{AttemptMeter, Payer, PrefillMeter};
 use proto::block::BlockId;
@@ -92,6 +93,7 @@ pub struct Generation {
     /// request takes the place.
     attempt: Option<RunningAttempt>,
     ticket: TicketGuard,
+    probe: ProgressProbe,
     job: GenerationJob,
     /// Tokens returned to the caller.
     emitted: Vec<u32>,
@@ -111,7 +113,14 @@ struct RunningAttempt {
 
 impl Generation {
     pub(super) fn new(ticket: TicketGuard, job: GenerationJob) -> Self {
-        Self { attempt: None, ticket, job, emitted: Vec::new(), over: false }
+        let name = SequenceName { request: job.request.request_id.clone(), choice: job.choice };
+        let probe = ticket.probe(job.root, name);
+        Self { attempt: None, ticket, probe, job, emitted: Vec::new(), over: false }
+    }
+
+    /// Tells how far this generation is.
+    pub fn probe(&self) -> ProgressProbe {
+        self.probe.clone()
     }
 
     /// The choice's index in its request.
@@ -157,12 +166,8 @@ impl Generation {
                     if let Some(span) = &mut attempt.span {
                         span.set("kvasir.cached_tokens", started.cached_tokens);
                     }
-                    let name = SequenceName {
-                        request: self.job.request.request_id.clone(),
-                        choice: self.job.choice,
-                    };
                     let node = &attempt.placed.assignment.node;
-                    self.ticket.started(started.cached_tokens, (self.job.root, &name, node));
+                    self.ticket.started(started.cached_tokens, (self.job.root, self.probe.name(), node));
                     // The client already knows a worker; a change of the worker is not reported to it.
                     if !self.emitted.is_empty() {
                         continue;
@@ -216,6 +221,7 @@ impl Generation {
                 span.fail(if worker_error.is_some() { "declined" } else { "lost" });
             }
             attempt.meter.failed();
+            self.probe.sent_to(None);
             self.retry_elsewhere(&attempt.placed, worker_error);
         }
     }
@@ -240,6 +246,7 @@ impl Generation {
             placed.send_order = None;
             match opened {
                 Ok(stream) => {
+                    self.probe.sent_to(Some(Arc::clone(&placed.link)));
                     let (node, payer) = (&placed.assignment.node, &self.job.payer);
                     let usage = self.ticket.dispatch().usage();
                     let prompt = self.job.prompt.len();

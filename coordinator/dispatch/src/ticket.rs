@@ -1,6 +1,7 @@
 //! A guard for a ticket, over as many attempts as it takes.
 
 use super::link::{Link, SendOrder};
+use super::progress::ProgressProbe;
 use super::{Dispatch, Failure, PlacementResult, PlacementSource};
 use proto::block::BlockId;
 use proto::ids::NodeId;
@@ -48,6 +49,11 @@ impl TicketGuard {
 
     pub(super) fn dispatch(&self) -> &Dispatch {
         &self.dispatch
+    }
+
+    /// A probe of a generation with this ticket.
+    pub(super) fn probe(&self, root: BlockId, name: SequenceName) -> ProgressProbe {
+        ProgressProbe::new(Arc::clone(&self.dispatch), self.ticket, root, name)
     }
 
     pub(super) fn weight(&self, tenant: &str) -> u32 {

@@ -229,6 +229,16 @@ impl<T: Waiting> Queue<T> {
         })
     }
 
+    /// The place of a request among those of its tenant, from 1, and their number.
+    pub fn place(&self, is_it: impl Fn(&T) -> bool) -> Option<(usize, usize)> {
+        self.lanes.iter().find_map(|lane| {
+            let positions = || lane.kinds.iter().flat_map(|kind| &kind.items);
+            let (own, _) = positions().find(|(_, item)| is_it(&item.inner))?;
+            let before = positions().filter(|(position, _)| *position < own).count();
+            Some((before + 1, positions().count()))
+        })
+    }
+
     pub fn requests(&self) -> usize {
         self.requests
     }

@@ -621,6 +621,11 @@ impl Balancer {
         }
     }
 
+    /// The place of a queued request among those of its tenant, from 1, and their number.
+    pub fn queue_place(&self, ticket: Ticket) -> Option<(usize, usize)> {
+        self.queue.place(|state| state.ticket == ticket)
+    }
+
     /// Waiting requests by model.
     pub fn queued_by_model(&self) -> BTreeMap<ModelId, usize> {
         let mut models = BTreeMap::new();

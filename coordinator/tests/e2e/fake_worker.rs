@@ -545,6 +545,22 @@ impl WorkerApi for Api {
         Err(proto::adapter::AdapterRefusal::Unknown(name))
     }
 
+    /// While prompts are not computed, half of each is.
+    async fn prompt_progress(
+        self,
+        _: Context,
+        root: BlockId,
+        name: proto::sequence::SequenceName,
+    ) -> Option<proto::sequence::PromptProgress> {
+        let state = self.0.state.lock();
+        let is_it = |request: &&GenerateRequest| {
+            (request.root, &request.request_id, request.choice) == (root, &name.request, name.choice)
+        };
+        let prompt = state.requests.iter().rfind(is_it)?.prompt.len() as u32;
+        let computed = if *self.0.open.borrow() { prompt } else { prompt / 2 };
+        Some(proto::sequence::PromptProgress { computed, prompt })
+    }
+
     async fn models(self, _: Context, _: proto::deployment::ModelsOrder) -> proto::deployment::ModelsReport {
         proto::deployment::ModelsReport::default()
     }

@@ -56,6 +56,15 @@ impl WorkerApi for NoWorkerApi {
     async fn models(self, _: Context, _: proto::deployment::ModelsOrder) -> proto::deployment::ModelsReport {
         proto::deployment::ModelsReport::default()
     }
+
+    async fn prompt_progress(
+        self,
+        _: Context,
+        _: proto::block::BlockId,
+        _: proto::sequence::SequenceName,
+    ) -> Option<proto::sequence::PromptProgress> {
+        None
+    }
 }
 
 fn tokens() -> GenerateFrame {

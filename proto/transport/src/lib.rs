@@ -22,11 +22,13 @@
 //! use kvasir_transport::{Connection, Dialer, Endpoint, EndpointConfig, Incoming};
 //! use pki::{Expected, ca::Authority};
 //! use proto::adapter::{AdapterOrder, AdapterRefusal};
+//! use proto::block::BlockId;
 //! use proto::deployment::{ModelsOrder, ModelsReport};
 //! use proto::event::KvReplay;
 //! use proto::ids::{ClusterName, Epoch, ModelId, NodeId, Role};
 //! use proto::message::{GenerateError, GenerateFrame};
 //! use proto::placement::{PlaceOrder, PlaceReport};
+//! use proto::sequence::{PromptProgress, SequenceName};
 //! use proto::worker::WorkerStatus;
 //! use std::{sync::Arc, time::Duration, time::SystemTime};
 //! use tarpc::context::Context;
@@ -57,6 +59,9 @@
 //!     }
 //!     async fn models(self, _: Context, _: ModelsOrder) -> ModelsReport {
 //!         ModelsReport::default()
+//!     }
+//!     async fn prompt_progress(self, _: Context, _: BlockId, _: SequenceName) -> Option<PromptProgress> {
+//!         None
 //!     }
 //! }
 //!

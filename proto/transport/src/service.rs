@@ -4,11 +4,13 @@
 //! cancels the call on the other side. Deadlines are cut to at most ten minutes.
 
 use proto::adapter::{AdapterOrder, AdapterRefusal, AdapterReport};
+use proto::block::BlockId;
 use proto::deployment::{HostReport, ModelsOrder, ModelsReport};
 use proto::event::KvReplay;
 use proto::ids::ModelId;
 use proto::message::image_encoder::EncoderReport;
 use proto::placement::{PlaceOrder, PlaceReport};
+use proto::sequence::{PromptProgress, SequenceName};
 use proto::shard::ShippingReport;
 use proto::usage::UsageReport;
 use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered, WorkerStatus};
@@ -61,6 +63,9 @@ pub trait WorkerApi {
     /// States the models that the worker should hold. Idempotent; the reply reports the progress. Called only at a
     /// worker that has called [`CoordinatorApi::host`].
     async fn models(order: ModelsOrder) -> ModelsReport;
+    /// Returns how much of the prompt of a running sequence under `root` is computed; `None` if there is none, or if its
+    /// engine does not tell. An older worker refuses the call.
+    async fn prompt_progress(root: BlockId, name: SequenceName) -> Option<PromptProgress>;
 }
 
 /// Returns the context of a call that must be answered within `limit`.

@@ -3,14 +3,17 @@
 
 use super::runner::Runner;
 use super::{Node, Offer, UnderWay, adapters, encode, end_epoch, generate, operation, sequences};
+use engine::engine::resume::SequenceKey;
 use engine::engine::thread::EXIT_BROKEN;
 use proto::adapter::{AdapterOrder, AdapterRefusal, AdapterReport};
+use proto::block::BlockId;
 use proto::deployment::{ModelsOrder, ModelsReport};
 use proto::event::KvReplay;
 use proto::ids::{Epoch, ModelId};
 use proto::log::Repeats;
 use proto::message::image_encoder::EncoderReport;
 use proto::placement::{PlaceOrder, PlaceReport};
+use proto::sequence::{PromptProgress, SequenceName};
 use proto::shard::ShippingReport;
 use proto::worker::{CertificateReport, Refusal, Registered, WorkerStatus};
 use std::sync::Arc;
@@ -373,6 +376,12 @@ impl WorkerApi for Api {
         let mut report = host.order(order);
         self.node.pool.iter().for_each(|pool| pool.add_to(&mut report));
         report
+    }
+
+    async fn prompt_progress(self, _: Context, root: BlockId, name: SequenceName) -> Option<PromptProgress> {
+        let engine = self.engine.built_in()?;
+        let key = SequenceKey { root, name };
+        engine.call(move |engine| engine.prompt_progress(&key)).await.ok()?
     }
 
     async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {

@@ -2,7 +2,7 @@
 //! bit.
 
 use crate::harness::{
-    Output, ROOT, Request, cramped, one_by_one, open, options, prompt, run_to_end, together,
+    Output, ROOT, Request, cramped, one_by_one, open, options, prompt, run_to_end, submit, together,
 };
 use engine::decoder::{CacheKind, StateType};
 use engine::engine::Engine;
@@ -10,8 +10,10 @@ use engine::engine::resume::SequenceKey;
 use engine::snapshot::{Snapshot, SnapshotError};
 use kernels::backend::KvType;
 use kvasir_worker::load::EngineOptions;
+use proto::block::BlockId;
 use proto::ids::RequestId;
 use proto::sequence::{SequenceError, SequenceName};
+use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes),
@@ -319,4 +321,27 @@ fn a_name_is_seen_by_its_own_tenant_only() {
     let (reply, mut answer) = oneshot::channel();
     engine.save(&foreign, reply);
     assert!(matches!(answer.try_recv().unwrap(), Err(SequenceError::Unknown { .. })));
+}
+
+#[test]
+fn the_progress_of_a_prompt_is_told_by_name() {
+    let model = "tiny/llama/llama-f32";
+    let mut engine = open(model, &EngineOptions { chunk: Some(32), ..options(model) });
+    generate(&mut engine, "before", prompt(1, 64));
+    let request = [prompt(1, 64), prompt(2, 100)].concat();
+    let _sequence = submit(&mut engine, &Request::greedy(request, 4).named(name("running")));
+    let mut told = Vec::new();
+    for _ in 0..10 {
+        told.extend(engine.prompt_progress(&key("running")));
+        engine.step(Instant::now()).unwrap();
+    }
+    assert!(told.iter().all(|progress| progress.prompt == 164), "{told:?}");
+    let computed: Vec<u32> = told.iter().map(|progress| progress.computed).collect();
+    assert!(computed.is_sorted() && computed.contains(&164), "{computed:?}");
+    // With the cached tokens, after the first step.
+    assert!(computed.iter().any(|&computed| (64..164).contains(&computed)), "{computed:?}");
+    let elsewhere = SequenceKey { root: BlockId([9; 16]), name: name("running") };
+    assert_eq!(engine.prompt_progress(&elsewhere), None);
+    run_to_end(&mut engine);
+    assert_eq!(engine.prompt_progress(&key("running")), None);
 }

@@ -137,6 +137,10 @@ impl Writer for MessageWriter {
         event(out, "ping", Value::Null);
     }
 
+    fn write_progress(&mut self, out: &mut Vec<u8>, progress: Value) {
+        event(out, "ping", json!({ "progress": progress }));
+    }
+
     fn write_delta(&mut self, out: &mut Vec<u8>, _: u32, delta: Delta, _: &Tokenizer) {
         self.write_parts(out, delta);
     }

@@ -204,6 +204,10 @@ impl Writer for ResponseWriter {
         }
     }
 
+    fn write_progress(&mut self, out: &mut Vec<u8>, progress: Value) {
+        self.event(out, "response.progress", json!({ "progress": progress }));
+    }
+
     fn write_delta(&mut self, out: &mut Vec<u8>, _: u32, delta: Delta, _: &Tokenizer) {
         let mut blocks = std::mem::take(&mut self.blocks);
         let mut events = Vec::new();

@@ -48,6 +48,20 @@ fn drained(queue: &mut Queue<Item>) -> Vec<&'static str> {
 }
 
 #[test]
+fn a_place_counts_the_requests_of_the_tenant_that_go_first() {
+    let (mut q, now) = queue(10, 100);
+    let place = |q: &Queue<Item>, name| q.place(|item| item.name == name);
+    for name in ["m/a", "n/b", "m/c"] {
+        q.push("t", item(name, 1, now));
+    }
+    q.push("other", item("m/d", 1, now));
+    let urgent = item("n/e", 1, now);
+    q.push("t", Item { rank: rank(now, -1), priority: -1, ..urgent });
+    let places = ["n/e", "m/a", "n/b", "m/c", "m/d", "m/x"].map(|name| place(&q, name));
+    assert_eq!(places, [Some((1, 4)), Some((2, 4)), Some((3, 4)), Some((4, 4)), Some((1, 1)), None]);
+}
+
+#[test]
 fn the_queue_is_full_by_requests_or_by_tokens_but_never_when_empty() {
     let (mut q, now) = queue(2, 100);
     assert_eq!(q.check(1, 1_000), Ok(()));

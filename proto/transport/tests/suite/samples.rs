@@ -747,6 +747,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiRequest::LoadAdapter { order: adapter_order() },
                 WorkerApiRequest::UnloadAdapter { name: ModelId::new("sql").unwrap() },
                 WorkerApiRequest::Models { order: models_order() },
+                WorkerApiRequest::PromptProgress { root: BlockId([7; 16]), name: sequence_name(0) },
             ],
         ),
         samples(
@@ -762,6 +763,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiResponse::LoadAdapter(Err(AdapterRefusal::Refused { reason: "x".into() })),
                 WorkerApiResponse::UnloadAdapter(Ok(())),
                 WorkerApiResponse::Models(models_report()),
+                WorkerApiResponse::PromptProgress(Some(PromptProgress { computed: 1024, prompt: 70_000 })),
             ],
         ),
     ]

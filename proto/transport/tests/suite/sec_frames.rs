@@ -266,6 +266,15 @@ impl kvasir_transport::service::WorkerApi for Unreachable {
     ) -> proto::deployment::ModelsReport {
         panic!("called")
     }
+
+    async fn prompt_progress(
+        self,
+        _: tarpc::context::Context,
+        _: proto::block::BlockId,
+        _: proto::sequence::SequenceName,
+    ) -> Option<proto::sequence::PromptProgress> {
+        panic!("called")
+    }
 }
 
 #[tokio::test]

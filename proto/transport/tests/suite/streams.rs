@@ -403,6 +403,15 @@ impl WorkerApi for Api {
     async fn models(self, _: Context, _: proto::deployment::ModelsOrder) -> proto::deployment::ModelsReport {
         proto::deployment::ModelsReport::default()
     }
+
+    async fn prompt_progress(
+        self,
+        _: Context,
+        _: proto::block::BlockId,
+        _: proto::sequence::SequenceName,
+    ) -> Option<proto::sequence::PromptProgress> {
+        None
+    }
 }
 
 async fn serve(connection: Connection, api: Api) {

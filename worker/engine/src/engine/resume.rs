@@ -16,7 +16,7 @@ pub use crate::snapshot::store::SequenceKey;
 use crate::snapshot::{Origin, Snapshot};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::message::TenantShare;
-use proto::sequence::{PinInfo, SequenceError, SequenceInfo, SequenceName};
+use proto::sequence::{PinInfo, PromptProgress, SequenceError, SequenceInfo, SequenceName};
 use remembered::EndedSequences;
 use saving::Saving;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -255,6 +255,17 @@ impl Engine {
         self.resume.pins.remove(&pin);
         self.scheduler.unpin(held);
         Ok(())
+    }
+
+    /// How much of the prompt of a request is computed; `None` if no request of this name is here.
+    pub fn prompt_progress(&self, key: &SequenceKey) -> Option<PromptProgress> {
+        let (id, request) = self.requests.iter().find(|(_, request)| request.key.as_ref() == Some(key))?;
+        let prompt = u32::try_from(request.prompt_len).unwrap_or(u32::MAX);
+        let computed = self
+            .scheduler
+            .info(*id)
+            .map_or(0, |info| info.cached_tokens.saturating_add(info.computed_tokens));
+        Some(PromptProgress { computed: computed.min(prompt), prompt })
     }
 
     /// Pins under `root`, the oldest first.
