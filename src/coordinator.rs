@@ -69,6 +69,10 @@ pub(crate) struct CoordinatorSettings {
     /// that state is lost at a restart.
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     pub(crate) data_dir: Option<PathBuf>,
+    /// Directory of files that clients upload, and of their batches; for this coordinator only [default: files in the
+    /// data directory; without one a temporary directory of at most 1 GiB, which ends with the process].
+    #[arg(long, value_name = "DIR", env = "KVASIR_FILES_DIR")]
+    pub(crate) files_dir: Option<PathBuf>,
     /// File of the cluster key, which keys all block ids; equal at all coordinators [default: cluster.key in
     /// $KVASIR_HOME, created on first use].
     #[arg(long, value_name = "FILE", env = "KVASIR_CLUSTER_KEY")]
@@ -228,6 +232,7 @@ impl CoordinatorSettings {
             models: self.models,
             peers: self.peers,
             data_dir: self.data_dir,
+            files_dir: self.files_dir,
             keys: self.keys,
             shards: self.shards,
             cors_origins: self.cors_origins,
@@ -322,6 +327,7 @@ impl CoordinatorSettings {
             quic: self.quic.unwrap_or(default.quic),
             peers: self.peers.iter().flatten().map(|peer| peer_entry(peer)).collect::<Result<_, _>>()?,
             data_dir: self.data_dir.clone(),
+            files_dir: self.files_dir.clone(),
             models: models.collect::<anyhow::Result<_>>()?,
             keys: self.keys.clone().unwrap_or_default(),
             hold_ready: self.hold_ready.unwrap_or(default.hold_ready),
@@ -398,7 +404,7 @@ impl Coordinator {
             }
             watch_coordinator(Places {
                 identities: settings.identity.iter().cloned().collect(),
-                directories: settings.data_dir.iter().cloned().collect(),
+                directories: settings.data_dir.iter().chain(&settings.files_dir).cloned().collect(),
                 secrets: [settings.cluster_key.clone(), settings.ca.as_ref().map(|dir| dir.join("ca.key"))]
                     .into_iter()
                     .flatten()

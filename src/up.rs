@@ -301,6 +301,7 @@ impl Plan {
                 quic: Some(*quic),
                 peers: Some(peers.clone()),
                 data_dir: Some(dir.node(&name).join("data")),
+                files_dir: Some(dir.files(&name)),
                 cluster_key: Some(dir.cluster_key()),
                 models: Some(vec![named.clone()]),
                 hold_ready: Some(true),

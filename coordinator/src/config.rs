@@ -33,6 +33,9 @@ pub struct Config {
     /// Directory for what the group agreed on. Only a group of one may leave it unset; then nothing survives
     /// a restart.
     pub data_dir: Option<PathBuf>,
+    /// Directory of files that tenants upload, and of their batches. `None`: `files` in `data_dir`, or without one a
+    /// temporary directory of at most 1 GiB, which ends with the process.
+    pub files_dir: Option<PathBuf>,
     /// Models that the API offers.
     pub models: Vec<ModelEntry>,
     /// API keys. If empty, all callers on this machine are one tenant.
@@ -110,6 +113,7 @@ impl Default for Config {
             quic: loopback(7000),
             peers: Vec::new(),
             data_dir: None,
+            files_dir: None,
             models: Vec::new(),
             keys: Vec::new(),
             hold_ready: false,

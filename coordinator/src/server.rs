@@ -6,7 +6,10 @@ use crate::access::{ApiAccess, ApiAudit};
 use crate::config::{Config, ConfigError};
 use crate::usage::UsageFile;
 use crate::workers::{self, Terms};
+use ::files::{FilesError, Limits as FileLimits, Store};
 use ::usage::store::StoreError;
+use api::batch_runner;
+use api::batches::Batches;
 use api::cors::Cors;
 use api::image_urls::ImageUrls;
 use api::images::HeldImages;
@@ -75,6 +78,9 @@ pub enum StartError {
     /// The usage of earlier runs cannot be read.
     #[error(transparent)]
     Usage(#[from] StoreError),
+    /// The files of tenants cannot be read.
+    #[error(transparent)]
+    Files(#[from] FilesError),
     /// A TCP port cannot be opened.
     #[error("cannot listen on {address}: {source}")]
     Bind { address: SocketAddr, source: std::io::Error },
@@ -99,6 +105,8 @@ pub struct Coordinator {
     http: Listener,
     ops_http: Listener,
     tasks: Vec<JoinHandle<()>>,
+    /// Runs batches.
+    batches: JoinHandle<()>,
     drain: Duration,
     usage: UsageFile,
     _claim: Option<DirectoryClaim>,
@@ -135,6 +143,7 @@ impl Coordinator {
         let weights = TenantWeights::new(&config.tenant_weights).map_err(ConfigError::from)?;
         let usage = UsageFile::open(config.data_dir.as_deref(), name.node.clone())?;
         let recorder = Arc::clone(usage.recorder());
+        let batches = Batches::new(open_files(&config, name.node.clone())?);
         let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics), weights, recorder);
 
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -195,6 +204,7 @@ impl Coordinator {
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
+            batches,
             image_urls: ImageUrls::new(&config.image_urls).map_err(ConfigError::ImageHost)?,
             images: HeldImages::default(),
             planning: Arc::clone(&planning),
@@ -262,6 +272,7 @@ impl Coordinator {
         tasks.extend(replicas.map(|replicas| tokio::spawn(replicas.run())));
         tasks.extend(deployments.map(|deployments| tokio::spawn(deployments.run())));
         tracing::info!(id = %name.node, ?addresses, "coordinator started");
+        let batches = tokio::spawn(batch_runner::run(state));
         let drain = Duration::from_secs(config.drain_s);
         Ok(Self {
             addresses,
@@ -272,6 +283,7 @@ impl Coordinator {
             http,
             ops_http,
             tasks,
+            batches,
             drain,
             usage,
             _claim: claim,
@@ -301,6 +313,8 @@ impl Coordinator {
     /// time, and closes everything. Returns `true` if all of them finished.
     pub async fn stop(mut self) -> bool {
         self.ops.gate.stop();
+        // Its lines run again after a restart; none may fail because the workers' connections close.
+        self.batches.abort();
         // First, so that another coordinator takes changes while requests finish here.
         if let Some(agreement) = &self.agreement {
             agreement.stop().await;
@@ -316,11 +330,24 @@ impl Coordinator {
 
 impl Drop for Coordinator {
     fn drop(&mut self) {
+        self.batches.abort();
         for task in &self.tasks {
             task.abort();
         }
         self.usage.close();
     }
+}
+
+/// Opens the files and batches of the tenants.
+fn open_files(config: &Config, node: NodeId) -> Result<Arc<Store>, FilesError> {
+    let of_data = config.data_dir.as_ref().map(|directory| directory.join("files"));
+    let directory = config.files_dir.clone().or(of_data);
+    let store = Store::open(directory.as_deref(), node, FileLimits::default())?;
+    if let (directory, true) = store.place() {
+        let (directory, most) = (directory.display(), store.limits().total_bytes);
+        tracing::info!(%directory, most, "files and batches are kept in a temporary directory and end with this process");
+    }
+    Ok(store)
 }
 
 /// Answers nodes that join or renew their certificates.

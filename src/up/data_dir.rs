@@ -1,4 +1,4 @@
-//! Data directory of `kvasir up`. Authority, secrets and snapshots are permanent; settings, identities and
+//! Data directory of `kvasir up`. Authority, secrets, snapshots, and files of tenants are permanent; settings, identities and
 //! logs of nodes belong to one run; `up.json` exists while the cluster is ready.
 
 use anyhow::{Context, bail};
@@ -51,6 +51,11 @@ impl DataDir {
     /// Path of the key of all block ids.
     pub(crate) fn cluster_key(&self) -> PathBuf {
         self.root.join("cluster.key")
+    }
+
+    /// Directory of the files and batches of tenants at a coordinator.
+    pub(crate) fn files(&self, coordinator: &str) -> PathBuf {
+        self.root.join("files").join(coordinator)
     }
 
     /// Directory of a node's own files, including its identity.

@@ -305,6 +305,25 @@ impl Keys {
         Caller(Arc::clone(&self.ring().local))
     }
 
+    /// The caller that had created something with the key of this id; `None` without a key.
+    ///
+    /// # Errors
+    ///
+    /// If the key is not known any more, or is another tenant's now.
+    pub fn caller(&self, tenant: &str, key: Option<&str>) -> Result<Caller, ApiError> {
+        let ring = self.ring();
+        let grant = match key {
+            None if ring.open => Some(&ring.local),
+            None => None,
+            Some(id) => ring.grants.values().find(|grant| grant.id == id),
+        };
+        match grant.filter(|grant| &*grant.tenant.name == tenant && !grant.expiry.has_passed()) {
+            Some(grant) => Ok(Caller(Arc::clone(grant))),
+            None if self.settled.load(Ordering::Acquire) => Err(ApiError::InvalidApiKey),
+            None => Err(ApiError::KeysUnknown),
+        }
+    }
+
     /// The salt of a tenant's cached prefixes.
     pub fn salt(&self, tenant: &str) -> TenantSalt {
         let ring = self.ring();

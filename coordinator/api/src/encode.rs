@@ -65,9 +65,9 @@ pub async fn gather(
                 // Encoders cache no prefixes.
                 chain: [].into(),
                 group: None,
-                priority: 0,
+                priority: admitted.priority(0),
                 submitted: Instant::now(),
-                deadline: admitted.arrived + state.request_timeout,
+                deadline: admitted.deadline(state.request_timeout),
                 trace,
             };
             let payer = Payer::new(admitted.caller.tenant(), admitted.caller.key_id(), model);

@@ -4,8 +4,8 @@ use super::error::ApiError;
 use super::plan::Kind;
 use super::transcribe::Task;
 use super::{
-    AppState, audio, count_tokens, detokenize, generate, health, lora, model_list, realtime, speaker, speech,
-    tokenize, transcribe,
+    AppState, audio, batches, count_tokens, detokenize, generate, health, lora, model_list, realtime,
+    speaker, speech, tokenize, transcribe, uploads,
 };
 use axum::extract::Request;
 use axum::handler::Handler;
@@ -17,6 +17,11 @@ use std::sync::Arc;
 
 /// Sent by Anthropic's clients with every request.
 const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
+
+const GET: &[Method] = &[Method::GET];
+const POST: &[Method] = &[Method::POST];
+const GET_AND_POST: &[Method] = &[Method::GET, Method::POST];
+const GET_AND_DELETE: &[Method] = &[Method::GET, Method::DELETE];
 
 /// All endpoints of the API port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +45,14 @@ pub enum Endpoint {
     /// Loads a LoRA adapter.
     LoadLora,
     UnloadLora,
+    /// Uploads and lists files.
+    Files,
+    File,
+    FileContent,
+    /// Creates and lists batches.
+    Batches,
+    Batch,
+    CancelBatch,
     /// Text to tokens.
     Tokenize,
     /// Tokens to text.
@@ -56,7 +69,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 34] = [
         Self::Health,
         Self::Models,
         Self::Model,
@@ -69,6 +82,12 @@ impl Endpoint {
         Self::Rerank,
         Self::LoadLora,
         Self::UnloadLora,
+        Self::Files,
+        Self::File,
+        Self::FileContent,
+        Self::Batches,
+        Self::Batch,
+        Self::CancelBatch,
         Self::Tokenize,
         Self::Detokenize,
         Self::Transcriptions,
@@ -101,6 +120,12 @@ impl Endpoint {
             Self::Rerank => "/v1/rerank",
             Self::LoadLora => "/v1/load_lora_adapter",
             Self::UnloadLora => "/v1/unload_lora_adapter",
+            Self::Files => "/v1/files",
+            Self::File => "/v1/files/{file}",
+            Self::FileContent => "/v1/files/{file}/content",
+            Self::Batches => "/v1/batches",
+            Self::Batch => "/v1/batches/{batch}",
+            Self::CancelBatch => "/v1/batches/{batch}/cancel",
             Self::Tokenize => "/tokenize",
             Self::Detokenize => "/detokenize",
             Self::Transcriptions => "/v1/audio/transcriptions",
@@ -120,25 +145,31 @@ impl Endpoint {
         }
     }
 
-    pub fn method(self) -> Method {
+    /// The methods besides HEAD and OPTIONS.
+    pub fn methods(self) -> &'static [Method] {
         match self {
-            Self::Health | Self::Models | Self::Model | Self::Realtime(_) => Method::GET,
-            _ => Method::POST,
+            Self::Health | Self::Models | Self::Model | Self::Realtime(_) => GET,
+            Self::FileContent | Self::Batch => GET,
+            Self::Files | Self::Batches => GET_AND_POST,
+            Self::File => GET_AND_DELETE,
+            _ => POST,
         }
     }
 
     /// The value of the header `Allow`.
-    pub(super) fn methods(self) -> &'static str {
+    pub(super) fn allow(self) -> &'static str {
         match self {
             Self::Realtime(_) => "GET, OPTIONS",
-            _ if self.method() == Method::GET => "GET, HEAD, OPTIONS",
+            Self::Files | Self::Batches => "GET, HEAD, POST, OPTIONS",
+            Self::File => "GET, HEAD, DELETE, OPTIONS",
+            _ if self.methods() == GET => "GET, HEAD, OPTIONS",
             _ => "POST, OPTIONS",
         }
     }
 
     /// The error for a method that the path does not have.
     pub(super) fn method_not_allowed(self) -> ApiError {
-        ApiError::Method { allow: self.methods() }
+        ApiError::Method { allow: self.allow() }
     }
 
     /// Whether errors have Anthropic's form.
@@ -152,8 +183,8 @@ impl Endpoint {
 
     /// Whether the endpoint has this method, besides OPTIONS.
     pub(super) fn has_method(self, method: &Method) -> bool {
-        let head = self.method() == Method::GET && !matches!(self, Self::Realtime(_));
-        *method == self.method() || (head && *method == Method::HEAD)
+        let head = *method == Method::HEAD && !matches!(self, Self::Realtime(_));
+        self.methods().contains(if head { &Method::GET } else { method })
     }
 
     /// Calls the endpoint's handler.
@@ -171,6 +202,12 @@ impl Endpoint {
             Self::Rerank => respond(super::rerank(state, request)),
             Self::LoadLora => respond(lora::call(state, lora::Change::Load, request)),
             Self::UnloadLora => respond(lora::call(state, lora::Change::Unload, request)),
+            Self::Files => respond(uploads::list_or_upload(state, request)),
+            Self::File => respond(uploads::retrieve_or_delete(state, request)),
+            Self::FileContent => respond(uploads::content(state, request)),
+            Self::Batches => respond(batches::list_or_create(state, request)),
+            Self::Batch => respond(batches::retrieve(state, request)),
+            Self::CancelBatch => respond(batches::cancel(state, request)),
             Self::Tokenize => respond(tokenize(state, request)),
             Self::Detokenize => respond(detokenize(state, request)),
             Self::Transcriptions => respond(transcribe::call(state, Task::Transcribe, request)),

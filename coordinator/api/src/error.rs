@@ -13,6 +13,7 @@ use dispatch::Failure;
 use dispatch::metrics::Metrics;
 use dispatch::models::LoadProgress;
 use dispatch::quota::{Exceeded, Of};
+use files::FilesError;
 use router::balancer::Refusal;
 
 /// An error that a client gets.
@@ -87,6 +88,9 @@ pub enum ApiError {
     /// No sequence, snapshot or pin with this id.
     #[error("{what} is not known")]
     Unknown { what: String },
+    /// Another coordinator keeps the object.
+    #[error("{id:?} is kept by the coordinator {owner:?}: send the request there")]
+    Elsewhere { id: String, owner: String },
     #[error("{why}")]
     Refused {
         /// The reason, with the limit if there is one.
@@ -179,6 +183,7 @@ impl ApiError {
             Self::NotFound | Self::Unknown { .. } => StatusCode::NOT_FOUND,
             Self::NotOffered { .. } | Self::OperationAway { .. } => StatusCode::SERVICE_UNAVAILABLE,
             Self::Refused { .. } => StatusCode::CONFLICT,
+            Self::Elsewhere { .. } => StatusCode::SERVICE_UNAVAILABLE,
             Self::InvalidApiKey => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::QueueFull { .. } | Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
@@ -205,6 +210,7 @@ impl ApiError {
             | Self::NotFound
             | Self::Unknown { .. }
             | Self::Refused { .. } => "invalid_field",
+            Self::Elsewhere { .. } => "other_coordinator",
             Self::Method { .. } => "method_not_allowed",
             Self::Origin => "origin_not_allowed",
             Self::BodyTimeout | Self::HeadTimeout | Self::DeadlineExceeded => "deadline_exceeded",
@@ -269,7 +275,7 @@ impl ApiError {
             Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
             Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => Some("model"),
             Self::ModelLoading { .. } | Self::ModelUnavailable { .. } => Some("model"),
-            Self::Unknown { .. } => Some("id"),
+            Self::Unknown { .. } | Self::Elsewhere { .. } => Some("id"),
             Self::NoThreads => Some("thread"),
             _ => None,
         }
@@ -283,7 +289,7 @@ impl ApiError {
             // Rounded up, so that the client does not return too early.
             Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
             Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
-            Self::NoEncoder { .. } => Some(1),
+            Self::NoEncoder { .. } | Self::Elsewhere { .. } => Some(1),
             Self::Connections { .. } | Self::ModelsUnknown => Some(1),
             Self::ModelLoading { progress, .. } => Some(progress.retry_after().as_secs_f64().ceil() as u64),
             Self::ModelUnavailable { .. } => Some(5),
@@ -348,6 +354,25 @@ impl From<SequenceError> for ApiError {
     }
 }
 
+impl From<FilesError> for ApiError {
+    fn from(error: FilesError) -> Self {
+        match error {
+            FilesError::Limit { field, .. } => {
+                let named = if field.contains("batches") { "input_file_id" } else { "file" };
+                Self::field(named, error.to_string())
+            }
+            FilesError::Purpose(_) => Self::field("input_file_id", error.to_string()),
+            FilesError::Unknown(id) => Self::Unknown { what: format!("{id:?}") },
+            FilesError::Elsewhere { id, owner } => Self::Elsewhere { id, owner },
+            FilesError::InUse { .. } | FilesError::Ended { .. } => Self::Refused { why: error.to_string() },
+            FilesError::Disk { .. } | FilesError::Damaged { .. } => {
+                tracing::error!(%error, "files and batches cannot be read or written");
+                Self::Internal
+            }
+        }
+    }
+}
+
 impl From<Failure> for ApiError {
     fn from(failure: Failure) -> Self {
         match failure {
@@ -398,6 +423,7 @@ mod tests {
             ApiError::TextLength { bytes: 90, min_tokens: 9, limit: 8 },
             ApiError::Method { allow: "GET" },
             ApiError::Origin,
+            ApiError::Elsewhere { id: "f".into(), owner: "c2".into() },
             ApiError::NotFound,
             ApiError::InvalidApiKey,
             ApiError::Forbidden,
@@ -432,6 +458,7 @@ mod tests {
         let codes = [
             "invalid_field",
             "method_not_allowed",
+            "other_coordinator",
             "origin_not_allowed",
             "context_length_exceeded",
             "model_not_found",

@@ -14,6 +14,8 @@ mod admitted;
 pub mod answer;
 mod audio;
 pub mod auth;
+pub mod batch_runner;
+pub mod batches;
 mod blocks;
 mod chat;
 pub mod cors;
@@ -55,8 +57,9 @@ mod speaker;
 mod speech;
 pub mod tools;
 mod transcribe;
+mod uploads;
 
-use admitted::AdmittedRequest;
+use admitted::{AdmittedRequest, Background};
 use answer::{CountsItself, ResponseStream};
 use auth::{Caller, Keys};
 use axum::extract::{Request, State};
@@ -85,6 +88,7 @@ use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::trace::{Span, TraceContext};
 use responses::ResponseWriter;
+use router::admission::BACKGROUND;
 use router::balancer::{Output, RouteRequest};
 use router::chain_memo::ChainMemo;
 use router::routing::demand::CommonKey;
@@ -114,6 +118,8 @@ pub struct AppState {
     pub metrics: Arc<Metrics>,
     /// Request counts of documents.
     pub popularity: Popularity,
+    /// Files and batches of the tenants.
+    pub batches: batches::Batches,
     /// Fetches images at addresses. `None`: none are fetched.
     pub image_urls: Option<ImageUrls>,
     /// Bytes of images in running requests.
@@ -220,9 +226,9 @@ async fn serve(state: Arc<AppState>, endpoint: Option<Endpoint>, mut request: Re
 fn options(endpoint: Endpoint, request: &HeaderMap, allowed: bool) -> Response {
     let mut response = StatusCode::NO_CONTENT.into_response();
     let headers = response.headers_mut();
-    headers.insert(header::ALLOW, HeaderValue::from_static(endpoint.methods()));
+    headers.insert(header::ALLOW, HeaderValue::from_static(endpoint.allow()));
     if allowed {
-        cors::preflight(request, headers, endpoint.methods());
+        cors::preflight(request, headers, endpoint.allow());
     }
     response
 }
@@ -329,7 +335,7 @@ async fn answer(
     let (admitted, body) = admit_within(&state, request, state.max_body(kind)).await?;
     let group = group.map(|group| CommonKey::of_group(admitted.caller.tenant(), &group));
     let app = Arc::clone(&state);
-    let deadline = admitted.arrived + state.request_timeout;
+    let (deadline, background) = (admitted.deadline(state.request_timeout), admitted.background.is_some());
     let id = admitted.id.clone();
     let job_id = id.clone();
     let fetched = state.fetched(&admitted, kind, &body).await?;
@@ -339,7 +345,10 @@ async fn answer(
         span.part("receive", admitted.arrived);
     }
     let plan = move |sources: &Sources<'_>, effort| {
-        let plan = plan::generation(kind, &body, sources, effort)?;
+        let mut plan = plan::generation(kind, &body, sources, effort)?;
+        if background {
+            plan.params.priority = BACKGROUND;
+        }
         let jobs = app.jobs(&plan, sources.caller, (&job_id, context), group, deadline);
         Ok((plan, jobs))
     };
@@ -477,10 +486,11 @@ async fn admit_within(
     // `serve` inserted both.
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
+    let background = request.extensions().get::<Background>().copied();
     let permit = caller.enter(arrived).inspect_err(|error| error.count_limit(&state.metrics))?;
     let body = limits::read_within(request.into_body(), max_bytes).await?;
     loading::until_known(&state.models, &caller, &body, state.load_wait).await;
-    Ok((AdmittedRequest { caller, id, arrived, permit }, body))
+    Ok((AdmittedRequest { caller, id, arrived, permit, background }, body))
 }
 
 impl AppState {

@@ -15,6 +15,7 @@ mod encoding;
 mod generation;
 pub mod hosts;
 mod link;
+mod loads;
 mod lost_devices;
 pub mod metrics;
 pub mod models;
@@ -37,6 +38,7 @@ pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, GenerationJob, Started};
 pub use hosts::HostWorker;
 pub use link::SessionId;
+pub use loads::WorkerLoads;
 pub use lost_devices::LostDevices;
 pub use operation::{OpenedSession, OperationJob, Seating, Unopened};
 pub use outcomes::{ModelCounts, OutcomeReport, Outcomes};
@@ -71,6 +73,7 @@ use sequences::Served;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use ticket::{PlacedAttempt, TicketGuard};
 use tokio::sync::{Notify, mpsc};
@@ -98,6 +101,10 @@ pub struct Dispatch {
     waiting: waiting::Waiting,
     /// Notified after a worker's events have been applied.
     events_applied: Notify,
+    /// Load reports received so far.
+    reports: AtomicU64,
+    /// Most sequences at one worker.
+    max_inflight: u32,
 }
 
 /// State under one lock, so that a decision is atomic with its inputs. Never held across an `await`.
@@ -146,6 +153,7 @@ impl Dispatch {
         weights: TenantWeights,
         usage: Arc<Recorder>,
     ) -> Arc<Self> {
+        let max_inflight = policy.max_inflight;
         let balancer = Balancer::weighted(policy, weights.clone());
         let state = DispatchState {
             balancer,
@@ -164,6 +172,8 @@ impl Dispatch {
             usage,
             waiting: waiting::Waiting::default(),
             events_applied: Notify::new(),
+            reports: AtomicU64::new(0),
+            max_inflight,
         })
     }
 
@@ -286,6 +296,7 @@ impl Dispatch {
         let epoch = report.epoch;
         let member = state.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
         if member {
+            self.reports.fetch_add(1, Ordering::Relaxed);
             state.balancer.pulled(node, epoch, report.pulls);
             let actions = state.balancer.load(Instant::now(), node, report, random_u64());
             self.perform(&mut state, actions);

@@ -1,6 +1,7 @@
 //! The coordinator's metrics. Request metrics have vLLM's names, so that dashboards for vLLM work; metrics
 //! unknown to vLLM are `kvasir_*`. Workers export their own engine metrics (`docs/metrics.md`).
 
+mod batches;
 mod by_model;
 mod families;
 pub mod history;
@@ -43,6 +44,7 @@ pub struct Metrics {
     by_model: ByModel,
     operations: Operations,
     ports: Ports,
+    batches: batches::Batches,
     http: Family<Two, Counter>,
     routes: Family<One, Counter>,
     retries: Family<One, Counter>,
@@ -157,6 +159,7 @@ impl Metrics {
             by_model: ByModel::register(r),
             operations: Operations::register(r),
             ports: Ports::register(r),
+            batches: batches::Batches::register(r),
             http: registered(r, "kvasir_http_requests", "HTTP requests that have ended"),
             routes: registered(r, "kvasir_route_decisions", "Workers chosen, by reason"),
             retries: registered(r, "kvasir_retries", "Failed attempts that were retried"),
@@ -310,6 +313,16 @@ impl Metrics {
     /// Counts a refusal by this limit of the key or the tenant.
     pub fn join_requested(&self, outcome: &'static str) {
         self.joins.get_or_create(&one("outcome", outcome)).inc();
+    }
+
+    /// Counts a line of a batch.
+    pub fn batch_line(&self, completed: bool) {
+        self.batches.line(completed);
+    }
+
+    /// Sets the number and the bytes of all files, the batches that have not ended, and their lines at workers.
+    pub fn batches(&self, files: u64, bytes: u64, unfinished: u64, at_workers: usize) {
+        self.batches.set(files, bytes, unfinished, at_workers);
     }
 
     pub fn limited(&self, limit: &'static str) {

@@ -22,6 +22,10 @@ const RETRY_MIN: Duration = Duration::from_secs(1);
 /// Longest `Retry-After`.
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
+/// The priority of requests that wait for the fleet's idle time. Clients cannot request it.
+pub const BACKGROUND: i32 = i32::MAX;
+/// A request of the priority [`BACKGROUND`] is overtaken by those that arrive within this time.
+const BACKGROUND_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 /// Largest absolute value of a priority.
 pub const MAX_PRIORITY: i32 = 100;
 /// A request that is more urgent by 1 overtakes requests that arrived less than this before it.
@@ -84,6 +88,9 @@ pub enum PlacementOutcome<T> {
 /// The rank of a request from its arrival and priority (lower is more urgent). All requests gain urgency at
 /// the same rate by waiting, so that the order of two never changes.
 pub fn rank(arrived: Instant, priority: i32) -> Instant {
+    if priority == BACKGROUND {
+        return arrived + BACKGROUND_WAIT;
+    }
     let steps = (priority.clamp(-MAX_PRIORITY, MAX_PRIORITY) + MAX_PRIORITY).unsigned_abs();
     arrived + PRIORITY_STEP * steps
 }

@@ -26,7 +26,10 @@ async fn sec_routes() {
     let keys = vec![key("key-a", "a", false), key("key-b", "b", true)];
     let (rig, _workers) = Rig::with_workers::<1>(|c| c.keys = keys).await;
     let elsewhere = [("/", Method::GET), ("/v1/models/tiny", Method::GET), ("/metrics", Method::GET)];
-    let routes = Endpoint::ALL.into_iter().map(|e| (e.path(), e.method())).chain(elsewhere);
+    let routes = Endpoint::ALL
+        .into_iter()
+        .flat_map(|e| e.methods().iter().map(move |m| (e.path(), m.clone())))
+        .chain(elsewhere);
     for (path, method) in routes {
         for wrong in [
             &[][..],

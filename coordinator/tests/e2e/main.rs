@@ -4,6 +4,7 @@
 mod agreement;
 mod api;
 mod audio_sessions;
+mod batches;
 mod chats;
 mod client;
 mod dashboard;
