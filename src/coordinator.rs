@@ -132,6 +132,10 @@ pub(crate) struct CoordinatorSettings {
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cors_origins: Option<Vec<String>>,
+    /// Serve Ollama's API on the API port, too [default: true if --http is a loopback address].
+    #[arg(long, value_name = "BOOL", env = "KVASIR_OLLAMA")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ollama: Option<bool>,
     /// Hosts from which images of chats are fetched by `http://` and `https://`, separated by commas: names,
     /// `*.example.com`, or `any`. Private addresses are never connected to [default: none].
     #[arg(long, value_name = "HOST,..", env = "KVASIR_IMAGE_URLS", value_delimiter = ',')]
@@ -236,6 +240,7 @@ impl CoordinatorSettings {
             keys: self.keys,
             shards: self.shards,
             cors_origins: self.cors_origins,
+            ollama: self.ollama,
             image_urls: self.image_urls,
             tenant_weights: self.tenant_weights,
             otlp_endpoint: self.otlp_endpoint,
@@ -347,6 +352,7 @@ impl CoordinatorSettings {
             max_connections: self.max_connections.unwrap_or(default.max_connections),
             keep_alive_s: ms(self.keep_alive, default.keep_alive_s * 1000).div_ceil(1000),
             cors_origins: self.cors_origins.clone(),
+            ollama: self.ollama,
             image_urls: self.image_urls.clone().unwrap_or_default(),
             tenant_weights: self.tenant_weights.clone().unwrap_or_default(),
             sessions_per_tenant: self.sessions_per_tenant.unwrap_or(default.sessions_per_tenant),

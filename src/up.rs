@@ -186,6 +186,9 @@ struct UpSettings {
     /// [default: any origin if keys are required, else only origins on this machine]
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     cors_origins: Option<Vec<String>>,
+    /// Serve Ollama's API on the API port, too [default: true if --http is a loopback address]
+    #[arg(long, value_name = "BOOL", env = "KVASIR_OLLAMA")]
+    ollama: Option<bool>,
     /// Hosts from which images of chats are fetched by `http://` and `https://`, separated by commas: names,
     /// `*.example.com`, or `any`. Private addresses are never connected to [default: none]
     #[arg(long, value_name = "HOST,..", env = "KVASIR_IMAGE_URLS", value_delimiter = ',')]
@@ -310,6 +313,7 @@ impl Plan {
                 queue_requests: self.settings.queue_requests,
                 worker_inflight: self.settings.worker_inflight,
                 cors_origins: self.settings.cors_origins.clone(),
+                ollama: self.settings.ollama,
                 image_urls: self.settings.image_urls.clone(),
                 shards: self.shards,
                 ..CoordinatorSettings::default()

@@ -77,6 +77,8 @@ pub struct Config {
     /// Origins whose pages may send requests from browsers: `https://app.example`, `*` or `none`. `None`: any
     /// origin if keys are configured, else no origin.
     pub cors_origins: Option<Vec<String>>,
+    /// Whether the API port serves Ollama's API. `None`: if `http` is a loopback address.
+    pub ollama: Option<bool>,
     /// Hosts from which images of chats are fetched: names, `*.example.com` or `any`. Empty: no addresses are fetched.
     pub image_urls: Vec<String>,
     /// Tenants with a larger share of turns: `TENANT=WEIGHT`.
@@ -135,6 +137,7 @@ impl Default for Config {
             // no request.
             keep_alive_s: 75,
             cors_origins: None,
+            ollama: None,
             image_urls: Vec::new(),
             tenant_weights: Vec::new(),
             sessions_per_tenant: 64,
@@ -230,6 +233,10 @@ impl Config {
         Ok(())
     }
 
+    pub(crate) fn serves_ollama(&self) -> bool {
+        self.ollama.unwrap_or(self.http.ip().is_loopback())
+    }
+
     /// The service accounts as (namespace, name).
     fn accounts(&self) -> Result<Vec<(String, String)>, ConfigError> {
         let parse = |text: &String| {
@@ -302,6 +309,15 @@ mod tests {
         let empty: Config = serde_json::from_str("{}").unwrap();
         assert_eq!(empty, Config::default());
         assert!(serde_json::from_str::<Config>(r#"{"htpp": "127.0.0.1:1"}"#).is_err());
+    }
+
+    #[test]
+    fn ollamas_api_is_for_this_machine_unless_it_is_set() {
+        let open = SocketAddr::from(([0, 0, 0, 0], 8080));
+        let serves = |http, ollama| Config { http, ollama, ..Config::default() }.serves_ollama();
+        let here = Config::default().http;
+        assert!(serves(here, None) && serves(open, Some(true)));
+        assert!(!serves(open, None) && !serves(here, Some(false)));
     }
 
     #[test]

@@ -213,6 +213,7 @@ impl Coordinator {
             request_timeout: Duration::from_secs(config.request_timeout_s),
             load_wait: Duration::from_secs(config.load_wait_s),
             stream_silence: Duration::from_millis(config.stream_silence_ms),
+            ollama: config.serves_ollama(),
             realtime: SessionLimits {
                 sessions: Sessions::new(config.sessions_per_tenant),
                 idle: Duration::from_secs(config.session_idle_s),

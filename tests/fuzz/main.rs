@@ -287,7 +287,7 @@ fn http() {
     };
     let offered = models.get("m").unwrap();
     fuzz("http", Vec::new(), mutate::json, |body| {
-        let kinds = [Kind::Completion, Kind::Chat, Kind::Responses, Kind::Messages];
+        let kinds = Kind::ALL;
         let efforts = [Effort::Short, Effort::Full { counted: false }];
         let generations = kinds.into_iter().flat_map(|kind| efforts.map(|effort| (kind, effort)));
         let mut outcomes: Vec<String> = generations

@@ -13,7 +13,7 @@ use super::images::HeldBytes;
 use super::loading::{COMMENT_EVERY, Loading};
 use super::plan::GenerationPlan;
 use super::progress::{EVENT_EVERY, Status};
-use super::shape::{CallPart, Delta, DeltaPart, Usage, Writer};
+use super::shape::{CallPart, Delta, DeltaPart, Times, Usage, Writer};
 use super::spans;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
@@ -130,6 +130,8 @@ struct Progress {
     /// Whether this choice counts the prompt's tokens: true for the first choice of each prompt.
     counts: bool,
     started: Option<Started>,
+    /// When the worker took it.
+    taken: Option<Instant>,
     first: Option<Instant>,
     last: Option<Instant>,
     /// Text offset of the next token; used only if offsets are requested.
@@ -301,7 +303,7 @@ impl ResponseStream {
             }
         }
         let mut headers = self.headers();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(self.writer.content_type()));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
         // Proxies must not buffer this response.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
@@ -400,7 +402,7 @@ impl ResponseStream {
         match self.has_started() {
             true => self.writer.write_silence(out),
             false if self.include_progress => self.writer.write_progress(out, status.json()),
-            false => out.extend_from_slice(status.comment().as_bytes()),
+            false => self.writer.write_waiting(out, &status.comment()),
         }
     }
 
@@ -447,6 +449,7 @@ impl ResponseStream {
         match event {
             Event::Started(started) => {
                 progress.started = Some(started);
+                progress.taken = Some(Instant::now());
                 None
             }
             Event::Tokens(mut tokens) => {
@@ -513,7 +516,8 @@ impl ResponseStream {
     }
 
     fn usage(&self) -> Usage {
-        let mut usage = Usage { image: self.image_tokens, ..Usage::default() };
+        let times = self.choices.first().map(Progress::times).unwrap_or_default();
+        let mut usage = Usage { image: self.image_tokens, times, ..Usage::default() };
         for choice in &self.choices {
             usage.completion += choice.completion;
             usage.reasoning += choice.reasoning;
@@ -556,6 +560,7 @@ impl Progress {
             prompt,
             counts: true,
             started: None,
+            taken: None,
             first: None,
             last: None,
             characters: Characters::default(),
@@ -656,6 +661,13 @@ impl Progress {
             delta.push(DeltaPart::Call(CallPart { index: self.calls.saturating_sub(1), ..call }));
         }
         delta
+    }
+
+    fn times(&self) -> Times {
+        let now = Instant::now();
+        let since = |at: Option<Instant>| at.unwrap_or(now).saturating_duration_since(self.arrived);
+        let (started, first, last) = (since(self.taken), since(self.first), since(self.last));
+        Times { started, first, last, ended: since(None) }
     }
 
     fn served(&self, finished: &Finished, trace: Option<TraceId>) -> Served {

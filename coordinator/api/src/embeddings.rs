@@ -132,7 +132,7 @@ impl EmbeddingsFormat {
 }
 
 /// `values` scaled to L2 norm 1. A zero vector stays zero.
-fn unit(values: &[f32]) -> Vec<f32> {
+pub(super) fn unit(values: &[f32]) -> Vec<f32> {
     let square: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
     if square == 0.0 {
         return values.to_vec();

@@ -1,17 +1,23 @@
 //! Encoder requests: splits the texts over the model's workers and gathers the results in order.
 
-use super::AppState;
 use super::admitted::AdmittedRequest;
 use super::answer::{ROUTE_HEADER, WORKER_HEADER};
 use super::error::ApiError;
+use super::loading::Loading;
+use super::plan::Sources;
+use super::{AppState, admit, spans};
+use axum::Json;
+use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderValue};
+use axum::response::{IntoResponse, Response};
 use dispatch::{EncodeJob, Encoded, Encoding, Payer};
 use futures::future::try_join_all;
-use proto::ids::ModelId;
+use proto::ids::{ModelId, RequestId};
 use proto::message::{EncodeText, MAX_ENCODE_TEXTS};
 use proto::operation::Operation;
-use proto::trace::TraceContext;
+use proto::trace::{Span, TraceContext};
 use router::balancer::{Output, RouteRequest};
+use serde::Serialize;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -41,6 +47,55 @@ pub struct Gathered {
     pub tokens: u64,
     /// Worker and routing reason of the first call.
     pub headers: HeaderMap,
+}
+
+/// Encodes the texts that `plan` reads from the body. `answer` builds the response from the vectors or
+/// scores.
+pub(super) async fn respond<S: Send + 'static, A: Serialize>(
+    state: &Arc<AppState>,
+    operation: &'static str,
+    request: Request,
+    plan: fn(&[u8], &Sources<'_>) -> Result<EncodePlan<S>, ApiError>,
+    answer: impl FnOnce(S, &RequestId, ModelId, &Gathered) -> A + Send + 'static,
+) -> Result<Response, ApiError> {
+    let mut trace = spans::receive(operation, request.headers());
+    let answered = async {
+        state.dispatch.check_room()?;
+        let (admitted, body) = admit(state, request).await?;
+        if let Some(span) = &trace {
+            span.part("receive", admitted.arrived);
+        }
+        let (id, read) = (admitted.id.clone(), Instant::now());
+        let planned = state.plan(&admitted, None, move |sources| plan(&body, sources)).await?;
+        let EncodePlan { operation: task, model, texts, shape } = planned;
+        if let Some(span) = &mut trace {
+            spans::encodes(span, operation, (&id, &model), texts.len(), read);
+        }
+        let tenant = Arc::clone(admitted.caller.tenant());
+        let loading = Loading::of(&state.dispatch, &state.models, &model, state.load_wait);
+        let gathering = gather(state, admitted, (task, &model), texts, trace.as_ref().map(Span::context));
+        let gathered = match loading {
+            None => gathering.await?,
+            Some(loading) => match tokio::time::timeout_at(loading.until.into(), gathering).await {
+                Ok(gathered) => gathered.map_err(|error| loading.explain(error))?,
+                Err(_) => return Err(loading.too_long()),
+            },
+        };
+        if let Some(span) = &mut trace {
+            span.set("gen_ai.usage.input_tokens", gathered.tokens);
+        }
+        // Serializes in a turn, since there may be thousands of vectors.
+        let write = move || {
+            let model = model.to_name();
+            Ok((gathered.headers.clone(), Json(answer(shape, &id, model, &gathered))).into_response())
+        };
+        state.planning.run(&tenant, write).await
+    }
+    .await;
+    if let (Err(error), Some(span)) = (&answered, &mut trace) {
+        spans::failed(span, error);
+    }
+    answered
 }
 
 /// Encodes `texts` at workers of `model`. `trace`: the parent span; `None` if the request is not recorded.

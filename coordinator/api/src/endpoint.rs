@@ -1,11 +1,12 @@
 //! The endpoints of the API port: their paths, methods and handlers.
 
 use super::error::ApiError;
+use super::ollama_api::Route;
 use super::plan::Kind;
 use super::transcribe::Task;
 use super::{
-    AppState, audio, batches, count_tokens, detokenize, generate, health, lora, model_list, realtime,
-    speaker, speech, tokenize, transcribe, uploads,
+    AppState, audio, batches, count_tokens, detokenize, generate, health, lora, model_list, ollama_api,
+    realtime, speaker, speech, tokenize, transcribe, uploads,
 };
 use axum::extract::Request;
 use axum::handler::Handler;
@@ -66,10 +67,12 @@ pub enum Endpoint {
     Audio(Operation),
     /// A session of an operation, over a WebSocket.
     Realtime(Operation),
+    /// Ollama's API.
+    Ollama(Route),
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 34] = [
+    pub const ALL: [Self; 49] = [
         Self::Health,
         Self::Models,
         Self::Model,
@@ -104,6 +107,21 @@ impl Endpoint {
         Self::Realtime(Operation::Speaker),
         Self::Realtime(Operation::Diarization),
         Self::Realtime(Operation::Asr),
+        Self::Ollama(Route::Root),
+        Self::Ollama(Route::Chat),
+        Self::Ollama(Route::Generate),
+        Self::Ollama(Route::Embed),
+        Self::Ollama(Route::Embeddings),
+        Self::Ollama(Route::Tags),
+        Self::Ollama(Route::Show),
+        Self::Ollama(Route::Ps),
+        Self::Ollama(Route::Version),
+        Self::Ollama(Route::Pull),
+        Self::Ollama(Route::Push),
+        Self::Ollama(Route::Create),
+        Self::Ollama(Route::Copy),
+        Self::Ollama(Route::Delete),
+        Self::Ollama(Route::Blob),
     ];
 
     pub fn path(self) -> &'static str {
@@ -142,6 +160,7 @@ impl Endpoint {
             Self::Realtime(Operation::Diarization) => "/v1/realtime/diarization",
             Self::Realtime(Operation::Asr) => "/v1/realtime/asr",
             Self::Realtime(_) => "/v1/realtime/vad",
+            Self::Ollama(route) => route.path(),
         }
     }
 
@@ -152,6 +171,7 @@ impl Endpoint {
             Self::FileContent | Self::Batch => GET,
             Self::Files | Self::Batches => GET_AND_POST,
             Self::File => GET_AND_DELETE,
+            Self::Ollama(route) => route.methods(),
             _ => POST,
         }
     }
@@ -163,6 +183,7 @@ impl Endpoint {
             Self::Files | Self::Batches => "GET, HEAD, POST, OPTIONS",
             Self::File => "GET, HEAD, DELETE, OPTIONS",
             _ if self.methods() == GET => "GET, HEAD, OPTIONS",
+            _ if self.methods() == [Method::DELETE] => "DELETE, OPTIONS",
             _ => "POST, OPTIONS",
         }
     }
@@ -179,6 +200,10 @@ impl Endpoint {
             Self::Models | Self::Model => headers.contains_key(ANTHROPIC_VERSION),
             _ => false,
         }
+    }
+
+    pub(super) fn is_ollama(self) -> bool {
+        matches!(self, Self::Ollama(_))
     }
 
     /// Whether the endpoint has this method, besides OPTIONS.
@@ -216,6 +241,7 @@ impl Endpoint {
             Self::Audio(Operation::Speaker) => respond(speaker::call(state, request)),
             Self::Audio(operation) => respond(audio::call(state, operation, request)),
             Self::Realtime(operation) => respond(realtime::open(state, operation, request)),
+            Self::Ollama(route) => respond(ollama_api::call(state, route, request)),
         }
     }
 }

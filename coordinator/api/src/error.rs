@@ -268,6 +268,11 @@ impl ApiError {
         json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": code}})
     }
 
+    /// The body in Ollama's form.
+    pub fn ollama_body(&self) -> Value {
+        json!({"error": self.to_string()})
+    }
+
     /// The invalid field of the request.
     pub fn param(&self) -> Option<&str> {
         match self {

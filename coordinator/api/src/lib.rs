@@ -1,4 +1,4 @@
-//! The API port: OpenAI's API and Anthropic's Messages API, authenticated by API key.
+//! The API port: OpenAI's API, Anthropic's Messages API and Ollama's API, authenticated by API key.
 //!
 //! A request passes, in this order: the connection's limits (in the crate `coordinator`), `serve` for
 //! all routes (request id, authentication, deny by default), [`limits::read`], [`plan`], the dispatch,
@@ -36,6 +36,8 @@ mod loading;
 pub mod lora;
 mod messages;
 mod model_list;
+mod ollama;
+mod ollama_api;
 pub mod operations;
 pub mod origin;
 pub mod params;
@@ -75,12 +77,14 @@ use dispatch::quota::Permit;
 use dispatch::random::random_u64;
 use dispatch::{Dispatch, GenerationJob, Payer};
 use documents::Popularity;
-use encode::{EncodePlan, Gathered, gather};
+use encode::Gathered;
 pub use endpoint::Endpoint;
 use error::ApiError;
 use image_urls::{Fetched, ImageUrls};
 use loading::Loading;
 use messages::MessageWriter;
+use ollama::OllamaWriter;
+pub use ollama_api::Route;
 use origin::from_another_site;
 use plan::{Effort, GenerationPlan, Kind, Sources, Unplanned};
 use planning_threads::PlanningThreads;
@@ -92,7 +96,6 @@ use router::admission::BACKGROUND;
 use router::balancer::{Output, RouteRequest};
 use router::chain_memo::ChainMemo;
 use router::routing::demand::CommonKey;
-use serde::Serialize;
 use serde_json::{Value, json};
 use shape::{ResponseShape, Writer};
 use std::sync::Arc;
@@ -136,6 +139,8 @@ pub struct AppState {
     pub load_wait: Duration,
     /// Silence after which a stream of events gets a comment.
     pub stream_silence: Duration,
+    /// Whether Ollama's API is served.
+    pub ollama: bool,
     /// Limits on the number and the length of sessions.
     pub realtime: realtime::SessionLimits,
     /// Seconds since 1970 at start.
@@ -146,7 +151,9 @@ pub struct AppState {
 pub fn router(state: &Arc<AppState>) -> Router {
     let unknown = |State(state), request| serve(state, None, request);
     let unknown = Router::new().fallback(unknown).with_state(Arc::clone(state));
-    routes(state, &Endpoint::ALL).fallback_service(unknown)
+    let mut endpoints = Endpoint::ALL.to_vec();
+    endpoints.retain(|endpoint| state.ollama || !endpoint.is_ollama());
+    routes(state, &endpoints).fallback_service(unknown)
 }
 
 /// The routes of `endpoints`. Other methods than the endpoint's are also served, with an error.
@@ -213,6 +220,9 @@ async fn serve(state: Arc<AppState>, endpoint: Option<Endpoint>, mut request: Re
         let (status, body) = messages::refused(error, &id);
         response = error.respond(status, body);
     }
+    if let (Some(Endpoint::Ollama(_)), Some(error)) = (endpoint, &error) {
+        response = error.respond(error.status(), error.ollama_body());
+    }
     let headers = response.headers_mut();
     headers.extend(id_headers(&id, anthropic));
     if let Some(allowed) = allowed {
@@ -235,11 +245,12 @@ fn options(endpoint: Endpoint, request: &HeaderMap, allowed: bool) -> Response {
 
 /// Headers, status and body of a response to a request at `path` that reaches no handler.
 pub fn refused_before(error: &ApiError, path: &str) -> (HeaderMap, StatusCode, Value) {
-    let is_at = |endpoint: Endpoint| endpoint.path() == path && endpoint.is_anthropic(&HeaderMap::new());
-    let anthropic = Endpoint::ALL.into_iter().any(is_at);
+    let endpoint = Endpoint::ALL.into_iter().find(|endpoint| endpoint.path() == path);
+    let anthropic = endpoint.is_some_and(|endpoint| endpoint.is_anthropic(&HeaderMap::new()));
     let Ok(id) = new_id() else { return (HeaderMap::new(), error.status(), error.body()) };
     let (status, body) = match anthropic {
         true => messages::refused(error, &id),
+        false if endpoint.is_some_and(Endpoint::is_ollama) => (error.status(), error.ollama_body()),
         false => (error.status(), error.body()),
     };
     (id_headers(&id, anthropic), status, body)
@@ -333,6 +344,9 @@ async fn answer(
     let group = group(request.headers())?;
     state.dispatch.check_room()?;
     let (admitted, body) = admit_within(&state, request, state.max_body(kind)).await?;
+    if let Some(load) = ollama_api::load::requested(kind, &body)? {
+        return load.answer(&state, admitted, &body).await;
+    }
     let group = group.map(|group| CommonKey::of_group(admitted.caller.tenant(), &group));
     let app = Arc::clone(&state);
     let (deadline, background) = (admitted.deadline(state.request_timeout), admitted.background.is_some());
@@ -405,6 +419,10 @@ fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
         Kind::Messages => {
             Box::new(MessageWriter::new(format!("msg_{id}"), model, plan.params.stop.strings.clone()))
         }
+        Kind::OllamaChat | Kind::OllamaGenerate => {
+            let (chat, logprobs) = (plan.kind == Kind::OllamaChat, plan.params.sampling.logprobs.is_some());
+            Box::new(OllamaWriter::new(id.to_string(), model, chat, logprobs))
+        }
     }
 }
 
@@ -412,63 +430,14 @@ async fn embeddings(state: Arc<AppState>, request: Request) -> Result<Response, 
     let answer = |shape: embeddings::EmbeddingsFormat, _: &RequestId, model, gathered: &Gathered| {
         shape.answer(model, gathered)
     };
-    encode(&state, spans::EMBEDDINGS, request, embeddings::plan, answer).await
+    encode::respond(&state, spans::EMBEDDINGS, request, embeddings::plan, answer).await
 }
 
 async fn rerank(state: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let answer = |shape: rerank::RerankFormat, id: &RequestId, model, gathered: &Gathered| {
         shape.answer(id, model, gathered)
     };
-    encode(&state, spans::RERANK, request, rerank::plan, answer).await
-}
-
-/// Encodes the texts that `plan` reads from the body. `answer` builds the response from the vectors or
-/// scores.
-async fn encode<S: Send + 'static, A: Serialize>(
-    state: &Arc<AppState>,
-    operation: &'static str,
-    request: Request,
-    plan: fn(&[u8], &Sources<'_>) -> Result<EncodePlan<S>, ApiError>,
-    answer: impl FnOnce(S, &RequestId, ModelId, &Gathered) -> A + Send + 'static,
-) -> Result<Response, ApiError> {
-    let mut trace = spans::receive(operation, request.headers());
-    let answered = async {
-        state.dispatch.check_room()?;
-        let (admitted, body) = admit(state, request).await?;
-        if let Some(span) = &trace {
-            span.part("receive", admitted.arrived);
-        }
-        let (id, read) = (admitted.id.clone(), Instant::now());
-        let planned = state.plan(&admitted, None, move |sources| plan(&body, sources)).await?;
-        let EncodePlan { operation: task, model, texts, shape } = planned;
-        if let Some(span) = &mut trace {
-            spans::encodes(span, operation, (&id, &model), texts.len(), read);
-        }
-        let tenant = Arc::clone(admitted.caller.tenant());
-        let loading = Loading::of(&state.dispatch, &state.models, &model, state.load_wait);
-        let gathering = gather(state, admitted, (task, &model), texts, trace.as_ref().map(Span::context));
-        let gathered = match loading {
-            None => gathering.await?,
-            Some(loading) => match tokio::time::timeout_at(loading.until.into(), gathering).await {
-                Ok(gathered) => gathered.map_err(|error| loading.explain(error))?,
-                Err(_) => return Err(loading.too_long()),
-            },
-        };
-        if let Some(span) = &mut trace {
-            span.set("gen_ai.usage.input_tokens", gathered.tokens);
-        }
-        // Serializes in a turn, since there may be thousands of vectors.
-        let write = move || {
-            let model = model.to_name();
-            Ok((gathered.headers.clone(), Json(answer(shape, &id, model, &gathered))).into_response())
-        };
-        state.planning.run(&tenant, write).await
-    }
-    .await;
-    if let (Err(error), Some(span)) = (&answered, &mut trace) {
-        spans::failed(span, error);
-    }
-    answered
+    encode::respond(&state, spans::RERANK, request, rerank::plan, answer).await
 }
 
 /// Admits a request that costs work: checks the caller's limits and reads the body.

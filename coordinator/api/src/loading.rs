@@ -4,6 +4,7 @@
 use super::auth::Caller;
 use super::error::ApiError;
 use super::fields::Fields;
+use super::ollama;
 use super::progress::Status;
 use dispatch::Dispatch;
 use dispatch::models::{DeployedModel, LoadProgress, Models};
@@ -34,8 +35,8 @@ pub(super) async fn until_known(models: &Models, caller: &Caller, body: &[u8], w
     if !models.is_incomplete() && !models.deployed().models().values().any(unread) {
         return;
     }
-    let Ok(fields) = Fields::parse(body, &["model"]) else { return };
-    let Ok(Some(name)) = fields.get::<String>("model") else { return };
+    let Ok(fields) = Fields::parse(body, &["model", "name"]) else { return };
+    let Ok(Some(name)) = ollama::model_name(&fields) else { return };
     if !ModelId::parse(name.clone()).is_ok_and(|id| caller.may_use(&id)) {
         return;
     }
@@ -64,7 +65,7 @@ impl Loading {
         waits.then_some(Self { models, version, until })
     }
 
-    fn progress(&self) -> LoadProgress {
+    pub fn progress(&self) -> LoadProgress {
         let deployed = self.models.deployed();
         let model = deployed.model(self.version.as_str());
         model.map_or_else(LoadProgress::absent, |model| model.progress.clone())

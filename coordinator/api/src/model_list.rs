@@ -171,7 +171,7 @@ fn page_of(mut models: Vec<ModelObject>, page: &Page) -> Result<ModelList, ApiEr
 }
 
 /// Seconds since 1970 as `2026-11-27T16:49:14Z`. Years of more than four digits give 1970.
-fn rfc3339(unix_seconds: u64) -> String {
+pub(super) fn rfc3339(unix_seconds: u64) -> String {
     let time = i64::try_from(unix_seconds).ok().and_then(|s| OffsetDateTime::from_unix_timestamp(s).ok());
     let text = time.unwrap_or(OffsetDateTime::UNIX_EPOCH).format(&Rfc3339);
     text.unwrap_or_else(|_| String::from("1970-01-01T00:00:00Z"))

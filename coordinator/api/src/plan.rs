@@ -15,7 +15,7 @@ use super::params::{MaxTokens, Params, Vocabulary, check_tokens};
 use super::prompt::{Prompt, prompts};
 use super::request_fields;
 use super::tools;
-use super::{messages, responses};
+use super::{messages, ollama, responses};
 use dispatch::models::{DeployedModel, Models, OfferedModel};
 use proto::ids::ModelId;
 use proto::message::{GrammarSpec, PromptImage, TokenIds};
@@ -141,7 +141,7 @@ const SHORT_BODY: usize = 64 << 10;
 /// CPU time for rendering and tokenizing all texts of a short plan. At most twice as much is used.
 const SHORT_TOKENIZING: Duration = Duration::from_millis(2);
 /// Fields that take no longer to read than to copy. Any other field makes planning long.
-const SHORT_FIELDS: [&str; 30] = [
+const SHORT_FIELDS: [&str; 32] = [
     "model",
     "messages",
     "prompt",
@@ -172,6 +172,8 @@ const SHORT_FIELDS: [&str; 30] = [
     "priority",
     "user",
     "store",
+    "options",
+    "raw",
 ];
 
 const PREFIX: [&str; 7] =
@@ -200,15 +202,26 @@ pub fn generation(
     if short && !fields.are_among(&SHORT_FIELDS) {
         return Err(Unplanned::TooLong { counted: false });
     }
-    let (model, served) = requested_model(&fields, sources)?;
+    let name = match kind.is_ollama() {
+        true => ollama::model_name(&fields)?,
+        false => fields.get("model")?,
+    };
+    let (model, served) = named_model(name, &fields, sources)?;
     if let Some(served) = served.as_ref().filter(|served| !served.task.generates()) {
         return Err(wrong_task(served).into());
     }
     let encode = |text: &str| model.tokenizer.encode(text, false);
     let vocabulary = Vocabulary { size: model.tokenizer.vocab_size(), encode: &encode };
-    let mut params = Params::read(&fields, &vocabulary, sources.seed, &model.sampling, kind.stop())?;
+    let limit = served.as_ref().map(|served| served.max_model_len);
+    let mut params = match kind.is_ollama() {
+        true => ollama::params(&fields, &vocabulary, (sources.seed, &model.sampling), limit)?,
+        false => Params::read(&fields, &vocabulary, sources.seed, &model.sampling, kind.stop())?,
+    };
     params.sampling.logprobs = logprobs(kind, &fields)?;
     refuse_unsupported(kind, &fields)?;
+    if kind.is_ollama() {
+        ollama::check_thinking(&fields, &model)?;
+    }
     let documents = documents::documents(&fields)?;
     let order = match effort {
         Effort::Full { counted: true } => sources.popularity.order(sources.caller.tenant(), &documents),
@@ -218,11 +231,20 @@ pub fn generation(
     // One deadline for all texts of the request.
     let deadline = CpuDeadline::after(SHORT_TOKENIZING);
     let bos = params.add_special_tokens.unwrap_or(true);
-    let limit = served.as_ref().map(|served| served.max_model_len);
     // A prompt that is truncated may be longer than the context.
     let text_limit = if params.truncate.is_some() { Some(0) } else { limit };
     let mut images = Vec::new();
+    let text_prompts = || {
+        completion_prompts(&fields, &model, text_limit, |text| match effort {
+            Effort::Short => model.prompt_shortly(text, bos, &deadline).ok_or_else(too_long),
+            Effort::Full { .. } => Ok(model.prompt(text, bos)),
+        })
+    };
     let (max_tokens, prompts, grammar, parser_options) = match kind {
+        Kind::OllamaGenerate if ollama::is_plain(&fields, &model)? => {
+            let grammar = grammar::of_completion(ollama::output_format(&fields)?)?;
+            (ollama::max_tokens(&fields)?, text_prompts()?, grammar, None)
+        }
         Kind::Completion => {
             let requested = chat::limit(&fields)?;
             let max_tokens = MaxTokens {
@@ -230,14 +252,11 @@ pub fn generation(
                 tokens: requested.or(Some(COMPLETION_TOKENS)),
                 explicit: requested.is_some(),
             };
-            let prompts = completion_prompts(&fields, &model, text_limit, |text| match effort {
-                Effort::Short => model.prompt_shortly(text, bos, &deadline).ok_or_else(too_long),
-                Effort::Full { .. } => Ok(model.prompt(text, bos)),
-            })?;
-            (max_tokens, prompts, grammar::of_completion(grammar::output_format(&fields)?)?, None)
+            (max_tokens, text_prompts()?, grammar::of_completion(grammar::output_format(&fields)?)?, None)
         }
-        Kind::Chat | Kind::Responses | Kind::Messages => {
+        Kind::Chat | Kind::Responses | Kind::Messages | Kind::OllamaChat | Kind::OllamaGenerate => {
             let mut chat = match kind {
+                Kind::OllamaChat | Kind::OllamaGenerate => ollama::read(kind, &fields)?,
                 Kind::Responses => responses::read(&fields)?,
                 Kind::Messages => messages::read(&fields, true)?,
                 _ => chat::read(&fields)?,
@@ -316,6 +335,8 @@ pub fn image_addresses(kind: Kind, body: &[u8]) -> Vec<(String, String)> {
         Kind::Chat => Ok(chat::read(&fields)?.images.addresses()),
         Kind::Responses => Ok(responses::read(&fields)?.images.addresses()),
         Kind::Messages => Ok(messages::read(&fields, false)?.images.addresses()),
+        // Its images are in base64.
+        Kind::OllamaChat | Kind::OllamaGenerate => Ok(Vec::new()),
     });
     // A fault is reported when the request is planned.
     chat.unwrap_or_default()
@@ -399,7 +420,7 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
 /// Serves `/detokenize`.
 pub fn detokenize(body: &[u8], sources: &Sources<'_>) -> Result<String, ApiError> {
     let fields = Fields::parse(body, &DETOKENIZE)?;
-    let (model, _) = offered(&fields, sources)?;
+    let (model, _) = offered(fields.get("model")?, &fields, sources)?;
     let tokens: Vec<u32> = fields.get("tokens")?.ok_or_else(|| ApiError::field("tokens", "is missing"))?;
     check_tokens("tokens", &tokens, model.tokenizer.vocab_size())?;
     Ok(model.tokenizer.decode(&tokens, false))
@@ -410,7 +431,16 @@ pub(super) fn requested_model(
     fields: &Fields<'_>,
     sources: &Sources<'_>,
 ) -> Result<(Arc<OfferedModel>, Option<ServedModel>), ApiError> {
-    let (model, id) = offered(fields, sources)?;
+    named_model(fields.get("model")?, fields, sources)
+}
+
+/// Like [`requested_model`], for a request that names the model `name`.
+pub(super) fn named_model(
+    name: Option<String>,
+    fields: &Fields<'_>,
+    sources: &Sources<'_>,
+) -> Result<(Arc<OfferedModel>, Option<ServedModel>), ApiError> {
+    let (model, id) = offered(name, fields, sources)?;
     let served = (sources.served)(&id);
     Ok((model, served))
 }
@@ -428,8 +458,11 @@ pub(super) fn wrong_task(served: &ServedModel) -> ApiError {
 }
 
 /// The model that the request names, with the name, which may be that of an adapter of it.
-fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<(Arc<OfferedModel>, ModelId), ApiError> {
-    let name: Option<String> = fields.get("model")?;
+fn offered(
+    name: Option<String>,
+    fields: &Fields<'_>,
+    sources: &Sources<'_>,
+) -> Result<(Arc<OfferedModel>, ModelId), ApiError> {
     let own = |model: Arc<OfferedModel>| {
         let id = model.id.clone();
         (model, id)
@@ -624,7 +657,7 @@ fn end_of_last(text: &str, messages: &[Message<'_>]) -> Option<usize> {
 fn logprobs(kind: Kind, fields: &Fields<'_>) -> Result<Option<u8>, ApiError> {
     match kind {
         Kind::Completion => fields.ranged("logprobs", 0..=MAX_LOGPROBS),
-        Kind::Chat => {
+        Kind::Chat | Kind::OllamaChat | Kind::OllamaGenerate => {
             let logprobs = fields.get("logprobs")?.unwrap_or(false);
             let top: Option<u8> = fields.ranged("top_logprobs", 0..=MAX_LOGPROBS)?;
             match (logprobs, top) {
@@ -649,7 +682,7 @@ fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
                 false => Ok(()),
             }
         }
-        Kind::Chat => Ok(()),
+        Kind::Chat | Kind::OllamaChat | Kind::OllamaGenerate => Ok(()),
         Kind::Responses => responses::refuse_unsupported(fields),
         Kind::Messages => messages::refuse_unsupported(fields),
     }

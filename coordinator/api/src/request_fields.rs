@@ -6,7 +6,7 @@
 use super::error::ApiError;
 use super::fields::Fields;
 use super::kind::Kind;
-use Kind::{Chat, Completion, Messages, Responses};
+use Kind::{Chat, Completion, Messages, OllamaChat, OllamaGenerate, Responses};
 use Treatment::{Ignored, Refused, Served};
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -14,7 +14,7 @@ use std::sync::LazyLock;
 
 /// Treatment of a field.
 #[derive(Debug, Clone, Copy)]
-enum Treatment {
+pub(super) enum Treatment {
     Served,
     /// Ignored: it does not change the answer.
     Ignored,
@@ -26,7 +26,9 @@ enum Treatment {
 /// A row of the table: APIs, treatment, field names.
 struct Row(&'static [Kind], Treatment, &'static [&'static str]);
 
+/// OpenAI's and Anthropic's.
 const ALL: &[Kind] = &[Completion, Chat, Responses, Messages];
+const OLLAMA: &[Kind] = &[OllamaChat, OllamaGenerate];
 const OPENAI: &[Kind] = &[Completion, Chat, Responses];
 const CHOICES: &[Kind] = &[Completion, Chat];
 const CHATS: &[Kind] = &[Chat, Responses, Messages];
@@ -132,13 +134,25 @@ const TABLE: &[Row] = &[
         "slot_id", "return_tokens_as_token_ids", "timings_per_token", "rid", "mirostat_tau", "mirostat_eta", "dry_base",
         "dry_allowed_length", "dry_penalty_last_n", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalty_last_n",
     ]),
+    // Ollama's.
+    Row(OLLAMA, Served, &["model", "name", "stream", "options", "format", "think", "logprobs", "top_logprobs"]),
+    Row(&[OllamaChat], Served, &["messages", "tools"]),
+    Row(&[OllamaGenerate], Served, &["prompt", "system", "images", "raw"]),
+    Row(&[OllamaGenerate], Refused(EMPTY, "only the model's own template is used"), &["template"]),
+    Row(&[OllamaGenerate], Refused(EMPTY, "the server stores no conversations: send the messages to /api/chat"), &["context"]),
+    Row(&[OllamaGenerate], Refused(EMPTY, "is not served"), &["suffix"]),
+    Row(&[OllamaGenerate], Refused(&["0"], "is not served: no images are made"), &["width", "height", "steps"]),
+    Row(OLLAMA, Refused(OFF, "is not served: a prompt that is too long is refused"), &["truncate"]),
+    Row(OLLAMA, Refused(OFF, "is not served: an answer ends where the model's context does"), &["shift"]),
+    Row(OLLAMA, Refused(OFF, "is not served"), &["_debug_render_only"]),
+    Row(OLLAMA, Ignored, &["keep_alive"]),
 ];
 
 /// Values with which a field is accepted, and the reason for which others are refused.
-type Refusal = (&'static [&'static str], &'static str);
+pub(super) type Refusal = (&'static [&'static str], &'static str);
 
-static KNOWN_FIELDS: LazyLock<[Vec<&'static str>; 4]> = LazyLock::new(|| {
-    [Completion, Chat, Responses, Messages].map(|kind| {
+static KNOWN_FIELDS: LazyLock<[Vec<&'static str>; 6]> = LazyLock::new(|| {
+    Kind::ALL.map(|kind| {
         let rows = TABLE.iter().filter(|Row(kinds, _, _)| kinds.contains(&kind));
         // Served fields come first, since most bodies have only these.
         let (served, others): (Vec<_>, Vec<_>) =
@@ -149,8 +163,8 @@ static KNOWN_FIELDS: LazyLock<[Vec<&'static str>; 4]> = LazyLock::new(|| {
     })
 });
 
-static REFUSALS: LazyLock<[HashMap<&'static str, Refusal>; 4]> = LazyLock::new(|| {
-    [Completion, Chat, Responses, Messages].map(|kind| {
+static REFUSALS: LazyLock<[HashMap<&'static str, Refusal>; 6]> = LazyLock::new(|| {
+    Kind::ALL.map(|kind| {
         let rows = TABLE.iter().filter(|Row(kinds, _, _)| kinds.contains(&kind));
         let refused = rows.filter_map(|Row(_, treatment, names)| match treatment {
             Refused(unless, why) => Some(names.iter().map(|name| (*name, (*unless, *why)))),
@@ -165,12 +179,18 @@ pub(super) fn known_fields(kind: Kind) -> &'static [&'static str] {
     of_kind::<Vec<_>>(&KNOWN_FIELDS, kind)
 }
 
-fn of_kind<T>([completion, chat, responses, messages]: &[T; 4], kind: Kind) -> &T {
+/// The value for a kind, of those in the order of [`Kind::ALL`].
+fn of_kind<T>(
+    [completion, chat, responses, messages, ollama_chat, ollama_generate]: &[T; 6],
+    kind: Kind,
+) -> &T {
     match kind {
         Completion => completion,
         Chat => chat,
         Responses => responses,
         Messages => messages,
+        OllamaChat => ollama_chat,
+        OllamaGenerate => ollama_generate,
     }
 }
 
@@ -184,13 +204,21 @@ pub(super) fn tokenized() -> &'static [&'static str] {
 /// Refuses fields that would change the answer and are not served.
 pub(super) fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
     let refusals = of_kind(&REFUSALS, kind);
+    refuse(fields, |name| refusals.get(name).copied())
+}
+
+/// Refuses the fields that have a refusal, unless their value has no effect.
+pub(super) fn refuse(
+    fields: &Fields<'_>,
+    refusal: impl Fn(&'static str) -> Option<Refusal>,
+) -> Result<(), ApiError> {
     for name in fields.names() {
-        let Some((unless, why)) = refusals.get(name) else { continue };
+        let Some((unless, why)) = refusal(name) else { continue };
         let Some(raw) = fields.raw(name) else { continue };
         let value: String = raw.split_ascii_whitespace().collect();
         if !unless.contains(&value.as_str()) {
             let reason =
-                if why.starts_with("is ") { (*why).to_owned() } else { format!("is not served: {why}") };
+                if why.starts_with("is ") { why.to_owned() } else { format!("is not served: {why}") };
             return Err(ApiError::field(name, reason));
         }
     }
@@ -205,6 +233,8 @@ pub fn documented() -> String {
             Chat => "chats",
             Responses => "responses",
             Messages => "messages",
+            OllamaChat => "`/api/chat`",
+            OllamaGenerate => "`/api/generate`",
         };
         match kinds.len() {
             4 => "all".to_owned(),
@@ -214,20 +244,24 @@ pub fn documented() -> String {
     let mut text = String::from("| fields | of | |\n|---|---|---|\n");
     for Row(kinds, treatment, names) in TABLE {
         let names = names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-        let note = match treatment {
-            Served => "served".to_owned(),
-            Ignored => "ignored: does not change the answer".to_owned(),
-            Refused(unless, why) => {
-                let unless: Vec<String> = unless.iter().map(|value| format!("`{value}`")).collect();
-                let unless =
-                    if unless.is_empty() { String::new() } else { format!(" unless {}", unless.join(", ")) };
-                format!("refused{unless}: {why}")
-            }
-        };
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "| {names} | {} | {note} |", apis(kinds));
+        let _ = writeln!(text, "| {names} | {} | {} |", apis(kinds), note(*treatment));
     }
     text
+}
+
+/// A treatment in docs/api.md.
+pub(super) fn note(treatment: Treatment) -> String {
+    match treatment {
+        Served => "served".to_owned(),
+        Ignored => "ignored: does not change the answer".to_owned(),
+        Refused(unless, why) => {
+            let unless: Vec<String> = unless.iter().map(|value| format!("`{value}`")).collect();
+            let unless =
+                if unless.is_empty() { String::new() } else { format!(" unless {}", unless.join(", ")) };
+            format!("refused{unless}: {why}")
+        }
+    }
 }
 
 #[cfg(test)]
@@ -237,7 +271,7 @@ mod tests {
 
     #[test]
     fn a_field_has_one_row_for_each_api() {
-        for kind in *ALL.first_chunk::<4>().unwrap() {
+        for kind in Kind::ALL {
             let mut names: Vec<&str> = TABLE
                 .iter()
                 .filter(|Row(kinds, _, _)| kinds.contains(&kind))

@@ -8,9 +8,12 @@ use proto::message::{FinishReason, Finished, TokenOut};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::borrow::Cow;
+use std::time::Duration;
 use text::Tokenizer;
 
 mod logprobs;
+
+pub(crate) use logprobs::of_tokens as token_logprobs;
 
 /// How an API writes an answer: as a stream of events, in the order of these methods, or whole.
 pub trait Writer: Send {
@@ -23,9 +26,17 @@ pub trait Writer: Send {
     fn write_end(&mut self, out: &mut Vec<u8>, usage: Usage);
     /// Appends the error that ends the stream.
     fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError);
+    /// The media type of a stream.
+    fn content_type(&self) -> &'static str {
+        "text/event-stream"
+    }
+    /// Appends what clients ignore, where there is nothing to send yet. `comment`: a comment of server-sent events.
+    fn write_waiting(&mut self, out: &mut Vec<u8>, comment: &str) {
+        out.extend_from_slice(comment.as_bytes());
+    }
     /// Appends what clients ignore, between deltas.
     fn write_silence(&mut self, out: &mut Vec<u8>) {
-        out.extend_from_slice(Status::Generating.comment().as_bytes());
+        self.write_waiting(out, &Status::Generating.comment());
     }
     /// Appends an event with the state of an answer that has no token yet, for a client that asked for it.
     fn write_progress(&mut self, out: &mut Vec<u8>, progress: Value);
@@ -160,6 +171,20 @@ pub struct Usage {
     pub drafted: u64,
     /// Draft tokens that were accepted.
     pub accepted: u64,
+    pub times: Times,
+}
+
+/// Times of a response's first choice, since the arrival of the request.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Times {
+    /// When a worker took it.
+    pub started: Duration,
+    /// When its first token came.
+    pub first: Duration,
+    /// When its last token came.
+    pub last: Duration,
+    /// Until now.
+    pub ended: Duration,
 }
 
 impl Usage {

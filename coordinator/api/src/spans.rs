@@ -99,7 +99,7 @@ pub(super) fn failed(span: &mut Span, error: &ApiError) {
 
 pub(super) fn operation(kind: Kind) -> &'static str {
     match kind {
-        Kind::Completion => "text_completion",
-        Kind::Chat | Kind::Responses | Kind::Messages => "chat",
+        Kind::Completion | Kind::OllamaGenerate => "text_completion",
+        Kind::Chat | Kind::Responses | Kind::Messages | Kind::OllamaChat => "chat",
     }
 }

@@ -2,10 +2,12 @@
 //! template and defaults.
 
 mod deployed;
+mod facts;
 mod images;
 
 use arc_swap::ArcSwap;
 pub use deployed::{Deployed, DeployedModel, LoadProgress};
+pub use facts::ModelFacts;
 use hub::catalog::{self, Verification};
 pub use images::{Images, PlaceError, PromptWithImages, SeenImage};
 use metadata::{Metadata, Value};
@@ -71,6 +73,7 @@ pub struct OfferedModel {
     pub costs: Option<ModelCosts>,
     /// The model's longest sequence, in tokens.
     pub context: usize,
+    pub facts: ModelFacts,
     /// How the file was verified. `None` if it was not downloaded.
     pub verification: Option<Verification>,
     /// If set, texts of control tokens in chats become control tokens.
@@ -120,6 +123,7 @@ impl OfferedModel {
             sampling,
             costs: None,
             context,
+            facts: ModelFacts::of(metadata, std::iter::empty()),
             verification: None,
             raw_chats,
             prompting,
@@ -258,9 +262,11 @@ impl Models {
                 generates.zip(opened.as_ref()).map(|(spec, opened)| ModelCosts::of_file(spec, opened));
             let verification = downloads.as_ref().and_then(|store| store.verification(path));
             let context = spec.map_or(0, |spec| spec.context_length);
+            let tensors = opened.iter().flat_map(ModelFile::tensors);
+            let facts = ModelFacts::of(&metadata, tensors);
             let offered =
                 OfferedModel::of_metadata(id.clone(), &metadata, context, raw_chats).map_err(file)?;
-            configured.push(Arc::new(OfferedModel { costs, verification, ..offered }));
+            configured.push(Arc::new(OfferedModel { costs, facts, verification, ..offered }));
         }
         Ok(Self { configured, deployed: ArcSwap::default(), incomplete: AtomicBool::new(false), raw_chats })
     }
@@ -280,6 +286,7 @@ impl Models {
         let costs = spec.map(|spec| ModelCosts::of_header(&spec, header));
         Ok(OfferedModel {
             costs,
+            facts: ModelFacts::of(header.metadata(), header.tensors()),
             ..OfferedModel::of_metadata(id, header.metadata(), context, self.raw_chats)?
         })
     }

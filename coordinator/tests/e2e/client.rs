@@ -33,9 +33,12 @@ impl Reply {
         self.headers.get(name).map_or("", |value| value.to_str().unwrap())
     }
 
-    /// Status, `error.code` and `error.param` of an error.
+    /// Status, `error.code` and `error.param` of an error; of one in Ollama's form only the status.
     pub(crate) fn error(&self) -> (u16, String, String) {
         let json = self.json();
+        if json["error"].as_str().is_some_and(|message| !message.is_empty()) {
+            return (self.status.as_u16(), String::new(), String::new());
+        }
         let text = |name: &str| json["error"][name].as_str().unwrap_or_default().to_owned();
         assert!(json["error"]["message"].as_str().is_some_and(|m| !m.is_empty()), "{json}");
         assert!(json["error"]["type"].is_string(), "{json}");
@@ -114,6 +117,20 @@ impl Events {
         let response = tokio::time::timeout(LIMIT, opened).await.expect("no head in time");
         let (head, body) = response.into_parts();
         Self { status: head.status, headers: head.headers, body, buffer: String::new() }
+    }
+
+    /// The next line of a stream of lines. `None` at the end.
+    pub(crate) async fn line(&mut self) -> Option<String> {
+        loop {
+            if let Some((line, rest)) = self.buffer.split_once('\n') {
+                let line = line.to_owned();
+                self.buffer = rest.to_owned();
+                return Some(line);
+            }
+            let frame = tokio::time::timeout(LIMIT, self.body.frame()).await.expect("no line in time")?;
+            let data = frame.unwrap().into_data().unwrap();
+            self.buffer.push_str(std::str::from_utf8(&data).unwrap());
+        }
     }
 
     /// The next event: its name, if any, and its data; of a comment `:` and its text. `None` at the end.

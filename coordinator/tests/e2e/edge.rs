@@ -184,11 +184,12 @@ async fn every_path_lists_its_allowed_methods() {
         let lists = |allow: &str| served.iter().all(|method| allow.contains(method.as_str()));
         for method in all.into_iter().filter(|method| !served.contains(method)) {
             let refused = send(rig.at.http, method.clone(), &path, &with, "").await;
-            assert_eq!(refused.error(), (405, "method_not_allowed".into(), String::new()), "{method} {path}");
+            let code = if matches!(endpoint, Endpoint::Ollama(_)) { "" } else { "method_not_allowed" };
+            assert_eq!(refused.error(), (405, code.into(), String::new()), "{method} {path}");
             assert!(lists(refused.header("allow")), "{method} {path}");
             assert_eq!(refused.json()["type"] == "error", path.starts_with("/v1/messages"), "{path}");
         }
-        let unknown = send(rig.at.http, Method::DELETE, &path, &[], "").await;
+        let unknown = send(rig.at.http, Method::PUT, &path, &[], "").await;
         assert_eq!((unknown.status.as_u16(), unknown.header("allow")), (401, ""), "{path}");
         let head = send(rig.at.http, Method::HEAD, &path, &with, "").await;
         let reads = served.contains(&Method::GET) && !matches!(endpoint, Endpoint::Realtime(_));

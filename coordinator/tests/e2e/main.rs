@@ -18,6 +18,7 @@ mod faults;
 mod images;
 mod keys;
 mod limits;
+mod ollama;
 mod operations;
 mod planning;
 mod promises;

@@ -217,6 +217,10 @@ impl ChatTemplate {
         run.ok().map(|(prompt, _, _)| prompt)
     }
 
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
     /// Whether the template's source contains `text`.
     pub fn mentions(&self, text: &str) -> bool {
         self.source.contains(text)

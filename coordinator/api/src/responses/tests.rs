@@ -302,6 +302,7 @@ fn usage() -> Usage {
         reasoning: 3,
         drafted: 5,
         accepted: 4,
+        ..Usage::default()
     }
 }
 

@@ -31,6 +31,11 @@ pub(super) fn of_completion(delta: &Delta, tokenizer: &Tokenizer) -> Value {
 
 /// The form of chats: one object for each token, with its bytes.
 pub(super) fn of_chat(delta: &Delta, tokenizer: &Tokenizer) -> Value {
+    json!({"content": of_tokens(delta, tokenizer), "refusal": null})
+}
+
+/// An object for each token: its text, log-probability, bytes and alternatives.
+pub(crate) fn of_tokens(delta: &Delta, tokenizer: &Tokenizer) -> Vec<Value> {
     let entry = |id: u32, logprob: f32| {
         let bytes = tokenizer.token_bytes(id);
         let token = match std::str::from_utf8(bytes) {
@@ -46,7 +51,7 @@ pub(super) fn of_chat(delta: &Delta, tokenizer: &Tokenizer) -> Value {
         value.as_object_mut()?.insert("top_logprobs".into(), top.into());
         Some(value)
     };
-    json!({"content": delta.tokens.iter().filter_map(with_top).collect::<Vec<_>>(), "refusal": null})
+    delta.tokens.iter().filter_map(with_top).collect()
 }
 
 /// Bytes that are not valid UTF-8, in OpenAI's notation.
