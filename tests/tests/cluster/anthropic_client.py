@@ -99,11 +99,35 @@ after = client.messages.create(messages=history, tool_choice={"type": "none"}, *
 assert after.content[0].text and after.stop_reason in ("end_turn", "max_tokens"), after
 assert client.messages.count_tokens(model=model, messages=history, tools=TOOLS).input_tokens > 50
 
+# The answer continues a last message of the assistant.
+begun = [*USER, {"role": "assistant", "content": "The capital of France is"}]
+continued = client.messages.create(extra_body={"temperature": 0}, **{**ask, "messages": begun})
+assert continued.content[0].text.startswith(" Paris"), continued
+
+
+@anthropic.beta_tool
+def weather(city: Literal["Paris", "Oslo"]) -> str:
+    """The weather of a city."""
+    return f"sunny in {city}"
+
+
+# The runner asks for a history on the server, and falls back to sending the whole history.
+turns = client.beta.messages.tool_runner(
+    model=model,
+    max_tokens=60,
+    max_iterations=2,
+    tools=[weather],
+    tool_choice={"type": "tool", "name": "weather"},
+    messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+)
+prompts = [turn.usage.input_tokens + (turn.usage.cache_read_input_tokens or 0) for turn in turns]
+assert len(prompts) == 2 and prompts[1] > prompts[0], prompts
+
 for wrong, error_class, kind, code in [
     ({"model": "no-such-model"}, anthropic.NotFoundError, "not_found_error", "model_not_found"),
     ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "invalid_request_error", "invalid_field"),
     ({"max_tokens": 10**6}, anthropic.BadRequestError, "invalid_request_error", "context_length_exceeded"),
-    ({"messages": [*USER, {"role": "assistant", "content": "It is"}]}, anthropic.BadRequestError, "invalid_request_error", "invalid_field"),
+    ({"messages": [{"role": "assistant", "content": ""}]}, anthropic.BadRequestError, "invalid_request_error", "invalid_field"),
     (
         {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
         anthropic.BadRequestError,

@@ -110,7 +110,7 @@ pub(super) fn messages<'a>(
             Ok((chat, Ending::Continued))
         }
         // An empty text is no beginning of an answer.
-        Some(Message { tool_calls: None, .. }) if !chat.is_empty() => Ok((chat, Ending::Answer)),
+        Some(Message { tool_calls: None, .. }) if given.len() > 1 => Ok((chat, Ending::Answer)),
         _ => {
             Err(last
                 .wrong(CONTENT, "the last message has calls without results, or is the only one and empty"))
