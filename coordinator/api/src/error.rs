@@ -9,6 +9,7 @@ use proto::sequence::SequenceError;
 use serde_json::{Value, json};
 use std::time::Duration;
 
+use super::content_encoding::ENCODINGS;
 use dispatch::Failure;
 use dispatch::metrics::Metrics;
 use dispatch::models::LoadProgress;
@@ -31,6 +32,9 @@ pub enum ApiError {
     BodyTooLarge { limit: usize },
     #[error("the body did not arrive in time")]
     BodyTimeout,
+    /// The body is compressed in a way that is not decoded.
+    #[error("content-encoding: {given:?} is none of {ENCODINGS}")]
+    ContentEncoding { given: String },
     /// The request's head is invalid or ambiguous.
     #[error("the request's head is malformed: {reason}")]
     BadHead { reason: String },
@@ -179,6 +183,7 @@ impl ApiError {
             Self::Origin => StatusCode::FORBIDDEN,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::ContentEncoding { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => StatusCode::NOT_FOUND,
             Self::NotFound | Self::Unknown { .. } => StatusCode::NOT_FOUND,
             Self::NotOffered { .. } | Self::OperationAway { .. } => StatusCode::SERVICE_UNAVAILABLE,
@@ -203,6 +208,7 @@ impl ApiError {
             Self::InvalidField { .. }
             | Self::NoThreads
             | Self::BodyTooLarge { .. }
+            | Self::ContentEncoding { .. }
             | Self::BadHead { .. }
             | Self::HeadTooLarge { .. }
             | Self::TooManyHeaders { .. }
@@ -278,6 +284,7 @@ impl ApiError {
         match self {
             Self::InvalidField { field, .. } => Some(field.as_str()),
             Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
+            Self::ContentEncoding { .. } => Some("content-encoding"),
             Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => Some("model"),
             Self::ModelLoading { .. } | Self::ModelUnavailable { .. } => Some("model"),
             Self::Unknown { .. } | Self::Elsewhere { .. } => Some("id"),
@@ -308,6 +315,10 @@ impl ApiError {
             && !allow.is_empty()
         {
             response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allow));
+        }
+        if let Self::ContentEncoding { .. } = self {
+            // RFC 9110, section 15.5.16.
+            response.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static(ENCODINGS));
         }
         if response.status() == StatusCode::UNAUTHORIZED {
             // RFC 9110, section 15.5.2: a 401 must name the authentication scheme.
@@ -418,6 +429,7 @@ mod tests {
         vec![
             ApiError::BodyTooLarge { limit: 8 },
             ApiError::BodyTimeout,
+            ApiError::ContentEncoding { given: "br".into() },
             ApiError::ContextLength { prompt: 3, need: 9, limit: 8 },
             ApiError::BadHead { reason: "why".into() },
             ApiError::HeadTooLarge { limit: 8 },

@@ -18,6 +18,7 @@ pub mod batch_runner;
 pub mod batches;
 mod blocks;
 mod chat;
+mod content_encoding;
 pub mod cors;
 pub mod documents;
 pub mod embeddings;
@@ -210,7 +211,10 @@ async fn serve(state: Arc<AppState>, endpoint: Option<Endpoint>, mut request: Re
             (Ok(caller), Some(endpoint)) => {
                 request.extensions_mut().insert(caller);
                 request.extensions_mut().insert(id.clone());
-                endpoint.handle(Arc::clone(&state), request).await
+                match content_encoding::decoded(request) {
+                    Ok(request) => endpoint.handle(Arc::clone(&state), request).await,
+                    Err(error) => error.into_response(),
+                }
             }
         },
     };
