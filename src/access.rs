@@ -24,13 +24,22 @@ pub(crate) struct Access {
 
 /// Ops address of the first coordinator in a data directory's `up.json`.
 fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
+    address_of(dir, "ops", "--ops")
+}
+
+/// API address of the first coordinator in a data directory's `up.json`.
+pub(crate) fn api_of(dir: PathBuf) -> anyhow::Result<String> {
+    address_of(dir, "http", "--server")
+}
+
+fn address_of(dir: PathBuf, port: &str, flag: &str) -> anyhow::Result<String> {
     let path = dir.join("up.json");
     let text = std::fs::read_to_string(&path).with_context(|| {
-        format!("{}: no cluster of `kvasir up` runs from this data directory; name a coordinator with --ops HOST:PORT", path.display())
+        format!("{}: no cluster of `kvasir up` runs from this data directory; name a coordinator with {flag} HOST:PORT", path.display())
     })?;
     let up: serde_json::Value = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-    let ops = up.pointer("/coordinators/0/ops").and_then(serde_json::Value::as_str);
-    ops.map(str::to_owned).with_context(|| format!("{}: the file names no coordinator", path.display()))
+    let address = up.pointer("/coordinators/0").and_then(|node| node[port].as_str());
+    address.map(str::to_owned).with_context(|| format!("{}: the file names no coordinator", path.display()))
 }
 
 impl Access {

@@ -6,6 +6,7 @@ mod access;
 mod admin;
 mod allocator;
 mod apply;
+mod batch;
 mod bench;
 mod ca;
 mod cluster_key;
@@ -103,6 +104,7 @@ enum Command {
     Worker(Box<worker::Worker>),
     Stage(stage::Stage),
     Run(run::Run),
+    Batch(batch::BatchCommand),
     Logits(logits::Logits),
     Perplexity(perplexity::Perplexity),
     Embed(embed::Embed),
@@ -164,6 +166,7 @@ impl Command {
             Self::Worker(command) => command.run(),
             Self::Stage(command) => command.run(),
             Self::Run(command) => command.run(),
+            Self::Batch(command) => command.run(),
             Self::Logits(command) => command.run(),
             Self::Perplexity(command) => command.run(),
             Self::Embed(command) => command.run(),

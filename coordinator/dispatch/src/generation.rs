@@ -19,6 +19,7 @@ use proto::message::{
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
 use proto::usage::AttemptId;
+use router::admission::BACKGROUND;
 use router::balancer::{Assignment, Refusal, RouteRequest};
 use router::routing::Reason;
 use std::sync::Arc;
@@ -334,7 +335,7 @@ impl Generation {
             together: assignment.together,
             trace,
             grammar: self.job.grammar.clone(),
-            tenant: share_of(&request.tenant, self.ticket.weight(&request.tenant)),
+            tenant: share_of(request, self.ticket.weight(&request.tenant)),
         }
     }
 
@@ -362,9 +363,15 @@ fn attempt_id(request: &GenerateRequest) -> AttemptId {
     }
 }
 
-/// The tenant's number and weight for fair shares of workers, equal at all coordinators.
-fn share_of(tenant: &str, weight: u32) -> TenantShare {
-    let hash = blake3::derive_key("kvasir 2026-11 tenant's turn", tenant.as_bytes());
-    let [a, b, c, d, e, f, g, h, ..] = hash;
+/// The tenant's number and weight for fair shares of workers, equal at all coordinators. In the background the tenant has
+/// another number, and no weight.
+fn share_of(request: &RouteRequest, weight: u32) -> TenantShare {
+    let background = request.priority == BACKGROUND;
+    let context = match background {
+        true => "kvasir 2026-12 tenant's turn in the background",
+        false => "kvasir 2026-11 tenant's turn",
+    };
+    let [a, b, c, d, e, f, g, h, ..] = blake3::derive_key(context, request.tenant.as_bytes());
+    let weight = if background { 0 } else { weight };
     TenantShare { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight }
 }

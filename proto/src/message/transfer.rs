@@ -86,11 +86,16 @@ pub struct GenerateRequest {
 pub struct TenantShare {
     /// Hash of the tenant's name, the same at every coordinator.
     pub tenant: u64,
-    /// Weight of the tenant's share of a contended worker, relative to the other tenants; at least 1.
+    /// Weight of the tenant's share of a contended worker, relative to the other tenants; at least 1. With 0 the
+    /// request is in the background: below every request with a weight. An older worker takes 0 as 1.
     pub weight: u32,
 }
 
 impl TenantShare {
+    pub fn is_background(self) -> bool {
+        self.weight == 0
+    }
+
     /// Returns the share of a request without a tenant. The root, which belongs to one tenant and one model,
     /// stands in for the tenant.
     pub fn of_root(root: BlockId) -> Self {

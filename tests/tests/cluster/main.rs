@@ -3,6 +3,7 @@
 
 mod adapters;
 mod alone;
+mod batches;
 mod choices;
 mod clients;
 mod coder;

@@ -16,6 +16,8 @@ use std::collections::HashMap;
 
 /// Upper limit of the growth, in tokens per sequence, for which admission keeps room.
 const MAX_LOOKAHEAD: u32 = 1024;
+/// Part of a step's rows (one over it) for the background beside sequences that decode.
+const BACKGROUND_DIVISOR: u32 = 4;
 /// After this number of steps without preemption, that room is halved.
 const LOOKAHEAD_STEPS: u64 = 64;
 
@@ -37,6 +39,8 @@ pub(super) struct StepBuilder {
     following: usize,
     /// Whether sequences may wait for others at all.
     may_wait: bool,
+    /// Whether a sequence that is not in the background waits, or has no token yet.
+    urgent: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -99,6 +103,7 @@ impl Scheduler {
             preempted: false,
             following: 0,
             may_wait: true,
+            urgent: self.is_urgent(),
         };
         self.yield_one_sequence(&mut builder);
         // Further rounds run only if the first one found no row while no step is in flight. Then waiting for
@@ -119,11 +124,51 @@ impl Scheduler {
         Ok((!builder.entries.is_empty()).then(|| self.build(builder)))
     }
 
-    /// Schedules all admitted sequences: first the oldest, then those that need one row, then prompts. Within
-    /// each class the least served tenant goes first, then the oldest sequence. Prompts of several tenants
-    /// share the rows.
+    /// Schedules all admitted sequences, those in the background last.
     fn schedule_running(&mut self, builder: &mut StepBuilder) {
-        let Some((&oldest, others)) = self.running.split_first() else { return };
+        let background = |&slot: &u32| self.get(slot).is_some_and(Sequence::is_background);
+        // Ranks order the running sequences, and the background has the last ones.
+        let first = self.running.partition_point(|slot| !background(slot));
+        let (upper, lower) = self.running.split_at(first);
+        let (upper, lower) = (upper.to_vec(), lower.to_vec());
+        self.schedule_class(&upper, builder);
+        if !lower.is_empty() && self.open_to_background(builder) {
+            self.schedule_class(&lower, builder);
+        }
+    }
+
+    /// Whether a sequence that is not in the background waits, or computes what its next token needs.
+    fn is_urgent(&self) -> bool {
+        let first =
+            |s: &Sequence| s.len() == s.prompt_len || s.cache.len() < s.prompt_len || s.remaining() > 1;
+        self.tenants.waits() || self.upper_class().any(first)
+    }
+
+    /// The running sequences that are not in the background.
+    fn upper_class(&self) -> impl Iterator<Item = &Sequence> {
+        self.running
+            .iter()
+            .filter_map(|&slot| self.get(slot))
+            .take_while(|sequence| !sequence.is_background())
+    }
+
+    /// Whether the step may have rows of sequences in the background: none while another sequence is urgent, unless
+    /// nothing else can be computed. Beside sequences that decode, they get a part of the rows.
+    fn open_to_background(&self, builder: &mut StepBuilder) -> bool {
+        if builder.urgent {
+            return !builder.may_wait && builder.entries.is_empty();
+        }
+        if self.upper_class().next().is_some() {
+            builder.budget = builder.budget.min(self.config.max_batch_tokens / BACKGROUND_DIVISOR);
+        }
+        builder.budget > 0 && builder.decoding > 0
+    }
+
+    /// Schedules the admitted sequences of a class: first the oldest, then those that need one row, then prompts.
+    /// Within each of these the least served tenant goes first, then the oldest sequence. Prompts of several
+    /// tenants share the rows.
+    fn schedule_class(&mut self, class: &[u32], builder: &mut StepBuilder) {
+        let Some((&oldest, others)) = class.split_first() else { return };
         let needs_one_row = |slot: u32| {
             self.get(slot).is_some_and(|sequence| sequence.in_flight.is_none() && sequence.remaining() == 1)
         };
@@ -131,7 +176,7 @@ impl Scheduler {
             others.iter().partition(|&&slot| needs_one_row(slot));
         let served = |slot: &u32| self.get(*slot).map(|sequence| self.tenants.served(sequence.tenant));
         order.sort_by_key(served);
-        order.truncate(builder.decoding as usize - usize::from(needs_one_row(oldest)));
+        order.truncate((builder.decoding as usize).saturating_sub(usize::from(needs_one_row(oldest))));
         prompts.sort_by_key(served);
         // The oldest leaves one row for each of the others, but always gets at least one itself.
         let rows = builder.budget.saturating_sub(order.len() as u32).max(1);
@@ -286,8 +331,8 @@ impl Scheduler {
         GrowOutcome::Over
     }
 
-    /// The sequence to preempt for `sequence`, possibly itself: among those that would free blocks, the one
-    /// with the least work to recompute; ties go to the youngest. Never the oldest sequence, one with rows in
+    /// The sequence to preempt for `sequence`, possibly itself: among those that would free blocks, first of the
+    /// background, which alone is preempted for sequences in the background, the one with the least work to recompute; ties go to the youngest. Never the oldest sequence, one with rows in
     /// flight, or one that committed units in this step, because others may have taken these units over and
     /// would read blocks that nothing writes.
     fn cheapest_victim(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
@@ -296,9 +341,10 @@ impl Scheduler {
         own.into_iter()
             .chain(others)
             .filter(|(_, s)| s.in_flight.is_none() && s.committed_in != step && s.cache.holds_any())
+            .filter(|(_, s)| s.is_background() || !sequence.is_background())
             .min_by_key(|(_, s)| {
                 let lost = s.cache.len() - self.cache.tokens_shared(&s.cache);
-                (!self.cache.frees_any(&s.cache), lost, std::cmp::Reverse(s.rank))
+                (!self.cache.frees_any(&s.cache), !s.is_background(), lost, std::cmp::Reverse(s.rank))
             })
             .map(|(slot, _)| slot)
     }
@@ -353,6 +399,10 @@ impl Scheduler {
                 None => self.tenants.next(),
             };
             let Some(Next { tenant, rank, slot }) = next else { return };
+            let background = self.get(slot).is_some_and(Sequence::is_background);
+            if background && self.alone.is_none() && !self.open_to_background(builder) {
+                return;
+            }
             let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
             let mut admitted = self.open_if_fits(&mut sequence);
             if admitted.is_none() && self.running.is_empty() && self.in_flight.is_empty() {

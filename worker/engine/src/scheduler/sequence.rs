@@ -9,6 +9,9 @@ use std::sync::Arc;
 /// Queue order: higher priority first, then earlier arrival. The smaller rank goes first.
 pub(super) type Rank = (std::cmp::Reverse<i32>, QueuePosition);
 
+/// The priority of sequences in the background: they are behind all others in every order.
+const BACKGROUND: i32 = i32::MIN;
+
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SeqId,
@@ -64,10 +67,14 @@ impl Sequence {
     /// `key` keys its prefix ids; `None` without prefix caching.
     pub(super) fn new(request: SequenceRequest, position: QueuePosition, key: Option<&ClusterKey>) -> Self {
         let units = key.map_or_else(Vec::new, |key| key.chain(request.root, &request.prompt));
+        let priority = match request.tenant.is_background() {
+            true => BACKGROUND,
+            false => request.priority.max(BACKGROUND + 1),
+        };
         Self {
             id: request.id,
             tenant: request.tenant.tenant,
-            rank: (std::cmp::Reverse(request.priority), position),
+            rank: (std::cmp::Reverse(priority), position),
             root: request.root,
             prompt_len: request.prompt.len() as u32,
             tokens: request.prompt,
@@ -99,6 +106,11 @@ impl Sequence {
                 hit_stop: HitStop::Disabled,
             },
         }
+    }
+
+    /// Whether it gives way to every sequence that is not.
+    pub(super) fn is_background(&self) -> bool {
+        self.rank.0.0 == BACKGROUND
     }
 
     /// Number of prompt and drawn tokens.

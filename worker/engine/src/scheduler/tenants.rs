@@ -11,6 +11,9 @@
 //! - for blocks, likewise, by the tokens whose blocks they hold
 //! - if there are more tenants than batch slots, from a tenant that has been served [`QUANTUM`] tokens more
 //!
+//! Sequences in the background ([`TenantShare::is_background`]) are tenants of a lower class. A tenant of the upper
+//! class is always admitted first, takes slots and blocks from the lower class at once, and never yields to it.
+//!
 //! So yielding ends when all tenants have their share, and does not oscillate. A sequence that was put back
 //! must progress before it yields again ([`Sequence::may_yield`]), which bounds the recomputed share of the
 //! work.
@@ -37,6 +40,7 @@ pub(super) struct Tenants {
 
 #[derive(Debug)]
 struct Tenant {
+    background: bool,
     weight: u32,
     /// Service: `SCALE` per computed token, divided by the weight, plus the level at which it started.
     served: u64,
@@ -63,18 +67,21 @@ struct TenantUsage {
 impl Tenants {
     /// Counts one more sequence of a tenant.
     pub(super) fn add_sequence(&mut self, share: TenantShare) {
-        let level = self.tenants.values().filter(|tenant| tenant.live > 0).map(|tenant| tenant.served).min();
-        let Some(level) = level else {
-            // No tenant has sequences: reset all counts.
-            self.tenants.clear();
-            self.tenants.insert(share.tenant, Tenant::new(share.weight, 0));
+        // Only tenants of one class are compared.
+        let class = share.is_background();
+        let own = self.tenants.values().filter(|tenant| tenant.background == class && tenant.live > 0);
+        let Some(level) = own.map(|tenant| tenant.served).min() else {
+            // No tenant of the class has sequences: reset all of its counts.
+            self.tenants.retain(|_, tenant| tenant.background != class);
+            self.tenants.insert(share.tenant, Tenant::new(share, 0));
             return;
         };
-        self.tenants.retain(|_, tenant| tenant.live > 0 || tenant.served > level);
+        self.tenants
+            .retain(|_, tenant| tenant.background != class || tenant.live > 0 || tenant.served > level);
         let tenant = self
             .tenants
             .entry(share.tenant)
-            .or_insert_with(|| Tenant { live: 0, ..Tenant::new(share.weight, level) });
+            .or_insert_with(|| Tenant { live: 0, ..Tenant::new(share, level) });
         tenant.weight = share.weight.max(1);
         tenant.live += 1;
     }
@@ -109,9 +116,14 @@ impl Tenants {
     pub(super) fn next(&self) -> Option<Next> {
         let heads = self.tenants.iter().filter_map(|(&name, tenant)| {
             let (&rank, &slot) = tenant.waiting.first_key_value()?;
-            Some((tenant.served, Next { tenant: name, rank, slot }))
+            Some(((tenant.background, tenant.served), Next { tenant: name, rank, slot }))
         });
-        heads.min_by_key(|(served, next)| (*served, next.rank)).map(|(_, next)| next)
+        heads.min_by_key(|(order, next)| (*order, next.rank)).map(|(_, next)| next)
+    }
+
+    /// Whether a sequence waits that is not in the background.
+    pub(super) fn waits(&self) -> bool {
+        self.tenants.values().any(|tenant| !tenant.background && !tenant.waiting.is_empty())
     }
 
     /// Slots of all waiting sequences.
@@ -130,7 +142,9 @@ impl Tenants {
 
     /// The tenant and its weight, as its sequences were submitted.
     pub(super) fn share_of(&self, tenant: u64) -> TenantShare {
-        TenantShare { tenant, weight: self.tenants.get(&tenant).map_or(1, |tenant| tenant.weight) }
+        let weight =
+            self.tenants.get(&tenant).map_or(1, |known| if known.background { 0 } else { known.weight });
+        TenantShare { tenant, weight }
     }
 
     fn weight(&self, tenant: u64) -> u64 {
@@ -157,8 +171,9 @@ impl Tenants {
 }
 
 impl Tenant {
-    fn new(weight: u32, served: u64) -> Self {
-        Self { weight: weight.max(1), served, live: 1, waiting: BTreeMap::new() }
+    fn new(share: TenantShare, served: u64) -> Self {
+        let (background, weight) = (share.is_background(), share.weight.max(1));
+        Self { background, weight, served, live: 1, waiting: BTreeMap::new() }
     }
 }
 
@@ -185,8 +200,13 @@ impl Scheduler {
         if !full && self.short_of_blocks != Some(next.tenant) {
             return;
         }
+        if self.yield_background(next, full, builder) {
+            return;
+        }
+        let background = self.get(next.slot).is_some_and(Sequence::is_background);
         let mut shares: HashMap<u64, TenantUsage> = HashMap::new();
-        for sequence in self.running.iter().filter_map(|&slot| self.get(slot)) {
+        let class = self.running.iter().filter_map(|&slot| self.get(slot));
+        for sequence in class.filter(|sequence| sequence.is_background() == background) {
             let share = shares.entry(sequence.tenant).or_default();
             share.slots += 1;
             share.tokens += u64::from(sequence.cache.len());
@@ -223,6 +243,33 @@ impl Scheduler {
         }
         self.counters.yields += 1;
         self.put_back(slot, builder);
+    }
+
+    /// Returns sequences of the background to the queue, if the sequence in turn is not in the background: one for a
+    /// slot in the batch, as many as hold its tokens for blocks. Returns whether there was one.
+    fn yield_background(&mut self, next: Next, full: bool, builder: &mut StepBuilder) -> bool {
+        let Some(sequence) = self.get(next.slot).filter(|sequence| !sequence.is_background()) else {
+            return false;
+        };
+        let mut needed = if full { 1 } else { self.ahead(sequence) };
+        let mut yielded = false;
+        // The youngest first: it has the least to lose.
+        for slot in self.running.clone().into_iter().rev() {
+            let may = |s: &&Sequence| {
+                s.is_background() && s.state == State::Running && s.in_flight.is_none() && s.cache.holds_any()
+            };
+            let Some(held) = self.get(slot).filter(may).map(|sequence| sequence.cache.len()) else {
+                continue;
+            };
+            self.counters.yields += 1;
+            self.put_back(slot, builder);
+            yielded = true;
+            needed = needed.saturating_sub(if full { 1 } else { held });
+            if needed == 0 {
+                break;
+            }
+        }
+        yielded
     }
 
     /// Among the sequences of a tenant that may yield and have progressed by at least `progress` tokens, the

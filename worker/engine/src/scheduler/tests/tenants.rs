@@ -148,6 +148,48 @@ fn a_long_prompt_leaves_rows_to_another_tenants() {
     assert_eq!(simulation.drawn(1), 0);
 }
 
+/// Steps of a request that arrives while a batch of `background` sequences with weight 0 runs.
+fn steps_beside(config: SchedulerConfig, spec: CacheSpec, background: usize) -> (u32, TenantSim) {
+    let mut simulation = TenantSim::new(config, spec);
+    simulation.submit_all(background, 9, 0, 100, 60);
+    if background > 0 {
+        simulation.run(12);
+    }
+    let steps = [(1, 70), (2, 130)].map(|(tenant, prompt)| {
+        let id = simulation.submit(tenant, 1, prompt, 8);
+        simulation.until_done(id)
+    });
+    (steps.iter().sum(), simulation)
+}
+
+#[test]
+fn the_background_costs_a_request_at_most_a_step() {
+    for (slots, blocks) in [(8, 4_000), (2, 4_000), (8, 40)] {
+        let run = |background| steps_beside(with_slots(slots), full(16, blocks), background);
+        let (alone, _) = run(0);
+        let (beside, mut simulation) = run(30);
+        assert!(beside <= alone + 2, "{slots} slots, {blocks} blocks: {beside} steps instead of {alone}");
+        assert!(simulation.drawn(9) > 0);
+        // What gave way ends as it would have.
+        simulation.sim.run();
+        assert!(simulation.sim.live.is_empty());
+        assert_eq!(simulation.drawn(9), 30 * 60);
+        simulation.sim.check();
+    }
+}
+
+#[test]
+fn the_background_runs_beside_sequences_that_decode_and_in_idle_time() {
+    let mut simulation = TenantSim::new(with_slots(8), full(16, 4_000));
+    let long = simulation.submit(1, 1, 20, 200);
+    simulation.run(5);
+    simulation.submit_all(20, 9, 0, 30, 20);
+    simulation.until_done(long);
+    assert_eq!(simulation.drawn(9), 20 * 20, "all of it ran beside one that decodes");
+    let counters = simulation.sim.scheduler.stats().counters;
+    assert_eq!((counters.yields, counters.preemptions), (0, 0), "{counters:?}");
+}
+
 #[test]
 fn an_idle_tenant_gains_no_credit() {
     let mut simulation = TenantSim::new(with_slots(4), full(16, 4_000));
@@ -170,7 +212,7 @@ proptest! {
     #[test]
     fn every_sequence_ends_as_it_would_alone(
         requests in proptest::collection::vec((0u64..5, 1u32..200, 1u32..60, 0u32..12), 1..60),
-        weights in proptest::collection::vec(1u32..5, 5),
+        weights in proptest::collection::vec(0u32..5, 5),
         (max_seqs, blocks, chunk) in (1usize..6, 20u64..60, prop_oneof![Just(7u32), Just(16), Just(64)]),
         recurrent: bool,
     ) {
