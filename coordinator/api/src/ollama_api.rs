@@ -96,7 +96,7 @@ pub(super) async fn call(state: Arc<AppState>, route: Route, request: Request) -
         Route::Pull => pull::call(state, request).await,
         Route::Push | Route::Create | Route::Copy | Route::Delete | Route::Blob => Err(ApiError::Refused {
             why: format!(
-                "{} is not served: operators deploy and remove models (`kvasir models deploy`, `kvasir models undeploy`)",
+                "{} is not served: operators add and remove models (`kvasir models deploy` and `undeploy`)",
                 route.path()
             ),
         }),

@@ -36,8 +36,8 @@ fn text(lines: &[Value], pointer: &str) -> String {
 async fn a_chat_has_the_same_answer_in_ollamas_form() {
     let (rig, [worker]): (_, [FakeWorker; 1]) = Rig::with_workers(|_| {}).await;
     let messages = json!([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]);
-    let options = json!({"num_predict": 6, "seed": 5, "temperature": 0.5, "top_k": 3, "repeat_penalty": 1.1, "stop": ["#"],
-        "num_ctx": MAX_MODEL_LEN});
+    let options = json!({"num_predict": 6, "seed": 5, "temperature": 0.5, "top_k": 3, "repeat_penalty": 1.1,
+        "stop": ["#"], "num_ctx": MAX_MODEL_LEN});
     let mut there = json!({"model": "tiny", "messages": messages, "max_tokens": 6, "seed": 5, "temperature": 0.5,
         "top_k": 3, "repetition_penalty": 1.1, "stop": ["#"]});
     let expected = ok(&post(rig.at.http, "/v1/chat/completions", &there).await);

@@ -1,5 +1,5 @@
-"""Uses a cluster through the OpenAI classes of LangChain, LlamaIndex and LiteLLM, unmodified and as
-documented.
+"""Uses a cluster through the OpenAI classes of LangChain, LlamaIndex and LiteLLM, and through Ollama's client and
+LangChain's classes for it, unmodified and as documented.
 
 Arguments: the chat cluster's base URL and model, the embedding cluster's base URL and model.
 """
@@ -111,6 +111,63 @@ def lite_llm():
     return whole
 
 
-answers = {run.__name__: run() for run in (langchain, llama_index, lite_llm)}
+def ollama_client():
+    import ollama
+    from pydantic import BaseModel
+
+    class Town(BaseModel):
+        town: str
+
+    client = ollama.Client(host=base.removesuffix("/v1"))
+    assert f"{model}:latest" in [listed.model for listed in client.list().models]
+    shown = client.show(f"{model}:latest")
+    assert "completion" in shown.capabilities and shown.details.family and shown.modelinfo["general.architecture"]
+    running = client.ps().models
+    assert running[0].model == f"{model}:latest" and running[0].expires_at and running[0].context_length > 0
+    assert [line.status for line in client.pull(model, stream=True)][-1] == "success"
+    assert client.generate(model).done_reason == "load"
+    messages = [{"role": "user", "content": QUESTION}]
+    options = {"temperature": 0, "num_predict": 48}
+    whole = client.chat(f"{model}:latest", messages, options=options)
+    assert "Paris" in whole.message.content and whole.done_reason in ("stop", "length"), whole
+    assert whole.prompt_eval_count > 0 and 0 < whole.eval_duration <= whole.total_duration, whole
+    pieces = list(client.chat(model, messages, options=options, stream=True))
+    assert "".join(piece.message.content for piece in pieces) == whole.message.content and len(pieces) > 2
+    assert pieces[-1].done and pieces[-1].eval_count == whole.eval_count
+    asynchronous = ollama.AsyncClient(host=base.removesuffix("/v1"))
+    assert asyncio.run(asynchronous.chat(model, messages, options=options)).message.content == whole.message.content
+    assert client.generate(model, QUESTION, options=options).response == whole.message.content
+    raw = {"raw": True, "logprobs": True, "options": {"num_predict": 4}}
+    raw = list(client.generate(model, "Two plus two is", stream=True, **raw))
+    assert sum(len(piece.logprobs or []) for piece in raw) == 4, raw
+    formatted = client.chat(model, messages, format=Town.model_json_schema(), options=options)
+    assert Town.model_validate_json(formatted.message.content).town
+    vectors = ollama.Client(host=embed_base.removesuffix("/v1")).embed(embed_model, [*TEXTS, "a sleeping animal"])
+    check_vectors("ollama", vectors.embeddings[:2], vectors.embeddings[2])
+    for stream in (False, True):
+        try:
+            list(client.chat("no-such-model", messages, stream=stream))
+            raise AssertionError("an unknown model was accepted")
+        except ollama.ResponseError as error:
+            assert error.status_code == 404 and "no-such-model" in error.error, error
+    return whole.message.content
+
+
+def langchain_ollama():
+    from langchain_ollama import ChatOllama, OllamaEmbeddings
+
+    host, embed_host = base.removesuffix("/v1"), embed_base.removesuffix("/v1")
+    chat = ChatOllama(model=model, base_url=host, temperature=0, num_predict=48, validate_model_on_init=True)
+    whole = chat.invoke(QUESTION)
+    assert whole.usage_metadata["input_tokens"] > 0 and whole.response_metadata["done_reason"] in ("stop", "length")
+    pieces = list(chat.stream(QUESTION))
+    assert "".join(piece.content for piece in pieces) == whole.content and len(pieces) > 1
+    embeddings = OllamaEmbeddings(model=embed_model, base_url=embed_host)
+    check_vectors("langchain", embeddings.embed_documents(TEXTS), embeddings.embed_query("a sleeping animal"))
+    return whole.content
+
+
+clients = (langchain, llama_index, lite_llm, ollama_client, langchain_ollama)
+answers = {run.__name__: run() for run in clients}
 print(answers)
 assert len(set(answers.values())) == 1, "greedy answers do not depend on the client"

@@ -93,6 +93,21 @@ fn a_deployed_model_is_loaded_when_it_is_asked_for_and_outlives_a_coordinator() 
         || deployment(nodes[2].ops, "other").filter(|now| now["state"] == "ready" && now["reason"] == "");
     wait::until("the model is shown as ready", binary::NODE_TIMEOUT, ready).unwrap();
 
+    // A pull of Ollama's API has a model loaded, and so does a chat without messages.
+    for (name, path, ask, end) in [
+        ("pulled", "/api/pull", json!({"model": "pulled:latest"}), json!({"status": "success"})),
+        ("chat", "/api/chat", json!({"model": "chat", "messages": []}), json!("load")),
+    ] {
+        command(nodes[0].ops, &["models", "deploy", name, "--file", other.to_str().unwrap()]);
+        let text = http::post(nodes[0].http, path, &ask).unwrap().text().unwrap();
+        let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        assert!(last == end || last["done_reason"] == end, "{text}");
+        let running = http::get(nodes[0].http, "/api/ps").unwrap().ok().unwrap();
+        let is_it = |model: &Value| model["name"] == format!("{name}:latest");
+        assert!(running["models"].as_array().unwrap().iter().any(is_it), "{running}");
+        command(nodes[0].ops, &["models", "undeploy", name]);
+    }
+
     // The next leader goes on from the table.
     let mut others = nodes;
     signal::kill_now(others.remove(cluster.leader().unwrap()).pid);

@@ -48,7 +48,7 @@ fn the_official_client_streams_a_chat_and_sees_typed_errors() {
 }
 
 #[test]
-fn langchain_llama_index_and_litellm_chat_stream_and_embed_unmodified() {
+fn langchain_llama_index_litellm_and_ollama_chat_stream_and_embed_unmodified() {
     let chat = Cluster::builder("client-libraries", "smollm2-135m").start().unwrap();
     let embed = Cluster::builder("client-libraries-embed", "minilm-l6").start_second(&chat).unwrap();
     let arguments = [endpoint(&chat), endpoint(&embed)].concat();

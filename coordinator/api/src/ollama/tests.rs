@@ -34,7 +34,10 @@ fn a_request_is_the_same_chat() {
     let tool =
         json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}});
     let user = json!({"role": "user", "content": "q"});
-    let call = |id: &str, name: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": "{\"a\":1}"}});
+    let call = |id: &str, name: &str| {
+        let function = json!({"name": name, "arguments": "{\"a\":1}"});
+        json!({"id": id, "type": "function", "function": function})
+    };
     let given = |name: &str| json!({"function": {"name": name, "arguments": {"a": 1}}});
     #[rustfmt::skip]
     let chats = [
@@ -43,7 +46,8 @@ fn a_request_is_the_same_chat() {
         (json!({"messages": [user], "tools": [tool]}), json!({"messages": [user], "tools": [tool]})),
         // Calls and results without ids belong together by their tools and their order.
         (json!({"messages": [user,
-                {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [given("f"), given("g"), given("f")]},
+                {"role": "assistant", "content": "", "thinking": "hm",
+                    "tool_calls": [given("f"), given("g"), given("f")]},
                 {"role": "tool", "tool_name": "g", "content": "1"}, {"role": "tool", "tool_name": "f", "content": "2"},
                 {"role": "tool", "content": "3"}]}),
             json!({"messages": [user,
@@ -125,7 +129,8 @@ fn invalid_or_unsupported_fields_are_named() {
             other => panic!("{body}: {other:?}"),
         }
     }
-    let ignored = json!({"num_gpu": 1, "num_thread": 8, "mirostat": 0, "mirostat_tau": 5.0, "tfs_z": 1.0, "unknown": 7});
+    let ignored =
+        json!({"num_gpu": 1, "num_thread": 8, "mirostat": 0, "mirostat_tau": 5.0, "tfs_z": 1.0, "other": 7});
     assert!(chat(Kind::OllamaChat, &with("options", ignored)).is_ok());
 }
 

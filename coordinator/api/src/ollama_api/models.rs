@@ -32,7 +32,8 @@ struct Known {
     parent: Option<ModelId>,
 }
 
-/// The models that the caller may use, in the order of `/v1/models`. A deployed model is listed once its files are known.
+/// The models that the caller may use, in the order of `/v1/models`. A deployed model is listed once its files are
+/// known.
 fn known(state: &AppState, caller: &Caller) -> Vec<Known> {
     let of = |name: ModelId, id: &ModelId, offered: Arc<OfferedModel>, parent| {
         let (served, ready) = (state.dispatch.model(id), state.dispatch.serves(id));
