@@ -1,7 +1,7 @@
 //! Runs the batches of this coordinator in the fleet's idle time. A line is planned and dispatched like an HTTP request
-//! of its tenant, with the priority of [`Background`].
+//! of its tenant, with the priority of `Background`.
 //!
-//! The number of lines at workers is adapted ([`Pace`]): it grows while workers have room and shrinks while requests
+//! The number of lines at workers is adapted (`Pace`): it grows while workers have room and shrinks while requests
 //! wait. A line ends once its result is on disk; one without a result runs again after a restart.
 
 mod line;

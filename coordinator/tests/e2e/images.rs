@@ -150,6 +150,32 @@ async fn each_api_sends_the_same_prompt_and_files() {
     }
 }
 
+/// In Ollama's API a message's images are before its text.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ollamas_messages_and_prompts_have_images() {
+    let images = Images::new(&[true]).await;
+    let image = file("png rgb");
+    let base64 = json!([BASE64_STANDARD.encode(&image)]);
+    let options = json!({"num_predict": 2});
+    let user = json!([{"role": "user", "content": "what?", "images": base64}]);
+    let chat = json!({"model": "tiny", "messages": user, "options": options, "stream": false});
+    let prompt =
+        json!({"model": "tiny", "prompt": "what?", "images": base64, "options": options, "stream": false});
+    for (path, body) in [("/api/chat", chat), ("/api/generate", prompt)] {
+        let answer = ok(&images.post(path, &body).await);
+        let request = images.requests().pop().unwrap();
+        assert_eq!(text(&request.prompt), "<bos><s>user\n####what?<e>\n<s>assistant\n", "{path}");
+        assert_eq!(&*request.images[0].file, &image[..], "{path}");
+        assert_eq!(answer["prompt_eval_count"].as_u64(), Some(request.prompt.len() as u64), "{path}");
+    }
+    let wrong = json!({"messages": [{"role": "user", "content": "q", "images": ["#"]}]});
+    let refused = images.post("/api/chat", &wrong).await;
+    let message = refused.json()["error"].as_str().unwrap().to_owned();
+    assert!(refused.status.as_u16() == 400 && message.starts_with("messages[0].images[0]: "), "{message}");
+    let shown = ok(&images.post("/api/show", &json!({"model": "tiny"})).await);
+    assert_eq!(shown["capabilities"], json!(["completion", "tools", "vision"]));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn images_are_counted_as_tokens_of_the_vocabulary() {
     let images = Images::new(&[true]).await;
