@@ -3,6 +3,7 @@
 use super::error::ApiError;
 use super::ollama_api::Route;
 use super::plan::Kind;
+use super::responses::stored;
 use super::transcribe::Task;
 use super::{
     AppState, audio, batches, count_tokens, detokenize, generate, health, lora, model_list, ollama_api,
@@ -36,6 +37,9 @@ pub enum Endpoint {
     Chat,
     /// OpenAI's Responses API.
     Responses,
+    Response,
+    ResponseInput,
+    CancelResponse,
     /// Anthropic's Messages API.
     Messages,
     /// The number of tokens of an Anthropic prompt.
@@ -72,13 +76,16 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 49] = [
+    pub const ALL: [Self; 52] = [
         Self::Health,
         Self::Models,
         Self::Model,
         Self::Completions,
         Self::Chat,
         Self::Responses,
+        Self::Response,
+        Self::ResponseInput,
+        Self::CancelResponse,
         Self::Messages,
         Self::CountTokens,
         Self::Embeddings,
@@ -132,6 +139,9 @@ impl Endpoint {
             Self::Completions => "/v1/completions",
             Self::Chat => "/v1/chat/completions",
             Self::Responses => "/v1/responses",
+            Self::Response => "/v1/responses/{response}",
+            Self::ResponseInput => "/v1/responses/{response}/input_items",
+            Self::CancelResponse => "/v1/responses/{response}/cancel",
             Self::Messages => "/v1/messages",
             Self::CountTokens => "/v1/messages/count_tokens",
             Self::Embeddings => "/v1/embeddings",
@@ -168,9 +178,9 @@ impl Endpoint {
     pub fn methods(self) -> &'static [Method] {
         match self {
             Self::Health | Self::Models | Self::Model | Self::Realtime(_) => GET,
-            Self::FileContent | Self::Batch => GET,
+            Self::FileContent | Self::Batch | Self::ResponseInput => GET,
             Self::Files | Self::Batches => GET_AND_POST,
-            Self::File => GET_AND_DELETE,
+            Self::File | Self::Response => GET_AND_DELETE,
             Self::Ollama(route) => route.methods(),
             _ => POST,
         }
@@ -181,7 +191,7 @@ impl Endpoint {
         match self {
             Self::Realtime(_) => "GET, OPTIONS",
             Self::Files | Self::Batches => "GET, HEAD, POST, OPTIONS",
-            Self::File => "GET, HEAD, DELETE, OPTIONS",
+            Self::File | Self::Response => "GET, HEAD, DELETE, OPTIONS",
             _ if self.methods() == GET => "GET, HEAD, OPTIONS",
             _ if self.methods() == [Method::DELETE] => "DELETE, OPTIONS",
             _ => "POST, OPTIONS",
@@ -221,6 +231,9 @@ impl Endpoint {
             Self::Completions => respond(generate(state, Kind::Completion, request)),
             Self::Chat => respond(generate(state, Kind::Chat, request)),
             Self::Responses => respond(generate(state, Kind::Responses, request)),
+            Self::Response => respond(stored::retrieve_or_delete(state, request)),
+            Self::ResponseInput => respond(stored::input_items(state, request)),
+            Self::CancelResponse => respond(stored::cancel(state, request)),
             Self::Messages => respond(generate(state, Kind::Messages, request)),
             Self::CountTokens => respond(count_tokens(state, request)),
             Self::Embeddings => respond(super::embeddings(state, request)),

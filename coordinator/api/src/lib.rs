@@ -93,6 +93,7 @@ use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::trace::{Span, TraceContext};
 use responses::ResponseWriter;
+use responses::stored::{Keep, continued};
 use router::admission::BACKGROUND;
 use router::balancer::{Output, RouteRequest};
 use router::chain_memo::ChainMemo;
@@ -356,6 +357,10 @@ async fn answer(
     let (deadline, background) = (admitted.deadline(state.request_timeout), admitted.background.is_some());
     let id = admitted.id.clone();
     let job_id = id.clone();
+    let (body, keep) = match kind {
+        Kind::Responses => continued(&state, &admitted, body, state.max_body(kind)).await?,
+        _ => (body, None),
+    };
     let fetched = state.fetched(&admitted, kind, &body).await?;
     let planned = Instant::now();
     let context = trace.as_ref().map(Span::context);
@@ -395,14 +400,14 @@ async fn answer(
     let generations =
         generations.map_err(|error| loading.iter().fold(error, |error, wait| wait.explain(error)))?;
     state.metrics.stage("route", routed.elapsed());
-    let (path, writer) = (kind.endpoint().path(), writer(&plan, &id));
+    let (path, writer) = (kind.endpoint().path(), writer(&plan, &id, keep));
     let answer = ResponseStream::new(&plan, writer, Arc::clone(&state.metrics), generations, admitted);
     let answer = answer.traced(trace.take()).loading(loading).holding(held);
     if plan.params.stream { answer.streamed(path, state.stream_silence).await } else { answer.whole().await }
 }
 
 /// The writer for the answer of request `id`, in the form of the plan's API.
-fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
+fn writer(plan: &GenerationPlan, id: &RequestId, keep: Option<Keep>) -> Box<dyn Writer> {
     let (created, model) = (unix_seconds(), plan.served.id.name().to_owned());
     let shape = |prefix, chat| ResponseShape {
         chat,
@@ -417,8 +422,9 @@ fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
         Kind::Completion => Box::new(shape("cmpl", false)),
         Kind::Chat => Box::new(shape("chatcmpl", true)),
         Kind::Responses => {
-            let repeats = plan.repeats.clone();
-            Box::new(ResponseWriter::new(format!("resp_{id}"), created, model, repeats))
+            let mut repeats = plan.repeats.clone();
+            repeats.insert("store".into(), keep.is_some().into());
+            Box::new(ResponseWriter::new(format!("resp_{id}"), created, model, repeats, keep))
         }
         Kind::Messages => {
             Box::new(MessageWriter::new(format!("msg_{id}"), model, plan.params.stop.strings.clone()))

@@ -34,7 +34,7 @@ const CHOICES: &[Kind] = &[Completion, Chat];
 const CHATS: &[Kind] = &[Chat, Responses, Messages];
 const OFF: &[&str] = &["false"];
 const EMPTY: &[&str] = &["[]", "{}", "\"\""];
-const STORE: &str = "the server stores no history: send the whole history";
+const STORE: &str = "only responses are stored: send the whole history";
 const TOOLS_ELSEWHERE: &str = "the server runs no tools";
 
 #[rustfmt::skip]
@@ -88,8 +88,10 @@ const TABLE: &[Row] = &[
         "input", "instructions", "max_output_tokens", "text", "metadata", "store", "include", "truncation", "top_logprobs", "user",
         "safety_identifier", "prompt_cache_key",
     ]),
-    Row(&[Responses], Refused(&[], STORE), &["previous_response_id", "conversation", "prompt"]),
-    Row(&[Responses], Refused(OFF, "the server stores no answers: stream the answer"), &["background"]),
+    Row(&[Responses], Served, &["previous_response_id"]),
+    Row(&[Responses], Refused(&[], "is served as previous_response_id"), &["conversation"]),
+    Row(&[Responses], Refused(&[], "the server stores no prompts"), &["prompt"]),
+    Row(&[Responses], Refused(OFF, "answers are not computed in the background: stream the answer"), &["background"]),
     Row(&[Responses], Ignored, &["max_tool_calls", "context_management"]),
     Row(&[Responses], Refused(&[], "is served as text.format"), &["response_format"]),
     // Messages.

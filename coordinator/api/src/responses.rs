@@ -1,7 +1,8 @@
-//! OpenAI's `/v1/responses`: another form of a chat. Nothing is stored, so every request has the whole
-//! history. Fields that need storage, or tools run by the server, are refused by name.
+//! OpenAI's `/v1/responses`: another form of a chat. A request has the whole history, or continues a response that was
+//! kept. Fields for tools that the server runs are refused by name.
 
 mod input;
+pub(super) mod stored;
 mod writer;
 
 use super::chat::{self, Chat, Ending};
@@ -133,8 +134,8 @@ fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
 
 /// Refuses fields that would change the answer and are not served.
 pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
-    // Accepted with any value: nothing is stored or truncated, and the response says so.
     fields.get::<bool>("store")?;
+    // Accepted with any value: nothing is truncated, and the response says so.
     if fields.get::<String>("truncation")?.is_some_and(|how| how != "auto" && how != "disabled") {
         return Err(ApiError::field("truncation", "must be auto or disabled"));
     }
@@ -162,11 +163,10 @@ pub(super) fn repeats(fields: &Fields<'_>, params: &Params) -> Result<Map<String
     put("max_output_tokens", given(LIMIT)?.unwrap_or_default());
     put("metadata", metadata(fields)?.into());
     put("parallel_tool_calls", given("parallel_tool_calls")?.unwrap_or(true.into()));
-    put("previous_response_id", Value::Null);
+    put("previous_response_id", given("previous_response_id")?.unwrap_or_default());
     let effort = fields.get::<Reasoning>("reasoning")?.and_then(|reasoning| reasoning.effort);
     put("reasoning", json!({"effort": effort, "summary": null}));
     put("service_tier", "default".into());
-    put("store", false.into());
     put("temperature", number(params.sampling.temperature));
     let format = given("text")?.and_then(|mut text| text.get_mut("format").map(Value::take));
     put("text", json!({"format": format.filter(Value::is_object).unwrap_or(json!({"type": "text"}))}));

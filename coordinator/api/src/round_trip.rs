@@ -122,7 +122,7 @@ fn answers_of_chats() {
 fn answers_of_responses() {
     let tokenizer = tokenizer();
     for (parts, reason) in answers().iter().flat_map(|parts| REASONS.map(|reason| (parts, reason))) {
-        let mut writer = ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new());
+        let mut writer = ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new(), None);
         let whole = writer.whole(vec![delta(parts, reason)], Usage::default(), &tokenizer);
         let whole: Value = serde_json::from_slice(&whole).unwrap();
         let mut input = vec![json!({"role": "user", "content": "q"})];
@@ -183,7 +183,7 @@ fn a_cut_call_is_not_reported_as_a_call_by_any_api() {
         let writers: [Box<dyn Writer>; 3] = [
             Box::new(shape()),
             Box::new(MessageWriter::new("msg_1".into(), "m".into(), Vec::new())),
-            Box::new(ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new())),
+            Box::new(ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new(), None)),
         ];
         let [chats, messages, responses] = writers.map(|mut writer| -> Value {
             serde_json::from_slice(&writer.whole(vec![delta(&parts, reason)], Usage::default(), &tokenizer))
@@ -193,7 +193,7 @@ fn a_cut_call_is_not_reported_as_a_call_by_any_api() {
         assert_eq!(messages["stop_reason"], message, "{arguments} {reason:?}");
         assert_eq!((&responses["status"], &responses["incomplete_details"]), (&json!(status), details));
         assert_eq!(responses["output"][0]["status"], status);
-        let mut stream = ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new());
+        let mut stream = ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new(), None);
         let mut out = Vec::new();
         stream.write_start(&mut out, 0, Usage::default());
         stream.write_delta(&mut out, 0, delta(&parts, reason), &tokenizer);

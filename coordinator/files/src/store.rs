@@ -4,6 +4,7 @@ use crate::error::FilesError;
 use crate::journal::{Journal, sync_parent};
 use crate::lines::Lines;
 use crate::record::{BatchRecord, Counts, FileRecord, LineError, Purpose, Status};
+use crate::responses::{ResponseLimits, Responses};
 use crate::results::{Outcome, Results};
 use parking_lot::Mutex;
 use proto::ids::NodeId;
@@ -26,6 +27,8 @@ const UPLOADS: &str = "uploads";
 const CONTENTS: &str = "contents";
 /// Results of batches that have not ended.
 const RESULTS: &str = "results";
+/// Responses, in a file each.
+const RESPONSES: &str = "responses";
 const FILE_PREFIX: &str = "file-";
 const BATCH_PREFIX: &str = "batch_";
 const ID_DIGITS: usize = 24;
@@ -124,6 +127,7 @@ pub struct Store {
     temporary: bool,
     node: NodeId,
     limits: Limits,
+    responses: Responses,
     state: Mutex<State>,
 }
 
@@ -307,7 +311,7 @@ impl Store {
             Path::to_owned,
         );
         let limits = if temporary { limits.temporary() } else { limits };
-        for part in ["", UPLOADS, CONTENTS, RESULTS] {
+        for part in ["", UPLOADS, CONTENTS, RESULTS, RESPONSES] {
             let path = directory.join(part);
             // Files of tenants are not for other users.
             let made = DirBuilder::new().recursive(true).mode(0o700).create(&path);
@@ -329,10 +333,16 @@ impl Store {
         let last_id = ids.filter_map(|id| number(&digits(id)?)).max().unwrap_or(0);
         let mut state = State { journal, rewritten: 0, records, uploading: HashMap::new(), last_id };
         state.rewrite(&path)?;
-        let store = Self { directory, temporary, node, limits, state: Mutex::new(state) };
+        let responses = Responses::open(directory.join(RESPONSES), ResponseLimits::default())?;
+        let store = Self { directory, temporary, node, limits, responses, state: Mutex::new(state) };
         store.remove_strays();
         store.expire(now())?;
         Ok(Arc::new(store))
+    }
+
+    /// The responses of the tenants.
+    pub fn responses(&self) -> &Responses {
+        &self.responses
     }
 
     pub fn limits(&self) -> &Limits {
@@ -713,13 +723,13 @@ fn within(field: &'static str, value: u64, limit: u64) -> Result<(), FilesError>
     if value > limit { Err(FilesError::Limit { field, value, limit }) } else { Ok(()) }
 }
 
-fn create(path: &Path) -> Result<File, FilesError> {
+pub(crate) fn create(path: &Path) -> Result<File, FilesError> {
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     file.map_err(|error| FilesError::disk(path, &error))
 }
 
 /// Removes a file that may not be there. What cannot be removed now is removed at the next start.
-fn remove(path: &Path) {
+pub(crate) fn remove(path: &Path) {
     if let Err(error) = fs::remove_file(path)
         && error.kind() != io::ErrorKind::NotFound
     {

@@ -95,7 +95,7 @@ async fn one_request_has_the_same_answer_in_three_dialects() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_response_streams_all_its_events_and_stores_nothing() {
+async fn a_response_streams_all_its_events_and_is_kept() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let [_, (_, mut body), _] = questions("hm", 2);
     body["store"] = json!(true);
@@ -123,10 +123,53 @@ async fn a_response_streams_all_its_events_and_stores_nothing() {
     ];
     assert_eq!(names, expected);
     let response = &last["response"];
-    assert_eq!((&response["store"], &response["metadata"]), (&json!(false), &json!({"a": "b"})));
+    assert_eq!((&response["store"], &response["metadata"]), (&json!(true), &json!({"a": "b"})));
     assert_eq!(response["incomplete_details"], json!({"reason": "max_output_tokens"}));
     let id = response["id"].as_str().unwrap();
-    assert_eq!(get(rig.at.http, &format!("{RESPONSES}/{id}")).await.status.as_u16(), 404);
+    assert_eq!(get(rig.at.http, &format!("{RESPONSES}/{id}")).await.json(), *response);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_kept_response_is_continued_read_and_deleted() {
+    let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
+    let ask = async |body: Value| {
+        let reply = post(rig.at.http, RESPONSES, &body).await;
+        assert_eq!(reply.status.as_u16(), 200, "{}", reply.text());
+        (reply.json(), worker.requests().last().unwrap().prompt.clone())
+    };
+    let (first, _) = ask(json!({"input": "one", "instructions": "be brief", "max_output_tokens": 2})).await;
+    let id = first["id"].as_str().unwrap();
+    let at = format!("{RESPONSES}/{id}");
+    let next = json!([{"role": "user", "content": "two"}]);
+    let continued = json!({"input": next, "previous_response_id": id, "max_output_tokens": 2});
+    let (second, prompt) = ask(continued.clone()).await;
+    assert_eq!((&second["previous_response_id"], &second["store"]), (&json!(id), &json!(true)));
+    // The same prompt as with the whole history; instructions are not kept.
+    let mut history = vec![json!({"role": "user", "content": [{"type": "input_text", "text": "one"}]})];
+    history.extend(first["output"].as_array().unwrap().clone());
+    history.extend(next.as_array().unwrap().clone());
+    let (unkept, whole) = ask(json!({"input": history, "store": false, "max_output_tokens": 2})).await;
+    assert_eq!(prompt, whole);
+    assert_eq!(unkept["store"], false);
+    let unkept = unkept["id"].as_str().unwrap();
+    assert_eq!(get(rig.at.http, &format!("{RESPONSES}/{unkept}")).await.status.as_u16(), 404);
+    // Its items, the newest first.
+    let second = second["id"].as_str().unwrap();
+    let items = get(rig.at.http, &format!("{RESPONSES}/{second}/input_items?limit=2")).await.json();
+    assert_eq!((items["data"][0]["content"].as_str(), &items["has_more"]), (Some("two"), &json!(true)));
+    let after = items["last_id"].as_str().unwrap();
+    let rest = get(rig.at.http, &format!("{RESPONSES}/{second}/input_items?after={after}")).await.json();
+    assert_eq!(
+        (rest["data"][0]["content"][0]["text"].as_str(), &rest["has_more"]),
+        (Some("one"), &json!(false))
+    );
+    assert_eq!(get(rig.at.http, &at).await.json(), first);
+    assert_eq!(post(rig.at.http, &format!("{at}/cancel"), &json!({})).await.error().0, 400);
+    let deleted = send(rig.at.http, Method::DELETE, &at, &[], "").await.json();
+    assert_eq!(deleted, json!({"id": id, "object": "response", "deleted": true}));
+    assert_eq!(get(rig.at.http, &at).await.status.as_u16(), 404);
+    let refused = post(rig.at.http, RESPONSES, &continued).await.error();
+    assert_eq!((refused.0, refused.2.as_str()), (400, "previous_response_id"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

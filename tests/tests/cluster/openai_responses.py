@@ -99,10 +99,20 @@ history.append({"type": "function_call_output", "call_id": call.call_id, "output
 after = client.responses.create(input=history, tool_choice="none", **ask)
 assert after.output_text and all(item.type == "message" for item in after.output), after
 
+# Continues from the kept response, and reads and deletes it.
+result = [{"type": "function_call_output", "call_id": call.call_id, "output": "It is 21 degrees."}]
+continued = client.responses.create(input=result, previous_response_id=forced.id, tool_choice="none", **ask)
+assert continued.output_text == after.output_text and continued.previous_response_id == forced.id, continued
+assert client.responses.retrieve(continued.id).output_text == continued.output_text
+kinds = [item.type for item in client.responses.input_items.list(continued.id, order="asc")]
+assert kinds == ["message", "function_call", "function_call_output"], kinds
+client.responses.delete(forced.id)
+
 for wrong, error_class, code, param in [
     ({"model": "no-such-model"}, openai.NotFoundError, "model_not_found", "model"),
     ({"temperature": -1}, openai.BadRequestError, "invalid_field", "temperature"),
-    ({"previous_response_id": whole.id}, openai.BadRequestError, "invalid_field", "previous_response_id"),
+    ({"previous_response_id": "resp_none"}, openai.BadRequestError, "invalid_field", "previous_response_id"),
+    ({"conversation": "conv_1"}, openai.BadRequestError, "invalid_field", "conversation"),
     ({"background": True}, openai.BadRequestError, "invalid_field", "background"),
     (
         {"tools": [{"type": "web_search"}], "tool_choice": "required"},

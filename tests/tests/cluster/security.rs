@@ -491,7 +491,10 @@ fn assert_nothing_is_written(name: &str, model: &str) {
             json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "canary-prompt"},
                 {"type": "image_url", "image_url": {"url": "https://example/canary-file.png"}}]}]}),
         ),
-        ("/v1/responses", json!({"input": "canary-prompt", "max_output_tokens": 3, "user": "canary-prompt"})),
+        (
+            "/v1/responses",
+            json!({"input": "canary-prompt", "max_output_tokens": 3, "user": "canary-prompt", "store": false}),
+        ),
         (
             "/v1/responses",
             json!({"input": "x", "metadata": {"a": "canary-prompt"}, "tools": [{"type": "canary-prompt"}]}),

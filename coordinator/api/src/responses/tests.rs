@@ -178,7 +178,6 @@ fn invalid_or_unsupported_fields_are_named() {
         (with("text", json!({"format": {"type": "json_schema"}})), "text.format.schema"),
         (with("text", json!({"format": {"type": "json_schema", "schema": []}})), "text.format.schema"),
         (with("reasoning", json!({"effort": "some"})), "reasoning.effort"),
-        (with("previous_response_id", json!("resp_1")), "previous_response_id"),
         (with("conversation", json!("conv_1")), "conversation"),
         (with("prompt", json!({"id": "pmpt_1"})), "prompt"),
         (with("background", json!(true)), "background"),
@@ -204,7 +203,7 @@ fn invalid_or_unsupported_fields_are_named() {
 }
 
 #[test]
-fn the_response_repeats_the_request_and_reports_no_storage() {
+fn the_response_repeats_the_request() {
     let tool = json!({"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": false});
     let body = json!({
         "input": "q", "store": true, "truncation": "auto", "temperature": 0.7, "metadata": {"b": "1", "a": "2"},
@@ -215,7 +214,6 @@ fn the_response_repeats_the_request_and_reports_no_storage() {
     let params = self::params(&fields);
     let repeats = repeats(&fields, &params).unwrap();
     for (name, value) in [
-        ("store", json!(false)),
         ("background", json!(false)),
         ("truncation", json!("disabled")),
         ("temperature", json!(0.7)),
@@ -289,7 +287,7 @@ pub(crate) fn events(out: &[u8]) -> Vec<(String, Value)> {
 
 fn writer() -> ResponseWriter {
     let repeats = Map::from_iter([("store".to_owned(), json!(false))]);
-    ResponseWriter::new("resp_1".into(), 5, "m".into(), repeats)
+    ResponseWriter::new("resp_1".into(), 5, "m".into(), repeats, None)
 }
 
 fn usage() -> Usage {

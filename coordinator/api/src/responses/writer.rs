@@ -1,5 +1,6 @@
 //! Responses in the form of OpenAI's Responses API.
 
+use super::stored::Keep;
 use crate::blocks::{Block, Blocks, Kind, Step};
 use crate::error::ApiError;
 use crate::shape::{Delta, Usage, Writer};
@@ -19,11 +20,29 @@ pub(crate) struct ResponseWriter {
     /// Whether the last call's arguments were cut off.
     cut: bool,
     events: u64,
+    /// Keeps the response at its end.
+    keep: Option<Keep>,
 }
 
 impl ResponseWriter {
-    pub(crate) fn new(id: String, created: u64, model: String, repeats: Map<String, Value>) -> Self {
-        Self { id, created, model, repeats, blocks: Blocks::default(), finished: None, cut: false, events: 0 }
+    pub(crate) fn new(
+        id: String,
+        created: u64,
+        model: String,
+        repeats: Map<String, Value>,
+        keep: Option<Keep>,
+    ) -> Self {
+        let (blocks, finished, cut, events) = Default::default();
+        Self { id, created, model, repeats, blocks, finished, cut, events, keep }
+    }
+
+    /// The response at its end, which is kept.
+    fn ended(&mut self, status: &str, usage: Usage) -> Value {
+        let response = self.response(status, Some(usage));
+        if let Some(keep) = self.keep.take() {
+            keep.keep(&self.id, &response);
+        }
+        response
     }
 
     /// The response object in its current state. `usage`: `None` if not known yet.
@@ -221,7 +240,7 @@ impl Writer for ResponseWriter {
     fn write_end(&mut self, out: &mut Vec<u8>, usage: Usage) {
         let status = self.status();
         self.close(out, status);
-        let response = self.response(status, Some(usage));
+        let response = self.ended(status, usage);
         self.event(out, &format!("response.{status}"), json!({ "response": response }));
     }
 
@@ -241,6 +260,7 @@ impl Writer for ResponseWriter {
             self.cut |= delta.cut;
             self.finished = delta.finished.or(self.finished.take());
         }
-        self.response(self.status(), Some(usage)).to_string().into_bytes()
+        let status = self.status();
+        self.ended(status, usage).to_string().into_bytes()
     }
 }
