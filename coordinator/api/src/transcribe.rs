@@ -85,7 +85,7 @@ async fn answer(
     };
     if streams {
         let pieces = recording.pieces;
-        let (state, mut span) = (Arc::clone(state), trace.take());
+        let (state, mut span, silence) = (Arc::clone(state), trace.take(), state.stream_silence);
         let (sink, texts) = mpsc::channel(1);
         let call = async move {
             let done = run_in_time(&state, &job, &admitted, &pieces, Some(&sink)).await;
@@ -97,7 +97,7 @@ async fn answer(
             }
             done.map(|(.., results)| results)
         };
-        return Segments { call: call.boxed(), texts, duration }.respond().await;
+        return Segments { call: call.boxed(), texts, duration, silence }.respond().await;
     }
     let parts = match parts {
         true => state.planning.run(admitted.caller.tenant(), move || Ok(divide(&recording))).await?,

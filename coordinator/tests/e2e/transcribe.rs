@@ -153,6 +153,19 @@ async fn a_stream_has_openais_events() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_without_a_segment_gets_comments() {
+    let (rig, worker) = rig(|config| (config.stream_silence_ms, config.request_timeout_s) = (50, 1)).await;
+    worker.sessions().stall(true);
+    let body = form(&second(), &[("stream", "true"), ("model", "ears")]);
+    let reply = post_form(&rig, WORDS, &[], body).await;
+    let text = reply.text();
+    let (comments, events) = text.split_at(text.find("data: ").unwrap());
+    assert!(comments.starts_with(": transcribing\n\n"), "{text}");
+    assert_eq!(comments.replace(": transcribing\n\n", ""), "");
+    assert!(events.contains("deadline_exceeded"), "{events}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_returns_segments_of_the_transcript() {
     let (rig, worker) = rig(|_| {}).await;
     let path = "/v1/realtime/asr?language=German&word_times=true&sample_rate=8000";

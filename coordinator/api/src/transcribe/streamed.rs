@@ -16,6 +16,7 @@ use futures::stream;
 use proto::operation::SpokenText;
 use serde::Serialize;
 use std::convert::Infallible;
+use std::time::Duration;
 use tokio::sync::mpsc::Receiver;
 
 /// The end of `data`, as in all of OpenAI's streams.
@@ -45,6 +46,8 @@ pub(super) struct Segments {
     pub(super) texts: Receiver<(HeaderMap, SpokenText)>,
     /// Of the recording, in seconds.
     pub(super) duration: f64,
+    /// Silence after which the stream gets a comment.
+    pub(super) silence: Duration,
 }
 
 /// The text so far.
@@ -95,10 +98,21 @@ impl Segments {
         }
     }
 
-    /// Streams the events. Waits for the first one, so that an error before it gets its own status.
+    /// Like [`Self::next`], or a comment after a silence.
+    async fn next_or_comment(
+        &mut self,
+        written: &mut Written,
+    ) -> Result<(HeaderMap, String, bool), ApiError> {
+        let silence = self.silence;
+        let next = tokio::time::timeout(silence, self.next(written)).await;
+        next.unwrap_or_else(|_| Ok((HeaderMap::new(), ": transcribing\n\n".to_owned(), true)))
+    }
+
+    /// Streams the events. Waits for the first one, so that an error before it gets its own status, but no longer than
+    /// `silence`.
     pub(super) async fn respond(mut self) -> Result<Response, ApiError> {
         let mut written = Written::default();
-        let (mut headers, first, more) = self.next(&mut written).await?;
+        let (mut headers, first, more) = self.next_or_comment(&mut written).await?;
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
         // Proxies must not buffer this response.
@@ -109,7 +123,7 @@ impl Segments {
                 return Some((Ok::<_, Infallible>(Bytes::from(first)), (None, rest)));
             }
             let (mut segments, mut written) = rest?;
-            let (out, more) = match segments.next(&mut written).await {
+            let (out, more) = match segments.next_or_comment(&mut written).await {
                 Ok((_, out, more)) => (out, more),
                 Err(error) => (format!("data: {}\n\n", error.body()), false),
             };
