@@ -138,7 +138,7 @@ const TABLE: &[Row] = &[
     ]),
     // Ollama's.
     Row(OLLAMA, Served, &["model", "name", "stream", "options", "format", "think", "logprobs", "top_logprobs"]),
-    Row(&[OllamaChat], Served, &["messages", "tools"]),
+    Row(&[OllamaChat], Served, &["messages", "tools", "tool_choice"]),
     Row(&[OllamaGenerate], Served, &["prompt", "system", "images", "raw"]),
     Row(&[OllamaGenerate], Refused(EMPTY, "only the model's own template is used"), &["template"]),
     Row(&[OllamaGenerate], Refused(EMPTY, "the server stores no conversations: send the messages to /api/chat"), &["context"]),

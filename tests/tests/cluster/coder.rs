@@ -44,6 +44,27 @@ fn calls_a_tool(cluster: &Cluster) {
     assert!(answer["message"]["content"].as_str().is_some_and(|text| text.contains("17")), "{answer}");
 }
 
+/// The same over Ollama's API, whose calls have objects as arguments and whose results name their tool.
+fn calls_a_tool_over_ollamas_api(cluster: &Cluster) {
+    let parameters =
+        json!({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]});
+    let tools = json!([{"type": "function", "function": {
+        "name": "get_weather", "description": "Tells the current weather of a city.", "parameters": parameters}}]);
+    let mut messages = user("What is the weather in Paris, in celsius?");
+    let ask = |messages: &Value, choice: &str| {
+        let body = json!({"model": cluster.model(), "messages": messages, "tools": tools, "tool_choice": choice,
+            "stream": false, "options": {"temperature": 0, "num_predict": 128}});
+        http::post(cluster.http(), "/api/chat", &body).unwrap().ok().unwrap()
+    };
+    let answer = ask(&messages, "required");
+    let call = &answer["message"]["tool_calls"][0]["function"];
+    assert!(call["arguments"]["city"].as_str().is_some_and(|city| city.contains("Paris")), "{answer}");
+    let result = json!({"role": "tool", "tool_name": call["name"], "content": "{\"degrees\": 17, \"sky\": \"clear\"}"});
+    messages.as_array_mut().unwrap().extend([answer["message"].clone(), result]);
+    let answer = ask(&messages, "auto");
+    assert!(answer["message"]["content"].as_str().is_some_and(|text| text.contains("17")), "{answer}");
+}
+
 /// The facts of a text are put into the fields of a schema.
 fn answers_by_a_schema(cluster: &Cluster) {
     let schema = json!({
@@ -88,6 +109,7 @@ fn fills_a_gap(cluster: &Cluster) {
 fn model_works(model: &str) {
     let cluster = Cluster::builder(model, model).start().unwrap();
     calls_a_tool(&cluster);
+    calls_a_tool_over_ollamas_api(&cluster);
     answers_by_a_schema(&cluster);
     writes_code(&cluster);
     fills_a_gap(&cluster);

@@ -18,11 +18,12 @@ fn chat(kind: Kind, body: &Value) -> Result<Value, ApiError> {
         Some(OutputFormat::Json { schema, .. }) => schema.clone(),
         _ => Value::Null,
     };
-    let Tools { tools, given, .. } = &chat.tools;
+    let Tools { tools, given, required, .. } = &chat.tools;
     let tools: Vec<_> =
         tools.iter().map(|tool| json!([tool.name, tool.description, tool.parameters])).collect();
     Ok(json!({
         "messages": serde_json::to_value(&chat.messages).unwrap(), "format": format, "tools": tools, "given": given,
+        "required": required,
         "max_tokens": chat.max_tokens.tokens, "arguments": chat.template_arguments,
         "continued": chat.ending == Ending::Continued,
     }))
@@ -44,6 +45,8 @@ fn a_request_is_the_same_chat() {
         (json!({"messages": [user], "options": {"num_predict": 7}}), json!({"messages": [user], "max_tokens": 7})),
         (json!({"messages": [user], "options": {"num_predict": -1}, "keep_alive": "5m"}), json!({"messages": [user]})),
         (json!({"messages": [user], "tools": [tool]}), json!({"messages": [user], "tools": [tool]})),
+        (json!({"messages": [user], "tools": [tool], "tool_choice": "required"}),
+            json!({"messages": [user], "tools": [tool], "tool_choice": "required"})),
         // Calls and results without ids belong together by their tools and their order.
         (json!({"messages": [user,
                 {"role": "assistant", "content": "", "thinking": "hm",
