@@ -182,8 +182,9 @@ impl Client<'_> {
                         return Ok(batch);
                     }
                 }
-                Ok(answer) if heard.elapsed() > SILENCE => return Err(answer.success().unwrap_err()),
-                Err(error) if heard.elapsed() > SILENCE => return Err(error),
+                answer if heard.elapsed() > SILENCE => {
+                    answer?.success()?;
+                }
                 _ => {}
             }
             std::thread::sleep(LOOK_EVERY);

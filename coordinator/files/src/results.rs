@@ -122,7 +122,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("results");
         let result = |number: u64| {
-            let outcome = if number % 3 == 0 { Failed } else { Completed };
+            let outcome = if number.is_multiple_of(3) { Failed } else { Completed };
             (number, outcome, format!("{{\"n\":{number}}}").into_bytes())
         };
         let mut results = Results::open(&path).unwrap();

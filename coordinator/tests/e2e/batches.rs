@@ -204,6 +204,9 @@ async fn every_line_has_a_result_and_bad_ones_an_error() {
     assert_eq!(reason("body"), (400, "body".into()));
     assert_eq!(bad.len(), 4);
     assert_eq!(workers[0].counters().received, 3);
+    // Lines are in the background, below every request.
+    let weights: Vec<u32> = workers[0].requests().iter().map(|request| request.tenant.weight).collect();
+    assert_eq!(weights, [0, 0, 1]);
     let outputs = get(to, "/v1/files?purpose=batch_output").await.json();
     assert_eq!(outputs["data"].as_array().unwrap().len(), 2);
     let listed = get(to, "/v1/batches?limit=1").await.json();
