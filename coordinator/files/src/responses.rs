@@ -216,7 +216,7 @@ impl Responses {
         let now = now();
         let mut newest: Vec<(u64, Key)> =
             state.kept.iter().map(|(key, kept)| (kept.number, key.clone())).collect();
-        newest.sort_unstable_by(|a, b| b.0.cmp(&a.0));
+        newest.sort_unstable_by_key(|(number, _)| std::cmp::Reverse(*number));
         let sum = |state: &State, tenant: Option<&str>| {
             let of = state.kept.iter().filter(|((own, _), _)| tenant.is_none_or(|tenant| **own == *tenant));
             of.fold((0, 0), |(count, bytes), (_, kept)| (count + 1, bytes + kept.bytes))
