@@ -10,9 +10,6 @@ use futures::stream::{self, Stream};
 use http_body_util::BodyExt;
 use std::io::{self, Write};
 
-/// The encodings that are decoded, for the header `Accept-Encoding`.
-pub(super) const ENCODINGS: &str = "gzip, deflate";
-
 /// Bytes that are decompressed at once. At most about 4 MiB come out of them.
 const PIECE: usize = 4 << 10;
 
@@ -20,7 +17,7 @@ const PIECE: usize = 4 << 10;
 ///
 /// # Errors
 ///
-/// If its encoding is not one of [`ENCODINGS`].
+/// If its encoding is none of [`ENCODINGS`](crate::error::ENCODINGS).
 pub(super) fn decoded(request: Request) -> Result<Request, ApiError> {
     let Some(encoding) = request.headers().get(CONTENT_ENCODING) else { return Ok(request) };
     let decoder = match encoding.as_bytes().to_ascii_lowercase().as_slice() {

@@ -9,13 +9,15 @@ use proto::sequence::SequenceError;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-use super::content_encoding::ENCODINGS;
 use dispatch::Failure;
 use dispatch::metrics::Metrics;
 use dispatch::models::LoadProgress;
 use dispatch::quota::{Exceeded, Of};
 use files::FilesError;
 use router::balancer::Refusal;
+
+/// The encodings of bodies that are decoded, for the header `Accept-Encoding`.
+pub(super) const ENCODINGS: &str = "gzip, deflate";
 
 /// An error that a client gets.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
