@@ -62,7 +62,8 @@ pub async fn run(state: Arc<AppState>) {
             }
         }
         if !running.is_empty() {
-            slots.limit(pace.next(slots.taken(), &state.dispatch.worker_loads()));
+            let few = state.batches.others_arrive(Instant::now());
+            slots.limit(pace.next(slots.taken(), few, &state.dispatch.worker_loads()));
         }
         let (files, bytes, open) = state.batches.store().sizes();
         state.metrics.batches(files, bytes, open, slots.taken());

@@ -13,14 +13,17 @@ use axum::extract::Request;
 use axum::http::Method;
 use axum::response::{IntoResponse, Response};
 use files::{BatchRecord, NewBatch, Order, Page, Paging, Store};
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
 /// Longest body that creates a batch, in bytes.
 const MAX_BATCH_BODY: usize = 64 << 10;
+/// Other requests arrive if there was one within this time.
+const OTHERS_WITHIN: Duration = Duration::from_secs(10);
 const MAX_PAGE: u64 = 100;
 const DEFAULT_PAGE: u64 = 20;
 /// Bounds of `metadata`: its pairs, and the characters of a key and of a value.
@@ -37,15 +40,27 @@ pub(super) const ENDPOINTS: [Endpoint; 4] =
 pub struct Batches {
     store: Arc<Store>,
     changed: Notify,
+    /// When a request arrived last that is not a line of a batch.
+    last_other: Mutex<Option<Instant>>,
 }
 
 impl Batches {
     pub fn new(store: Arc<Store>) -> Self {
-        Self { store, changed: Notify::new() }
+        Self { store, changed: Notify::new(), last_other: Mutex::new(None) }
     }
 
     pub fn store(&self) -> &Arc<Store> {
         &self.store
+    }
+
+    /// A request arrived that is not a line of a batch.
+    pub(super) fn other_arrived(&self, now: Instant) {
+        *self.last_other.lock() = Some(now);
+    }
+
+    /// Whether other requests than lines of batches arrive.
+    pub(super) fn others_arrive(&self, now: Instant) -> bool {
+        self.last_other.lock().is_some_and(|last| now.saturating_duration_since(last) < OTHERS_WITHIN)
     }
 
     /// Completes when a batch was created or cancelled.

@@ -466,6 +466,9 @@ async fn admit_within(
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
     let background = request.extensions().get::<Background>().copied();
+    if background.is_none() {
+        state.batches.other_arrived(arrived);
+    }
     let permit = caller.enter(arrived).inspect_err(|error| error.count_limit(&state.metrics))?;
     let body = limits::read_within(request.into_body(), max_bytes).await?;
     loading::until_known(&state.models, &caller, &body, state.load_wait).await;

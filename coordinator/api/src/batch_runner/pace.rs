@@ -7,13 +7,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Most lines for each worker.
 const MOST_PER_WORKER: usize = 128;
+/// Lines for each worker while other requests arrive.
+const FEW_PER_WORKER: usize = 2;
 /// Lines for each worker at the start.
 const FIRST_PER_WORKER: usize = 4;
 /// Part of its cache that a worker may use before the number stops to grow.
 const KV_FULL: f64 = 0.9;
 
 /// The number of lines at workers: it grows by a quarter while all are used and workers have room, and shrinks by a
-/// quarter while something waits at a worker. While a request waits at the coordinator, no line starts.
+/// quarter while something waits at a worker. While other requests arrive, there are few lines, so that steps are short
+/// and a request begins soon. While a request waits at the coordinator, no line starts.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     limit: usize,
@@ -22,8 +25,8 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// The number now. `taken`: lines at workers.
-    pub(super) fn next(&mut self, taken: usize, loads: &WorkerLoads) -> usize {
+    /// The number now. `taken`: lines at workers. `few`: other requests arrive.
+    pub(super) fn next(&mut self, taken: usize, few: bool, loads: &WorkerLoads) -> usize {
         let workers = loads.ready.max(1);
         if self.limit == 0 {
             self.limit = FIRST_PER_WORKER * workers;
@@ -39,7 +42,11 @@ impl Pace {
             }
         }
         self.limit = self.limit.clamp(workers, most);
-        if loads.queued > 0 { 0 } else { self.limit }
+        match (loads.queued, few) {
+            (0, false) => self.limit,
+            (0, true) => self.limit.min(FEW_PER_WORKER * workers),
+            _ => 0,
+        }
     }
 }
 
@@ -121,24 +128,25 @@ mod tests {
     #[test]
     fn the_pace_grows_while_all_places_are_used_and_shrinks_while_something_waits() {
         let mut pace = Pace::default();
-        assert_eq!(pace.next(0, &loads(1)), 8);
-        assert_eq!(pace.next(8, &loads(1)), 8, "the report is as before");
-        assert_eq!(pace.next(8, &loads(2)), 10);
-        assert_eq!(pace.next(9, &loads(3)), 10, "not all places are used");
-        assert_eq!(pace.next(10, &WorkerLoads { kv_used: 0.95, ..loads(4) }), 10);
-        assert_eq!(pace.next(10, &WorkerLoads { waiting: 3, ..loads(5) }), 7);
-        assert_eq!(pace.next(10, &WorkerLoads { queued: 1, ..loads(5) }), 0);
-        assert_eq!(pace.next(7, &loads(5)), 7, "as before the request waited");
+        assert_eq!(pace.next(0, false, &loads(1)), 8);
+        assert_eq!(pace.next(8, false, &loads(1)), 8, "the report is as before");
+        assert_eq!(pace.next(8, false, &loads(2)), 10);
+        assert_eq!(pace.next(9, false, &loads(3)), 10, "not all places are used");
+        assert_eq!(pace.next(10, false, &WorkerLoads { kv_used: 0.95, ..loads(4) }), 10);
+        assert_eq!(pace.next(10, false, &WorkerLoads { waiting: 3, ..loads(5) }), 7);
+        assert_eq!(pace.next(10, false, &WorkerLoads { queued: 1, ..loads(5) }), 0);
+        assert_eq!(pace.next(7, false, &loads(5)), 7, "as before the request waited");
+        assert_eq!((pace.next(7, true, &loads(5)), pace.next(4, false, &loads(5))), (4, 7));
         for report in 6..100 {
-            pace.next(1_000, &loads(report));
+            pace.next(1_000, false, &loads(report));
         }
-        assert_eq!(pace.next(1_000, &loads(101)), 200);
+        assert_eq!(pace.next(1_000, false, &loads(101)), 200);
         for report in 102..200 {
-            pace.next(1_000, &WorkerLoads { waiting: 1, ..loads(report) });
+            pace.next(1_000, false, &WorkerLoads { waiting: 1, ..loads(report) });
         }
-        assert_eq!(pace.next(0, &WorkerLoads { waiting: 1, ..loads(300) }), 2);
+        assert_eq!(pace.next(0, false, &WorkerLoads { waiting: 1, ..loads(300) }), 2);
         assert_eq!(
-            Pace::default().next(0, &WorkerLoads { ready: 0, ..loads(1) }),
+            Pace::default().next(0, false, &WorkerLoads { ready: 0, ..loads(1) }),
             4,
             "a line has its model loaded"
         );
