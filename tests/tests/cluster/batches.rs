@@ -78,7 +78,7 @@ fn a_killed_worker_and_a_killed_coordinator_cost_no_line() {
 }
 
 #[test]
-#[ignore = "computes for minutes: `./test batches`"]
+#[ignore = "as long as real batches: `./test batches`"]
 fn they_cost_no_line_of_two_thousand() {
     killed("batches-long", 2_000);
 }
