@@ -137,6 +137,8 @@ impl Sink for Collector {
         match frame {
             GenerateFrame::Started(started) => into.cached = started.cached_tokens as i32,
             GenerateFrame::Tokens(tokens) => into.greedy.extend(tokens.iter().map(|token| token.id as i32)),
+            // Not requested.
+            GenerateFrame::Prompt(_) => {}
             GenerateFrame::Finished(finished) => {
                 into.preemptions = finished.preemptions as i32;
                 into.drafted = finished.drafted_tokens as i32;
@@ -302,6 +304,7 @@ impl Logits {
             prompt: prompt.tokens.clone(),
             images: prompt.images.clone(),
             emitted: Vec::new(),
+            prompt_logprobs: None,
             sampling: Sampling::default(),
             stop: Stop { max_tokens: self.greedy.max(1), ignore_eos: true, ..Stop::default() },
             deadline: None,

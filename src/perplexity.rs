@@ -118,6 +118,7 @@ impl Perplexity {
                 prompt: chunk.clone(),
                 images: Vec::new(),
                 emitted: Vec::new(),
+                prompt_logprobs: None,
                 sampling: Sampling::default(),
                 stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
                 deadline: None,

@@ -109,6 +109,7 @@ impl Run {
             prompt,
             images,
             emitted: Vec::new(),
+            prompt_logprobs: None,
             sampling: Sampling {
                 temperature: self.temperature,
                 top_k: self.top_k,
@@ -209,7 +210,7 @@ fn printer(outcome: Arc<Mutex<Outcome>>) -> impl FnMut(GenerateFrame) -> bool + 
             out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
         };
         match frame {
-            GenerateFrame::Started(_) => true,
+            GenerateFrame::Started(_) | GenerateFrame::Prompt(_) => true,
             GenerateFrame::Tokens(tokens) => {
                 outcome.first_token.get_or_insert_with(Instant::now);
                 tokens.iter().all(|token| print(&token.text))

@@ -88,6 +88,7 @@ impl Relay {
             stop: Stop::default(),
             images: Vec::new(),
             encoders: Vec::new(),
+            prompt_logprobs: None,
             predicted_cached: 0,
             deadline_ms: 60_000,
             pull: None,

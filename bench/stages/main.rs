@@ -176,6 +176,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, sender: Sender<Token>
         prompt,
         images: Vec::new(),
         emitted: Vec::new(),
+        prompt_logprobs: None,
         sampling: Sampling::default(),
         stop: Stop { max_tokens: tokens as u32, ignore_eos: true, ..Stop::default() },
         deadline: None,

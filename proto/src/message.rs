@@ -9,6 +9,7 @@ mod grammar;
 pub mod image_encoder;
 mod images;
 mod prefix;
+mod prompt_logprobs;
 mod tokens;
 mod transfer;
 
@@ -16,6 +17,7 @@ pub use encode::{EncodeReply, EncodeRequest, EncodeText, EncodedHead, MAX_ENCODE
 pub use grammar::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, OPTIONAL_TOOLS};
 pub use images::{FileBytes, MAX_IMAGE_RUNS, MAX_PROMPT_IMAGES, PromptImage, PromptImages};
 pub use prefix::{NumberedPrefix, PrefixNote};
+pub use prompt_logprobs::{MAX_PROMPT_LOGPROBS, PromptLogprob, PromptLogprobs};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
 pub use transfer::{GenerateRequest, PullCost, PullReport, TenantShare, WorkPart};
 
@@ -195,8 +197,8 @@ impl GenerateError {
     }
 }
 
-/// Frame of a worker on the request's stream. The order is `Started`, any number of `Tokens`, then exactly
-/// one of `Finished` and `Failed`. A stream that ends otherwise was cut off.
+/// Frame of a worker on the request's stream. The order is any number of `Prompt`, `Started`, any number of
+/// `Tokens`, then exactly one of `Finished` and `Failed`. A stream that ends otherwise was cut off.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum GenerateFrame {
     /// The prompt is computed. Sent before or with the first token.
@@ -212,6 +214,15 @@ pub enum GenerateFrame {
     Finished(Finished),
     /// The generation ended with an error. Tokens that were sent before stay valid.
     Failed(GenerateError),
+    /// Log-probabilities of the prompt's next tokens, from its second one on, if they were requested; at most
+    /// [`MAX_TOKENS_PER_FRAME`].
+    Prompt(
+        #[serde(
+            serialize_with = "bounded::serialize::<_, _, MAX_TOKENS_PER_FRAME>",
+            deserialize_with = "bounded::deserialize::<_, _, MAX_TOKENS_PER_FRAME>"
+        )]
+        Vec<PromptLogprob>,
+    ),
 }
 
 /// See [`GenerateFrame::Started`].

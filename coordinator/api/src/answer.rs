@@ -13,6 +13,7 @@ use super::images::HeldBytes;
 use super::loading::{COMMENT_EVERY, Loading};
 use super::plan::GenerationPlan;
 use super::progress::{EVENT_EVERY, Status};
+use super::prompt_scores::{self, ToldPrompt};
 use super::shape::{CallPart, Delta, DeltaPart, Times, Usage, Writer};
 use super::spans;
 use axum::body::Body;
@@ -55,6 +56,8 @@ pub struct ResponseStream {
     choices: Vec<Progress>,
     /// Tells how far the first choice is.
     probe: Option<ProgressProbe>,
+    /// Choices of each prompt that the client gets, and those that are generated.
+    best: (usize, usize),
     documents: Vec<usize>,
     /// Rows of images in the prompt.
     image_tokens: u64,
@@ -148,6 +151,8 @@ struct Progress {
     calls: usize,
     /// Arguments of the last tool call.
     arguments: String,
+    /// The prompt, if the answer tells of it.
+    told: Option<ToldPrompt>,
     /// Searches a parsed answer for stop strings; then the worker has none.
     stop: Option<Stop>,
 }
@@ -184,7 +189,8 @@ impl ResponseStream {
         generations: Vec<Generation>,
         admitted: AdmittedRequest,
     ) -> Self {
-        let n = plan.params.n as usize;
+        let scoring = &plan.scoring;
+        let n = scoring.best_of.unwrap_or(plan.params.n) as usize;
         let arrived = admitted.arrived;
         let strings = &plan.params.stop.strings;
         let probe = generations.first().map(Generation::probe);
@@ -195,7 +201,17 @@ impl ResponseStream {
             let parser =
                 plan.parser_options.as_ref().map(|parser_options| parser_options.parser(&plan.model));
             let stop = ends.next().map(|end| Stop::new(strings, min_tokens, end));
-            Progress { counts: index % n == 0, ..Progress::new(arrived, prompt, parser, stop) }
+            let told = scoring.allows_no_tokens().then(|| ToldPrompt {
+                tokens: plan.prompts.get(index / n).map(|(tokens, _)| tokens.clone()).unwrap_or_default(),
+                echo: plan.echoes.get(index / n).cloned(),
+            });
+            let characters = told.as_ref().map_or(0, ToldPrompt::characters);
+            Progress {
+                counts: index % n == 0,
+                characters: Characters { complete: characters, ..Characters::default() },
+                told,
+                ..Progress::new(arrived, prompt, parser, stop)
+            }
         };
         let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
         let choices = prompts.enumerate().map(progress).collect();
@@ -206,6 +222,7 @@ impl ResponseStream {
             events,
             choices,
             probe,
+            best: (plan.params.n as usize, n),
             documents: plan.documents.clone(),
             image_tokens: plan.images.iter().flat_map(|image| &image.runs).map(|run| run.len() as u64).sum(),
             offsets: plan.params.sampling.logprobs.is_some(),
@@ -264,6 +281,8 @@ impl ResponseStream {
         }
         self.answered();
         let usage = self.usage();
+        let (n, candidates) = self.best;
+        let whole = if candidates > n { prompt_scores::best(whole, n, candidates) } else { whole };
         let body = self.writer.whole(whole, usage, &self.model.tokenizer);
         let mut headers = self.headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
@@ -447,10 +466,12 @@ impl ResponseStream {
     fn advance(&mut self, choice: u32, event: Event) -> Option<Delta> {
         let progress = self.choices.get_mut(choice as usize)?;
         match event {
-            Event::Started(started) => {
-                progress.started = Some(started);
+            Event::Started(mut started) => {
+                let logprobs = std::mem::take(&mut started.prompt_logprobs);
+                let first = progress.started.replace(started).is_none();
                 progress.taken = Some(Instant::now());
-                None
+                let told = progress.told.as_ref().filter(|_| first)?;
+                Some(told.delta(logprobs, &self.model.tokenizer))
             }
             Event::Tokens(mut tokens) => {
                 let now = Instant::now();
@@ -571,6 +592,7 @@ impl Progress {
             parser,
             calls: 0,
             arguments: String::new(),
+            told: None,
             stop,
         }
     }

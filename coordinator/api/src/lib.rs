@@ -46,6 +46,7 @@ pub mod plan;
 pub mod planning_threads;
 mod progress;
 pub mod prompt;
+mod prompt_scores;
 mod raw;
 pub mod realtime;
 pub mod request_fields;
@@ -416,6 +417,8 @@ fn writer(plan: &GenerationPlan, id: &RequestId, keep: Option<Keep>) -> Box<dyn 
         model: model.clone(),
         token_ids: plan.params.return_token_ids,
         logprobs: plan.params.sampling.logprobs.is_some(),
+        echoed_top: plan.scoring.echoed(plan.params.sampling.logprobs),
+        prompt_top: plan.scoring.prompt_logprobs,
         include_usage: plan.params.include_usage,
     };
     match plan.kind {
@@ -498,12 +501,18 @@ impl AppState {
             adapter: b"",
         });
         let adapter = (plan.served.id != plan.model.id).then_some(plan.served.model_digest);
+        let scoring = plan.scoring;
         let mut jobs = Vec::with_capacity(plan.prompts.len() * plan.params.n as usize);
         for (prompt, max_tokens) in &plan.prompts {
             let chain: Arc<[_]> = self.chains.chain_of(root, prompt).into();
             let payer = Payer::new(caller.tenant(), caller.key_id(), &plan.served.id);
-            for nth in 0..plan.params.n {
+            let prompt_logprobs = scoring.of_prompt(plan.params.sampling.logprobs, *max_tokens);
+            for nth in 0..scoring.best_of.unwrap_or(plan.params.n) {
                 let mut sampling = plan.params.sampling.clone();
+                if scoring.best_of.is_some() {
+                    // The best ones are those with the highest log-probability per token.
+                    sampling.logprobs.get_or_insert(0);
+                }
                 sampling.seed = sampling.seed.wrapping_add(nth.into());
                 let mut stop = plan.params.stop.clone();
                 stop.max_tokens = *max_tokens;
@@ -533,6 +542,7 @@ impl AppState {
                     root,
                     prompt: prompt.clone(),
                     images: plan.images.clone(),
+                    prompt_logprobs,
                     sampling,
                     stop,
                     grammar: plan.grammar.clone(),

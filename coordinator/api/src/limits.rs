@@ -60,6 +60,8 @@ pub const MAX_CACHE_SALT: usize = 256;
 pub const MAX_STOP_TOKENS: usize = 1024;
 /// Most entries of `logit_bias`.
 pub const MAX_LOGIT_BIAS: usize = message::MAX_LOGIT_BIAS;
+/// Most log-probabilities of the prompts of a request: tokens, times each token and its alternatives, times choices.
+pub const MAX_PROMPT_LOGPROBS: usize = message::MAX_PROMPT_LOGPROBS;
 pub const MAX_LOGPROBS: u8 = message::MAX_LOGPROBS as u8;
 
 /// Longest text message on a WebSocket, in bytes. A message of audio has at most

@@ -66,6 +66,7 @@ impl MaxTokens {
         tokens: TokenIds,
         limit: u32,
         truncate: Option<Truncate>,
+        allows_no_tokens: bool,
     ) -> Result<(TokenIds, u32), ApiError> {
         if tokens.is_empty() {
             return Err(ApiError::field("prompt", "has no tokens"));
@@ -87,8 +88,8 @@ impl MaxTokens {
         if need > limit {
             return Err(ApiError::ContextLength { prompt, need, limit });
         }
-        if self.tokens == Some(0) {
-            return Err(ApiError::field(self.field, "must be at least 1"));
+        if self.tokens == Some(0) && !allows_no_tokens {
+            return Err(ApiError::field(self.field, "must be at least 1, or 0 with echo or prompt_logprobs"));
         }
         let available = u32::try_from(limit - prompt).unwrap_or(u32::MAX);
         Ok((tokens, self.tokens.unwrap_or(available).min(available)))
@@ -416,7 +417,7 @@ mod tests {
         assert_eq!(truncate(json!({"truncate_prompt_tokens": -1, "truncate": 3})), Some(Truncate::ToFit));
         let fit = |truncate, tokens| {
             let answer = MaxTokens { field: "max_tokens", tokens, explicit: tokens.is_some() };
-            let (prompt, answer) = answer.fit((0..12).collect::<Vec<_>>().into(), 10, truncate)?;
+            let (prompt, answer) = answer.fit((0..12).collect::<Vec<_>>().into(), 10, truncate, false)?;
             Ok::<_, ApiError>((prompt.to_vec(), answer))
         };
         assert_eq!(fit(Some(Truncate::To(3)), Some(4)).unwrap(), (vec![9, 10, 11], 4));

@@ -13,6 +13,7 @@ pub use super::kind::Kind;
 use super::limits::{MAX_CHOICES, MAX_LOGPROBS};
 use super::params::{MaxTokens, Params, Vocabulary, check_tokens};
 use super::prompt::{Prompt, prompts};
+use super::prompt_scores::{self, Scoring};
 use super::request_fields;
 use super::tools;
 use super::{messages, ollama, responses};
@@ -50,6 +51,10 @@ pub struct GenerationPlan {
     pub served: ServedModel,
     /// The prompts, each with its max_tokens.
     pub prompts: Vec<(TokenIds, u32)>,
+    /// What answers tell of their prompts, and `best_of`.
+    pub scoring: Scoring,
+    /// The text of each prompt, if answers begin with it.
+    pub echoes: Vec<Arc<str>>,
     /// Images of the prompt, which is the only one then.
     pub images: Vec<PromptImage>,
     /// Indices of the request's documents, in the order of the prompt.
@@ -219,6 +224,7 @@ pub fn generation(
     };
     params.sampling.logprobs = logprobs(kind, &fields)?;
     refuse_unsupported(kind, &fields)?;
+    let scoring = Scoring::read(kind, &fields, &params)?;
     if kind.is_ollama() {
         ollama::check_thinking(&fields, &model)?;
     }
@@ -252,7 +258,17 @@ pub fn generation(
                 tokens: requested.or(Some(COMPLETION_TOKENS)),
                 explicit: requested.is_some(),
             };
-            (max_tokens, text_prompts()?, grammar::of_completion(grammar::output_format(&fields)?)?, None)
+            let prompts = match suffix(&fields, &model, (&params, &scoring), text_limit)? {
+                Some(suffix) => {
+                    let before = completion_prompts(&fields, &model, text_limit, |text| {
+                        Ok::<_, ApiError>(model.plain(text).into())
+                    })?;
+                    let fill = |before: TokenIds| model.infill(&before, &suffix, bos).ok_or_else(no_gaps);
+                    before.into_iter().map(fill).collect::<Result<_, _>>()?
+                }
+                None => text_prompts()?,
+            };
+            (max_tokens, prompts, grammar::of_completion(grammar::output_format(&fields)?)?, None)
         }
         Kind::Chat | Kind::Responses | Kind::Messages | Kind::OllamaChat | Kind::OllamaGenerate => {
             let mut chat = match kind {
@@ -296,15 +312,25 @@ pub fn generation(
             (max_tokens, vec![prompt], grammar, parser_options)
         }
     };
-    if prompts.len() * params.n as usize > MAX_CHOICES {
-        return Err(ApiError::field("n", format!("prompts times n is above {MAX_CHOICES}")).into());
+    let (field, choices) = scoring.best_of.map_or(("n", params.n), |best_of| ("best_of", best_of));
+    if prompts.len() * choices as usize > MAX_CHOICES {
+        return Err(ApiError::field(field, format!("prompts times {field} is above {MAX_CHOICES}")).into());
     }
     let served = served.ok_or(ApiError::NoWorker)?;
     let limit = served.max_model_len;
     let prompts: Vec<_> = prompts
         .into_iter()
-        .map(|tokens| max_tokens.fit(tokens, limit, params.truncate))
+        .map(|tokens| max_tokens.fit(tokens, limit, params.truncate, scoring.allows_no_tokens()))
         .collect::<Result<_, _>>()?;
+    scoring.check(&params, prompts.iter().map(|(tokens, max_tokens)| (tokens.len(), *max_tokens)))?;
+    if !images.is_empty() && scoring.allows_no_tokens() {
+        let reason = "rows of images have no log-probabilities";
+        return Err(ApiError::field("prompt_logprobs", reason).into());
+    }
+    let echoes = match scoring.echo {
+        true => echoes(&fields, &model, &prompts, params.truncate.is_some())?,
+        false => Vec::new(),
+    };
     let shortest = prompts.iter().map(|(_, max_tokens)| *max_tokens).min().unwrap_or(0);
     if params.stop.min_tokens > shortest {
         let reason = format!("{} is above the {shortest} tokens to generate", params.stop.min_tokens);
@@ -319,6 +345,8 @@ pub fn generation(
         model,
         served,
         prompts,
+        scoring,
+        echoes,
         images,
         documents: order,
         grammar,
@@ -549,6 +577,44 @@ fn completion_prompts<E: From<ApiError>>(
     prompts(fields)?.into_iter().map(tokens).collect()
 }
 
+/// The text behind the gap that a completion fills. `None`: the answer continues the prompt.
+fn suffix(
+    fields: &Fields<'_>,
+    model: &OfferedModel,
+    (params, scoring): (&Params, &Scoring),
+    limit: Option<u32>,
+) -> Result<Option<String>, ApiError> {
+    let suffix: Option<String> = fields.get("suffix")?;
+    let Some(suffix) = suffix.filter(|suffix| !suffix.is_empty()) else { return Ok(None) };
+    if scoring.echo {
+        return Err(ApiError::field("suffix", "not with echo: the answer is between two texts"));
+    }
+    if params.truncate.is_some() {
+        return Err(ApiError::field("suffix", "not with a truncated prompt"));
+    }
+    check_text(model, suffix.len(), limit)?;
+    Ok(Some(suffix))
+}
+
+fn no_gaps() -> ApiError {
+    ApiError::field("suffix", "the model has no tokens for a gap between two texts")
+}
+
+/// The texts with which answers begin: those of the request, or of the tokens of a prompt that has no text or was
+/// truncated.
+fn echoes(
+    fields: &Fields<'_>,
+    model: &OfferedModel,
+    encoded: &[(TokenIds, u32)],
+    truncated: bool,
+) -> Result<Vec<Arc<str>>, ApiError> {
+    let text = |(prompt, (tokens, _)): (Prompt, &(TokenIds, u32))| match prompt {
+        Prompt::Text(text) if !truncated => text.into(),
+        Prompt::Text(_) | Prompt::Tokens(_) => prompt_scores::text_of(&model.tokenizer, tokens).into(),
+    };
+    Ok(prompts(fields)?.into_iter().zip(encoded).map(text).collect())
+}
+
 /// Refuses a chat that cannot fit into the model's context, before it is rendered. Assistant messages and
 /// whitespace around texts are not counted, since a template may leave them out.
 fn check_chat(model: &OfferedModel, chat: &Chat<'_>, limit: Option<u32>) -> Result<(), ApiError> {
@@ -675,14 +741,7 @@ fn logprobs(kind: Kind, fields: &Fields<'_>) -> Result<Option<u8>, ApiError> {
 fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
     request_fields::refuse_unsupported(kind, fields)?;
     match kind {
-        Kind::Completion => {
-            let n: u32 = fields.get("n")?.unwrap_or(1);
-            match fields.get("best_of")?.is_some_and(|best: u32| best != n) {
-                true => Err(ApiError::field("best_of", "is served only when equal to n")),
-                false => Ok(()),
-            }
-        }
-        Kind::Chat | Kind::OllamaChat | Kind::OllamaGenerate => Ok(()),
+        Kind::Completion | Kind::Chat | Kind::OllamaChat | Kind::OllamaGenerate => Ok(()),
         Kind::Responses => responses::refuse_unsupported(fields),
         Kind::Messages => messages::refuse_unsupported(fields),
     }

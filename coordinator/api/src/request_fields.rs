@@ -62,10 +62,9 @@ const TABLE: &[Row] = &[
     Row(ALL, Refused(&[], "is served as response_format or grammar"), &["structural_tag", "guided_json_object", "format", "gbnf", "lark"]),
     // Completions.
     Row(&[Completion], Served, &["prompt"]),
-    Row(&[Completion], Refused(OFF, "is not served: prompts have no log-probabilities here"), &["echo"]),
-    Row(&[Completion], Refused(&["\"\""], "is not served"), &["suffix", "input_prefix", "input_suffix"]),
-    // Parsed with `n`, which it must equal.
-    Row(&[Completion], Served, &["best_of"]),
+    Row(&[Completion], Served, &["suffix"]),
+    Row(&[Completion], Refused(&["\"\""], "is served as prompt and suffix"), &["input_prefix", "input_suffix"]),
+    Row(&[Completion], Served, &["echo", "best_of"]),
     Row(&[Completion], Refused(EMPTY, "is served for chats"), &["messages", "tools", "functions", "chat_template", "chat_template_kwargs"]),
     // Chats.
     Row(&[Chat, Messages], Served, &["messages"]),
@@ -103,8 +102,10 @@ const TABLE: &[Row] = &[
     Row(&[Messages], Ignored, &["context_management", "cache_control", "betas", "inference_geo", "speed", "diagnostics", "user_profile_id"]),
     // Operations of other servers on logits or text that are not served.
     Row(ALL, Refused(EMPTY, "is not served: use logit_bias"), &["bad_words", "bad_words_ids", "allowed_token_ids", "sequence_bias"]),
-    Row(ALL, Refused(&["0"], "is not served: prompts have no log-probabilities here"), &["prompt_logprobs"]),
-    Row(ALL, Refused(OFF, "is not served: prompts have no log-probabilities here"), &["decoder_input_details"]),
+    Row(CHOICES, Served, &["prompt_logprobs"]),
+    Row(&[Responses, Messages], Refused(&["0"], "is served for completions and chats"), &["prompt_logprobs"]),
+    Row(CHOICES, Refused(OFF, "is served as prompt_logprobs"), &["decoder_input_details"]),
+    Row(&[Responses, Messages], Refused(OFF, "is served for completions and chats, as prompt_logprobs"), &["decoder_input_details"]),
     Row(ALL, Served, &["truncate_prompt_tokens", "truncate"]),
     Row(ALL, Refused(&["0", "-1"], "is served as truncate_prompt_tokens"), &["n_keep", "num_keep"]),
     Row(ALL, Refused(OFF, "is served as include_stop_str_in_output"), &["no_stop_trim"]),

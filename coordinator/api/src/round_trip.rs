@@ -86,6 +86,8 @@ fn shape() -> ResponseShape {
         model: "m".into(),
         token_ids: false,
         logprobs: false,
+        echoed_top: None,
+        prompt_top: None,
         include_usage: false,
     }
 }

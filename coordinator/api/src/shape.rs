@@ -4,7 +4,7 @@
 use super::error::ApiError;
 use super::progress::Status;
 use dispatch::metrics::finish_name;
-use proto::message::{FinishReason, Finished, TokenOut};
+use proto::message::{FinishReason, Finished, PromptLogprob, TokenIds, TokenOut};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::borrow::Cow;
@@ -56,6 +56,10 @@ pub struct ResponseShape {
     /// Whether choices have token ids.
     pub token_ids: bool,
     pub logprobs: bool,
+    /// Number of alternatives of an echoed prompt's tokens. `None`: log-probabilities do not begin with the prompt.
+    pub echoed_top: Option<u8>,
+    /// Number of alternatives in `prompt_logprobs`. `None`: the field is absent.
+    pub prompt_top: Option<u8>,
     /// Whether a stream ends with a usage chunk.
     pub include_usage: bool,
 }
@@ -69,12 +73,24 @@ pub struct Delta {
     pub called: bool,
     /// At the end: whether the last call's arguments were cut off, for whatever reason.
     pub cut: bool,
+    /// At the beginning: the prompt, if the answer tells of it.
+    pub prompt: Option<PromptDelta>,
     /// The tokens of this content.
     pub tokens: Vec<TokenOut>,
     /// Offset of each token in the choice's text, in characters. Empty unless log-probabilities were
     /// requested.
     pub offsets: Vec<usize>,
     pub finished: Option<Finished>,
+}
+
+/// A prompt that an answer tells of.
+#[derive(Debug)]
+pub struct PromptDelta {
+    pub tokens: TokenIds,
+    /// Log-probabilities of the tokens from the second one on. Empty unless they were computed.
+    pub logprobs: Vec<PromptLogprob>,
+    /// Offset of each token in the choice's text, in characters. Empty without log-probabilities.
+    pub offsets: Vec<usize>,
 }
 
 /// A part of an answer.
@@ -93,6 +109,7 @@ impl Delta {
         }
         self.called |= next.called;
         self.cut |= next.cut;
+        self.prompt = self.prompt.take().or(next.prompt);
         self.tokens.extend(next.tokens);
         self.offsets.extend(next.offsets);
         self.finished = next.finished.or(self.finished.take());
@@ -254,6 +271,9 @@ struct Envelope<'a> {
     created: u64,
     model: &'a str,
     choices: &'a [ChoiceBody<'a>],
+    /// Of chats, which have one prompt. Completions have it in their choices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<logprobs::OfPrompt<'a>>,
     /// Outer `None`: the field is absent. Inner `None`: null.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageJson>>,
@@ -270,6 +290,8 @@ struct ChoiceBody<'a> {
     stop_reason: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "ids")]
     token_ids: Option<&'a [TokenOut]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<logprobs::OfPrompt<'a>>,
     #[serde(flatten)]
     content: ChoiceContent<'a>,
 }
@@ -368,6 +390,7 @@ impl Writer for ResponseShape {
                 finish_reason: None,
                 stop_reason: None,
                 token_ids: None,
+                prompt_logprobs: None,
                 content,
             };
             self.event(out, &[choice], self.include_usage.then_some(None));
@@ -378,7 +401,8 @@ impl Writer for ResponseShape {
         let (text, other) =
             (delta.text(), delta.parts.iter().any(|part| !matches!(part, DeltaPart::Text(_))));
         let silent = text.is_empty() && !other && delta.finished.is_none();
-        if silent && !self.token_ids && !self.logprobs {
+        let told = delta.prompt.is_some() && delta.tokens.is_empty();
+        if silent && (told && self.echoed_top.is_none() || !self.token_ids && !self.logprobs) {
             return;
         }
         let content = match self.chat {
@@ -412,6 +436,8 @@ impl Writer for ResponseShape {
     }
 
     fn whole(&mut self, choices: Vec<Delta>, usage: Usage, tokenizer: &Tokenizer) -> Vec<u8> {
+        let of_chat = choices.first().filter(|_| self.chat);
+        let of_chat = of_chat.and_then(|delta| self.prompt_logprobs(delta, tokenizer));
         let choices = (0u32..).zip(&choices).map(|(index, delta)| {
             let text = delta.text();
             let content = match self.chat {
@@ -433,7 +459,8 @@ impl Writer for ResponseShape {
         let choices: Vec<ChoiceBody<'_>> = choices.collect();
         let object = if self.chat { "chat.completion" } else { "text_completion" };
         let mut out = Vec::new();
-        write(&mut out, &Envelope { object, ..self.chunk(&choices, Some(Some(usage.into()))) });
+        let chunk = self.chunk(&choices, Some(Some(usage.into())));
+        write(&mut out, &Envelope { object, prompt_logprobs: of_chat, ..chunk });
         out
     }
 }
@@ -446,6 +473,15 @@ fn write(out: &mut Vec<u8>, envelope: &Envelope<'_>) {
 }
 
 impl ResponseShape {
+    /// vLLM's log-probabilities of the prompt.
+    fn prompt_logprobs<'a>(
+        &self,
+        delta: &'a Delta,
+        tokenizer: &'a Tokenizer,
+    ) -> Option<logprobs::OfPrompt<'a>> {
+        Some(logprobs::OfPrompt { prompt: delta.prompt.as_ref()?, top: self.prompt_top?, tokenizer })
+    }
+
     fn event(&self, out: &mut Vec<u8>, choices: &[ChoiceBody<'_>], usage: Option<Option<UsageJson>>) {
         self.write_chunk(out, &self.chunk(choices, usage));
     }
@@ -459,7 +495,7 @@ impl ResponseShape {
     fn chunk<'a>(&'a self, choices: &'a [ChoiceBody<'a>], usage: Option<Option<UsageJson>>) -> Envelope<'a> {
         let object = if self.chat { "chat.completion.chunk" } else { "text_completion" };
         let (id, created, model) = (&self.id, self.created, &self.model);
-        Envelope { id, object, created, model, choices, usage, progress: None }
+        Envelope { id, object, created, model, choices, prompt_logprobs: None, usage, progress: None }
     }
 
     fn choice<'a>(
@@ -467,11 +503,11 @@ impl ResponseShape {
         index: u32,
         delta: &'a Delta,
         content: ChoiceContent<'a>,
-        tokenizer: &Tokenizer,
+        tokenizer: &'a Tokenizer,
     ) -> ChoiceBody<'a> {
         let logprobs = match (self.logprobs, self.chat) {
             (false, _) => None,
-            (true, false) => Some(logprobs::of_completion(delta, tokenizer)),
+            (true, false) => Some(logprobs::of_completion(delta, self.echoed_top, tokenizer)),
             (true, true) => Some(logprobs::of_chat(delta, tokenizer)),
         };
         let finished = delta.finished.as_ref();
@@ -484,6 +520,7 @@ impl ResponseShape {
             }),
             stop_reason: finished.and_then(|finished| finished.matched.as_deref()),
             token_ids: self.token_ids.then_some(&delta.tokens),
+            prompt_logprobs: self.prompt_logprobs(delta, tokenizer).filter(|_| !self.chat),
             content,
         }
     }

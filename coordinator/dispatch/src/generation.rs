@@ -14,7 +14,7 @@ use proto::block::BlockId;
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::message::{
     FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, PromptImage,
-    Sampling, Stop, TenantShare, TokenIds, TokenOut,
+    PromptLogprob, PromptLogprobs, Sampling, Stop, TenantShare, TokenIds, TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
@@ -24,7 +24,7 @@ use router::balancer::{Assignment, Refusal, RouteRequest};
 use router::routing::Reason;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use transport::GenerateStream;
+use transport::{Error, GenerateStream, StreamCode};
 
 /// A generation to be run: what is routed, and what only the worker reads.
 #[derive(Debug, Clone)]
@@ -39,6 +39,8 @@ pub struct GenerationJob {
     pub prompt: TokenIds,
     /// The prompt's images.
     pub images: Vec<PromptImage>,
+    /// The log-probabilities of the prompt's tokens are requested; then it has no images.
+    pub prompt_logprobs: Option<PromptLogprobs>,
     pub sampling: Sampling,
     pub stop: Stop,
     /// Grammar of the answer; `None` allows any answer.
@@ -47,7 +49,7 @@ pub struct GenerationJob {
 }
 
 /// The worker that serves a generation, once the prompt is computed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Started {
     pub node: NodeId,
     pub reason: Reason,
@@ -59,6 +61,8 @@ pub struct Started {
     pub hit_stop: String,
     /// Time from submission until a worker was chosen.
     pub queued: Duration,
+    /// Log-probabilities of the prompt's tokens from the second one on, if they were requested.
+    pub prompt_logprobs: Vec<PromptLogprob>,
 }
 
 /// Events of a generation, in order: `Started` (repeated after a retry before the first token), any number of
@@ -107,6 +111,8 @@ struct RunningAttempt {
     stream: GenerateStream,
     meter: AttemptMeter,
     started: bool,
+    /// Log-probabilities of the prompt's tokens that have arrived, from the second one on.
+    prompt_logprobs: Vec<PromptLogprob>,
     /// Prompt tokens that were expected in the cache, while only the engine's end frame will tell how many were.
     estimated: Option<u32>,
     span: Option<Span>,
@@ -160,8 +166,20 @@ impl Generation {
                 self.attempt = Some(self.begin().await?);
                 continue;
             };
+            let scored = self.job.prompt_logprobs.filter(|_| self.emitted.is_empty());
+            // The first token has no log-probability.
+            let scored_tokens = scored.map_or(0, |_| self.job.prompt.len().saturating_sub(1));
             let worker_error = match attempt.stream.next().await {
-                Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
+                Some(Ok(GenerateFrame::Prompt(logprobs)))
+                    if !attempt.started
+                        && attempt.prompt_logprobs.len() + logprobs.len() <= scored_tokens =>
+                {
+                    attempt.prompt_logprobs.extend(logprobs);
+                    continue;
+                }
+                Some(Ok(GenerateFrame::Started(started)))
+                    if !attempt.started && attempt.prompt_logprobs.len() == scored_tokens =>
+                {
                     attempt.started = true;
                     attempt.meter.started(started.cached_tokens, started.computed_tokens, started.estimated);
                     if let Some(span) = &mut attempt.span {
@@ -174,9 +192,10 @@ impl Generation {
                         continue;
                     }
                     let assignment = &attempt.placed.assignment;
-                    // Only a fork computes none of its prompt. It does no lookup, so no prediction applies.
-                    let forked = started.computed_tokens == 0;
-                    let predicted = if forked { started.cached_tokens } else { assignment.predicted };
+                    // A fork computes none of its prompt, and a prompt with log-probabilities is computed whole. Both do
+                    // no lookup, so no prediction applies.
+                    let no_lookup = started.computed_tokens == 0 || scored.is_some();
+                    let predicted = if no_lookup { started.cached_tokens } else { assignment.predicted };
                     let pulls = assignment.pull.is_some();
                     match started.estimated {
                         true => attempt.estimated = Some(predicted),
@@ -191,6 +210,7 @@ impl Generation {
                         cached: started.cached_tokens,
                         hit_stop: started.hit_stop,
                         queued: attempt.placed.queued(&self.job.request),
+                        prompt_logprobs: std::mem::take(&mut attempt.prompt_logprobs),
                     }));
                 }
                 Some(Ok(GenerateFrame::Tokens(tokens))) if attempt.started => {
@@ -211,6 +231,9 @@ impl Generation {
                 Some(Ok(GenerateFrame::Failed(error))) => return Err(Failure::Worker(error)),
                 // A frame out of order, or a cancellation that we did not request.
                 Some(Ok(_)) => Some(GenerateError::Internal),
+                Some(Err(Error::StreamEnded(StreamCode::UnknownKind))) if scored.is_some() => {
+                    Some(earlier_version(&attempt.placed.assignment.node))
+                }
                 Some(Err(error)) => {
                     tracing::info!(request = %self.job.request.request_id, %error, "an attempt was cut off");
                     None
@@ -231,6 +254,10 @@ impl Generation {
     async fn begin(&mut self) -> Result<RunningAttempt, Failure> {
         loop {
             let mut placed = self.ticket.worker(!self.emitted.is_empty()).await?;
+            if self.job.prompt_logprobs.is_some() && self.emitted.is_empty() {
+                // The worker computes the whole prompt.
+                (placed.assignment.prefill, placed.assignment.pull) = (None, None);
+            }
             let mut span = choice::record(&self.job.request, &placed);
             let context = span.as_ref().map(Span::context);
             let mut prefill = None;
@@ -258,6 +285,7 @@ impl Generation {
                         stream,
                         meter,
                         started: false,
+                        prompt_logprobs: Vec::new(),
                         estimated: None,
                         span,
                     });
@@ -265,7 +293,10 @@ impl Generation {
                 Err(error) => {
                     tracing::info!(request = %self.job.request.request_id, %error, "cannot reach the chosen worker");
                     span.iter_mut().for_each(|span| span.fail("unreachable"));
-                    self.retry_elsewhere(&placed, None);
+                    let unknown = request.prompt_logprobs.is_some()
+                        && matches!(error, Error::StreamEnded(StreamCode::UnknownKind));
+                    let error = unknown.then(|| earlier_version(&placed.assignment.node));
+                    self.retry_elsewhere(&placed, error);
                 }
             }
         }
@@ -287,6 +318,7 @@ impl Generation {
             pull: None,
             together: 1,
             grammar: None,
+            prompt_logprobs: None,
             ..request
         };
         let computed = async {
@@ -298,7 +330,7 @@ impl Generation {
                     GenerateFrame::Finished(_) => return Ok(meter),
                     GenerateFrame::Failed(error) => return Err(error.to_string()),
                     GenerateFrame::Started(started) => meter.computed(started.computed_tokens),
-                    GenerateFrame::Tokens(_) => {}
+                    GenerateFrame::Tokens(_) | GenerateFrame::Prompt(_) => {}
                 }
             }
             Err("the stream ended without an end frame".to_owned())
@@ -329,6 +361,8 @@ impl Generation {
             stop: self.job.stop.clone(),
             images: self.job.images.clone(),
             encoders,
+            // They are known once there is a token.
+            prompt_logprobs: self.job.prompt_logprobs.filter(|_| self.emitted.is_empty()),
             predicted_cached: assignment.predicted,
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
             pull: assignment.pull.clone(),
@@ -351,6 +385,14 @@ impl Drop for Generation {
         if self.job.choice == 0 {
             self.job.payer.request_ended(self.ticket.dispatch().usage());
         }
+    }
+}
+
+/// The error of a worker whose version does not know requests for the log-probabilities of prompts.
+fn earlier_version(node: &NodeId) -> GenerateError {
+    GenerateError::Unsupported {
+        field: "prompt_logprobs".to_owned(),
+        reason: format!("the version of worker {node} gives no log-probabilities of prompts"),
     }
 }
 

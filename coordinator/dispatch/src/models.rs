@@ -28,6 +28,7 @@ use text::Tokenizer;
 use text::chat_template::{ChatTemplate, Prompt};
 use text::cpu_time::CpuDeadline;
 use text::dialect::Dialect;
+use text::infill::Infill;
 use text::sampling::SamplingDefaults;
 use text::tokenizer::KnownPart;
 pub use vision::limits::MAX_FILE_BYTES;
@@ -67,6 +68,8 @@ pub struct OfferedModel {
     pub dialect: Arc<Dialect>,
     /// The model's preprocessing of images. `None`: it sees none. An error: the file has one that is not supported.
     images: Result<Option<Images>, vision::Error>,
+    /// Its tokens for a gap between two texts. `None`: it has none.
+    infill: Option<Infill>,
     /// Default sampling parameters.
     pub sampling: SamplingDefaults,
     /// Costs of the layers. `None` for a model that generates no text.
@@ -103,6 +106,7 @@ impl OfferedModel {
         if let Err(error) = &images {
             tracing::warn!(model = %id, %error, "the model serves no images");
         }
+        let infill = Infill::from_metadata(metadata, &mut tokenizer)?;
         let pairs = text::pairs::template(metadata, &tokenizer)?;
         let tokenizer = tokenizer.comparing(pairs).remembering(MEMO_BYTES);
         let template = ChatTemplate::from_metadata(metadata, &tokenizer).unwrap_or_else(|error| {
@@ -120,6 +124,7 @@ impl OfferedModel {
             template,
             dialect,
             images,
+            infill,
             sampling,
             costs: None,
             context,
@@ -140,6 +145,19 @@ impl OfferedModel {
     /// Like [`tokens`](Self::tokens), with the known parts of the prompt.
     pub fn prompt(&self, text: &str, bos: bool) -> TokenIds {
         to_token_ids(self.tokenize(text, &[], bos))
+    }
+
+    /// The tokens of a text of which nothing becomes control tokens.
+    pub fn plain(&self, text: &str) -> Vec<u32> {
+        self.tokenize(text, std::slice::from_ref(&(0..text.len())), false).0
+    }
+
+    /// The prompt for what is between two texts. `None`: the model has no tokens for a gap. `bos`: as in
+    /// [`tokens`](Self::tokens).
+    pub fn infill(&self, before: &[u32], after: &str, bos: bool) -> Option<TokenIds> {
+        let prompt = self.infill?.prompt(before, &self.plain(after));
+        let begin = if bos { self.tokenizer.before() } else { &[] };
+        Some([begin, &prompt].concat().into())
     }
 
     /// The tokens of a chat. Only the template's own text becomes control tokens, unless `raw_chats` is set.

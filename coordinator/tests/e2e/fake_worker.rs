@@ -11,7 +11,7 @@ use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     EncodeRequest, EncodeText, FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest,
-    PullReport, Started, TokenLogprobs, TokenOut,
+    PromptLogprob, PullReport, Started, TokenLogprobs, TokenOut,
 };
 use proto::operation::OfferedOperation;
 use proto::placement::{PlaceOrder, PlaceReport};
@@ -401,6 +401,12 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
         let computed_tokens = request.prompt.len() as u32 - cached;
         shared.send_stored(new);
         shared.count(|c| c.computed += u64::from(computed_tokens));
+        if request.prompt_logprobs.is_some() {
+            let logprobs = prompt_logprobs(&request);
+            for part in logprobs.chunks(3) {
+                call.reply.send(&GenerateFrame::Prompt(part.to_vec())).await?;
+            }
+        }
         let started =
             Started { cached_tokens: cached, estimated: false, computed_tokens, hit_stop: "absent".into() };
         call.reply.send(&GenerateFrame::Started(started)).await?;
@@ -443,6 +449,17 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
         },
         () = cancelled => shared.count(|c| c.cancelled += 1),
     }
+}
+
+/// The log-probabilities of a prompt: a function of each token and its position.
+fn prompt_logprobs(request: &GenerateRequest) -> Vec<PromptLogprob> {
+    let top = request.prompt_logprobs.map_or(0, |requested| u32::from(requested.top));
+    let scored = |(at, token): (usize, &u32)| PromptLogprob {
+        logprob: -(at as f32) - (token % 8) as f32 / 8.0,
+        rank: at as u32,
+        top: (0..top).map(|k| (k + 97, -0.25 - k as f32)).collect(),
+    };
+    request.prompt.iter().enumerate().skip(1).map(scored).collect()
 }
 
 /// The values of a text: a function of its tokens and of where its second part begins.

@@ -7,6 +7,7 @@ pub mod chat_template;
 pub mod cpu_time;
 pub mod dialect;
 mod error;
+pub mod infill;
 pub mod json_schema;
 pub mod pairs;
 pub mod recent;

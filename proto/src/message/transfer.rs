@@ -2,7 +2,7 @@
 //! prefix from it, and the source that a request may pull its prefix from.
 
 use super::image_encoder::ImageEncoderSource;
-use super::{GrammarSpec, PromptImage, Sampling, Stop, TokenIds};
+use super::{GrammarSpec, PromptImage, PromptLogprobs, Sampling, Stop, TokenIds};
 use crate::block::BlockId;
 use crate::ids::{Attempt, ModelId, RequestId};
 use crate::pull::PullSource;
@@ -60,6 +60,10 @@ pub struct GenerateRequest {
     /// Workers that encode images of the model. They are sent before the images.
     #[serde(skip)]
     pub encoders: Vec<ImageEncoderSource>,
+    /// The log-probabilities of the prompt's tokens are requested. Then no prefix is taken from a cache, the prompt has
+    /// no images, and `max_tokens` may be 0. Sent before the request.
+    #[serde(skip)]
+    pub prompt_logprobs: Option<PromptLogprobs>,
     /// Tokens that an earlier attempt has already sent to the client. They are replayed and not sent again.
     pub emitted: TokenIds,
     pub sampling: Sampling,

@@ -99,6 +99,7 @@ fn request(max_tokens: u32) -> GenerateRequest {
         stop: Stop { max_tokens, ..Stop::default() },
         images: Vec::new(),
         encoders: Vec::new(),
+        prompt_logprobs: None,
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,

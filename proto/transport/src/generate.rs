@@ -76,7 +76,7 @@ impl Connection {
 impl GenerateStream {
     /// Starts a generation on a stream on which nothing has been sent.
     async fn start(send: SendStream, receive: RecvStream, request: &GenerateRequest) -> Result<Self, Error> {
-        let writer = match request.images.is_empty() {
+        let writer = match request.images.is_empty() && request.prompt_logprobs.is_none() {
             true => opening(send, StreamKind::Generate, request),
             false => noted(send, &PrefixNote::default(), request)?,
         };
@@ -170,12 +170,17 @@ fn opening(send: SendStream, kind: StreamKind, request: &GenerateRequest) -> Fra
     FrameWriter::opening(send, kind, Cap::GenerateRequest, room)
 }
 
-/// Creates a writer that starts with the note and the images of a request.
+/// Creates a writer that starts with the note and what is sent before a request: its images, or that the
+/// log-probabilities of its prompt are requested.
 fn noted(
     send: SendStream,
     note: &PrefixNote,
     request: &GenerateRequest,
 ) -> Result<FrameWriter<GenerateRequest>, Error> {
+    if let Some(logprobs) = &request.prompt_logprobs {
+        let writer = opening(send, StreamKind::GenerateWithPromptLogprobs, request);
+        return writer.preceded_by(note, Cap::GenerateRequest)?.preceded_by(logprobs, Cap::Stream);
+    }
     if request.images.is_empty() {
         return opening(send, StreamKind::GenerateAfter, request).preceded_by(note, Cap::GenerateRequest);
     }

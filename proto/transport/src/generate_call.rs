@@ -5,7 +5,7 @@ use super::streams::{FrameReader, FrameWriter, StreamCode, next_request, read_re
 use crate::Error;
 use proto::codec::Cap;
 use proto::message::image_encoder::ImageEncoders;
-use proto::message::{GenerateFrame, GenerateRequest, PrefixNote, PromptImages};
+use proto::message::{GenerateFrame, GenerateRequest, PrefixNote, PromptImages, PromptLogprobs};
 use quinn::{RecvStream, SendStream};
 
 const WHAT: &str = "a generation's request";
@@ -14,7 +14,7 @@ const WHAT: &str = "a generation's request";
 pub(super) fn is_last(frame: &GenerateFrame) -> bool {
     match frame {
         GenerateFrame::Finished(_) | GenerateFrame::Failed(_) => true,
-        GenerateFrame::Started(_) | GenerateFrame::Tokens(_) => false,
+        GenerateFrame::Started(_) | GenerateFrame::Tokens(_) | GenerateFrame::Prompt(_) => false,
     }
 }
 
@@ -58,6 +58,20 @@ impl GenerateCall {
         let PromptImages(prompt_images) = images.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
         let mut call = Self::read_noted(send, images.retyped(Cap::GenerateRequest), note, kept).await?;
         (call.request.images, call.request.encoders) = (prompt_images, sources);
+        Ok(call)
+    }
+
+    /// Like [`read_after`](Self::read_after), for a request for the log-probabilities of its prompt.
+    pub(super) async fn read_with_prompt_logprobs(
+        send: SendStream,
+        receive: RecvStream,
+        kept: &KeptPrefixes,
+    ) -> Result<Self, Error> {
+        let (note, rest) = read_note(receive).await?;
+        let mut frames = rest.retyped::<PromptLogprobs>(Cap::Stream);
+        let logprobs = frames.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+        let mut call = Self::read_noted(send, frames.retyped(Cap::GenerateRequest), note, kept).await?;
+        call.request.prompt_logprobs = Some(logprobs);
         Ok(call)
     }
 

@@ -186,6 +186,11 @@ async fn identify(
                 .await
                 .map(|call| Some(Incoming::Generate(Box::new(call))));
         }
+        (Ok(StreamKind::GenerateWithPromptLogprobs), Some(send)) => {
+            return GenerateCall::read_with_prompt_logprobs(send, receive, kept)
+                .await
+                .map(|call| Some(Incoming::Generate(Box::new(call))));
+        }
         (Ok(StreamKind::EncodeImage), Some(send)) => {
             return EncodeImageCall::read(send, receive).await.map(|call| Some(Incoming::EncodeImage(call)));
         }

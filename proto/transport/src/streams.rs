@@ -70,6 +70,8 @@ pub enum StreamKind {
     GenerateWithEncoders = 23,
     /// One image to encode, worker to worker. Bidirectional.
     EncodeImage = 24,
+    /// One generation with the log-probabilities of its prompt, coordinator to worker. Bidirectional.
+    GenerateWithPromptLogprobs = 25,
     /// The hello; exactly one per connection, opened first, by the dialer. Bidirectional.
     Hello = 255,
 }
@@ -101,6 +103,7 @@ impl StreamKind {
             Self::OperationByBackend,
             Self::GenerateWithEncoders,
             Self::EncodeImage,
+            Self::GenerateWithPromptLogprobs,
             Self::Hello,
         ]
         .into_iter()
@@ -116,6 +119,7 @@ impl StreamKind {
             | Self::GenerateAfter
             | Self::GenerateFromImages
             | Self::GenerateWithEncoders
+            | Self::GenerateWithPromptLogprobs
             | Self::KvSnapshot
             | Self::Encode
             | Self::Sequence

@@ -27,6 +27,7 @@ mod operate;
 mod operations;
 mod overload;
 mod plans;
+mod prompt_scores;
 mod random_model;
 mod security;
 mod several_models;

@@ -196,6 +196,7 @@ impl Site {
                 stop: Stop { max_tokens: 4, ignore_eos: true, ..Stop::default() },
                 images: Vec::new(),
                 encoders: Vec::new(),
+                prompt_logprobs: None,
                 predicted_cached: 0,
                 deadline_ms: 0,
                 pull: None,

@@ -34,7 +34,9 @@ use kv_send::KvReads;
 use parking_lot::Mutex;
 use proto::block::BlockId;
 use proto::ids::ModelId;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantShare, TokenLogprobs};
+use proto::message::{
+    GenerateError, GenerateFrame, PromptLogprobs, Sampling, Stop, TenantShare, TokenLogprobs,
+};
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
 use report::Rates;
@@ -58,6 +60,7 @@ mod images;
 mod kv_receive;
 pub mod kv_send;
 mod output;
+mod prompt_logprobs;
 mod report;
 mod request;
 pub mod resume;
@@ -84,6 +87,9 @@ pub struct EngineRequest {
     pub prompt: Vec<u32>,
     /// The images whose rows are in the prompt.
     pub images: Vec<EngineImage>,
+    /// The log-probabilities of the prompt's tokens are requested. Then no prefix is taken from a cache, and
+    /// `max_tokens` may be 0.
+    pub prompt_logprobs: Option<PromptLogprobs>,
     /// Tokens that an earlier attempt drew and sent. They are replayed and not sent again.
     pub emitted: Vec<u32>,
     pub sampling: Sampling,
@@ -343,6 +349,7 @@ impl Engine {
             tenant,
             prompt,
             images,
+            prompt_logprobs,
             emitted,
             sampling,
             mut stop,
@@ -365,9 +372,12 @@ impl Engine {
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
         let placed = self.place_images(&prompt, &images);
         let prepared = placed.and_then(|placed| {
-            Ok((placed, self.prepare(&prompt, &emitted, sampling, stop, !images.is_empty())?))
+            let scores = self.prompt_scores(prompt_logprobs, &prompt, !images.is_empty())?;
+            let prepared =
+                self.prepare(&prompt, &emitted, sampling, stop, (!images.is_empty(), scores.is_some()))?;
+            Ok((placed, scores, prepared))
         });
-        let (placed, (sampler, text, ending)) = match prepared {
+        let (placed, scores, (sampler, text, ending)) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 sink.frame(GenerateFrame::Failed(error));
@@ -391,7 +401,11 @@ impl Engine {
             root,
             prompt: tokens,
             max_new_tokens: left,
-            logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
+            logit_rows: match (all_logits, &scores) {
+                (_, Some(_)) => LogitRows::Prompt,
+                (true, None) => LogitRows::All,
+                (false, None) => LogitRows::LastOnly,
+            },
             boundaries,
             images: None,
             tenant,
@@ -411,6 +425,7 @@ impl Engine {
             sink,
             prompt_len,
             all_logits,
+            scores,
             states,
             started: false,
             received: now,
@@ -442,6 +457,10 @@ impl Engine {
         together: u32,
     ) {
         let id = request.id;
+        if request.logit_rows == LogitRows::Prompt {
+            // It computes its whole prompt by itself.
+            return self.schedule(request);
+        }
         let can_fork =
             |live: &Request| !live.all_logits && !live.states && live.prompt_len == request.prompt.len();
         if self.scheduler.shares() && self.requests.get(&id).is_some_and(can_fork) {
@@ -708,12 +727,14 @@ impl Engine {
         self.steps += 1;
         self.metrics.steps.inc();
         self.metrics.iteration_tokens.0.observe(rows as f64);
+        self.send_prompt_logprobs(plan);
         self.fork_followers(plan, &mut sampled);
         for draw in &sampled {
             self.start(draw.id);
         }
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk && !sequence.samples) {
             self.warmed(ended, sequence.id);
+            self.finish_scored(ended, sequence.id);
         }
         let mut sampled = sampled.into_iter().peekable();
         while let Some(Draw { id, token, logprobs, .. }) = sampled.next() {

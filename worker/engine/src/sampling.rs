@@ -6,7 +6,7 @@
 //! logits.
 
 use kernels::ops::is_drawable;
-use proto::message::{GenerateError, Sampling, Stop, TokenLogprobs};
+use proto::message::{GenerateError, PromptLogprob, Sampling, Stop, TokenLogprobs};
 use proto::stage::StageSample;
 use std::collections::{HashMap, HashSet};
 
@@ -318,6 +318,18 @@ impl RawLogprobs {
         let logit = self.logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);
         TokenLogprobs { chosen: (f64::from(logit) - self.log_sum) as f32, top: self.top }
     }
+}
+
+/// The log-probability of a prompt's token after `row`, and of the `top` best ones. `None` if the row has NaN or
+/// infinite values.
+pub(crate) fn prompt_logprob(row: &[f32], token: u32, top: usize) -> Option<PromptLogprob> {
+    if !is_drawable(row) {
+        return None;
+    }
+    let logit = row.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);
+    let rank = 1 + row.iter().filter(|other| **other > logit).count() as u32;
+    let TokenLogprobs { chosen, top } = RawLogprobs::new(row, top).of(token);
+    Some(PromptLogprob { logprob: chosen, rank, top })
 }
 
 fn argmax(logits: &[f32]) -> u32 {

@@ -484,6 +484,10 @@ impl Job {
             shared.metrics.unsupported.inc();
             GenerateError::Unsupported { field, reason }
         };
+        if request.prompt_logprobs.is_some() {
+            let reason = format!("{} is not asked for the log-probabilities of prompts", shared.kind);
+            return Err(unsupported("prompt_logprobs".to_owned(), reason));
+        }
         if !request.images.is_empty() {
             let reason = format!("{} gets prompts as tokens, which have no images", shared.kind);
             return Err(unsupported("images".to_owned(), reason));

@@ -73,6 +73,7 @@ fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
         stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
         images: Vec::new(),
         encoders: Vec::new(),
+        prompt_logprobs: None,
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,
@@ -104,6 +105,7 @@ async fn run(generator: &ExternalGenerator, request: GenerateRequest) -> Outcome
             match frame {
                 GenerateFrame::Started(started) => outcome.started = Some(started),
                 GenerateFrame::Tokens(tokens) => outcome.tokens.extend(tokens.iter().map(|token| token.id)),
+                GenerateFrame::Prompt(_) => panic!("no engine gives log-probabilities of prompts"),
                 GenerateFrame::Finished(finished) => outcome.finished = Some(finished),
                 GenerateFrame::Failed(error) => outcome.failed = Some(error),
             }

@@ -61,6 +61,7 @@ impl Generator for EngineHandle {
             tenant: request.tenant,
             prompt: request.prompt.to_vec(),
             images: request.images.into_iter().map(|image| engine_image(image, encoder.as_ref())).collect(),
+            prompt_logprobs: request.prompt_logprobs,
             emitted: request.emitted.to_vec(),
             sampling: request.sampling,
             stop: request.stop,

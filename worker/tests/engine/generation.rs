@@ -159,6 +159,7 @@ fn a_request_without_a_receiver_is_cancelled() {
         prompt: prompt(1, 20),
         images: Vec::new(),
         emitted: Vec::new(),
+        prompt_logprobs: None,
         sampling: Sampling::default(),
         stop: Stop { max_tokens: 400, ignore_eos: true, ..Stop::default() },
         deadline: None,

@@ -10,7 +10,8 @@ use kvasir_worker::Error;
 use kvasir_worker::load::{self, EngineOptions};
 use proto::block::BlockId;
 use proto::message::{
-    Finished, GenerateError, GenerateFrame, Sampling, Started, Stop, TenantShare, TokenLogprobs,
+    Finished, GenerateError, GenerateFrame, PromptLogprob, PromptLogprobs, Sampling, Started, Stop,
+    TenantShare, TokenLogprobs,
 };
 use proto::sequence::SequenceName;
 use std::collections::BTreeMap;
@@ -125,6 +126,8 @@ pub(crate) struct Output {
     /// Number of logit rows. A position that was computed twice counts twice.
     pub(crate) rows: usize,
     pub(crate) started: Option<Started>,
+    /// Log-probabilities of the prompt's tokens, from the second one on.
+    pub(crate) prompt: Vec<PromptLogprob>,
     pub(crate) tokens: Vec<u32>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) text: String,
@@ -153,6 +156,7 @@ pub(crate) struct Request {
     pub(crate) stop: Stop,
     /// Whether the sink receives all logits, or tokens only.
     pub(crate) logits: bool,
+    pub(crate) prompt_logprobs: Option<PromptLogprobs>,
     /// Number of requests for its prompt that arrive together.
     pub(crate) together: u32,
 }
@@ -167,6 +171,7 @@ impl Request {
             sampling: Sampling::default(),
             stop: Stop { max_tokens, ignore_eos: true, ..Stop::default() },
             logits: true,
+            prompt_logprobs: None,
             together: 1,
         }
     }
@@ -174,6 +179,11 @@ impl Request {
     /// With a name, as from a coordinator.
     pub(crate) fn named(self, name: SequenceName) -> Self {
         Self { name: Some(name), ..self }
+    }
+
+    /// With the log-probabilities of its prompt, and tokens only.
+    pub(crate) fn scored(self, top: u8) -> Self {
+        Self { prompt_logprobs: Some(PromptLogprobs { top }), logits: false, ..self }
     }
 
     /// Tokens only, as from a server.
@@ -198,6 +208,10 @@ impl Sink for RecordingSink {
                     output.text.push_str(&token.text);
                     output.logprobs.extend(token.logprobs);
                 }
+            }
+            GenerateFrame::Prompt(logprobs) => {
+                assert!(output.started.is_none(), "the prompt's log-probabilities precede the start");
+                output.prompt.extend(logprobs);
             }
             GenerateFrame::Finished(finished) => {
                 output.text.push_str(&finished.tail);
@@ -276,6 +290,7 @@ fn submit_with(
         prompt: request.prompt.clone(),
         images: Vec::new(),
         emitted: request.emitted.clone(),
+        prompt_logprobs: request.prompt_logprobs,
         sampling: request.sampling.clone(),
         stop: request.stop.clone(),
         deadline,

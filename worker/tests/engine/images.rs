@@ -34,6 +34,7 @@ fn submit(engine: &mut Engine, Seen { request, images }: &Seen) -> Arc<Mutex<Out
             prompt: request.prompt.clone(),
             images: images.clone(),
             emitted: request.emitted.clone(),
+            prompt_logprobs: None,
             sampling: request.sampling.clone(),
             stop: request.stop.clone(),
             deadline: None,

@@ -18,6 +18,7 @@ mod opaque;
 mod opaque_device;
 mod parts;
 mod pins;
+mod prompt_logprobs;
 mod pulls;
 mod resume;
 mod simulated;

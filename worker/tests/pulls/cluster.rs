@@ -227,6 +227,7 @@ impl Worker {
             stop: Stop { max_tokens: 12, ignore_eos: true, ..Stop::default() },
             images: Vec::new(),
             encoders: Vec::new(),
+            prompt_logprobs: None,
             predicted_cached: 0,
             deadline_ms: 0,
             pull,
@@ -250,7 +251,7 @@ impl Worker {
                     answer.tokens.extend(tokens.iter().map(|token| token.id));
                     answer.logprobs.extend(tokens.into_iter().filter_map(|token| token.logprobs));
                 }
-                GenerateFrame::Finished(_) => {}
+                GenerateFrame::Finished(_) | GenerateFrame::Prompt(_) => {}
                 GenerateFrame::Failed(error) => panic!("{error}"),
             }
         }

@@ -93,6 +93,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
         prompt: prompt.to_vec(),
         images: Vec::new(),
         emitted: Vec::new(),
+        prompt_logprobs: None,
         sampling: Sampling::default(),
         stop: Stop { max_tokens: 1, ignore_eos: true, ..Stop::default() },
         deadline: None,

@@ -21,7 +21,7 @@ async fn generate(pair: &Pair, model: ModelId) -> Result<(), GenerateError> {
         match frame.unwrap() {
             GenerateFrame::Finished(_) => return Ok(()),
             GenerateFrame::Failed(error) => return Err(error),
-            GenerateFrame::Started(_) | GenerateFrame::Tokens(_) => {}
+            GenerateFrame::Started(_) | GenerateFrame::Tokens(_) | GenerateFrame::Prompt(_) => {}
         }
     }
     panic!("the stream ended without an end frame");

@@ -294,7 +294,7 @@ async fn generate(member: &Member, model: &str, tokens: u32) -> Result<Vec<u32>,
             GenerateFrame::Finished(_) => return Ok(drawn),
             GenerateFrame::Failed(error) => return Err(error),
             GenerateFrame::Tokens(tokens) => drawn.extend(tokens.iter().map(|token| token.id)),
-            GenerateFrame::Started(_) => {}
+            GenerateFrame::Started(_) | GenerateFrame::Prompt(_) => {}
         }
     }
     panic!("the stream ended without an end frame");
@@ -573,7 +573,7 @@ async fn a_dropped_model_finishes_its_requests_and_takes_no_new_ones() {
             GenerateFrame::Tokens(new) => tokens += new.len(),
             GenerateFrame::Finished(_) => break,
             GenerateFrame::Failed(error) => panic!("{error}"),
-            GenerateFrame::Started(_) => {}
+            GenerateFrame::Started(_) | GenerateFrame::Prompt(_) => {}
         }
         if tokens > 0 && !std::mem::replace(&mut dropped, true) {
             fleet.order_to("w0", &[]).await;
@@ -693,7 +693,7 @@ async fn cached(member: &Member, model: &str) -> u32 {
             GenerateFrame::Started(started) => cached = started.cached_tokens,
             GenerateFrame::Finished(_) => return cached,
             GenerateFrame::Failed(error) => panic!("{error}"),
-            GenerateFrame::Tokens(_) => {}
+            GenerateFrame::Tokens(_) | GenerateFrame::Prompt(_) => {}
         }
     }
     panic!("the stream ended without an end frame");

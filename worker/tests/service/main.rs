@@ -155,6 +155,7 @@ fn request(tokens: u32) -> GenerateRequest {
         stop: Stop { max_tokens: tokens, ignore_eos: true, ..Stop::default() },
         images: Vec::new(),
         encoders: Vec::new(),
+        prompt_logprobs: None,
         predicted_cached: 0,
         deadline_ms: 0,
         pull: None,

@@ -100,7 +100,7 @@ prop_compose! {
         let (predicted_cached, deadline_ms) = numbers;
         GenerateRequest {
             request_id: RequestId::new(id).unwrap(), choice, attempt: Attempt(attempt), model, root,
-            prompt: prompt.into(), images: Vec::new(), encoders: Vec::new(), emitted: emitted.into(), sampling, stop,
+            prompt: prompt.into(), images: Vec::new(), encoders: Vec::new(), prompt_logprobs: None, emitted: emitted.into(), sampling, stop,
             predicted_cached, deadline_ms,
             pull, together, trace, grammar: None, tenant: tenant_share,
         }
@@ -158,6 +158,12 @@ fn frame() -> impl Strategy<Value = GenerateFrame> {
             }
         ),
         error().prop_map(GenerateFrame::Failed),
+        vec((float(), any::<u32>(), vec((any::<u32>(), float()), 0..20)), 0..8).prop_map(|tokens| {
+            let tokens = tokens.into_iter();
+            GenerateFrame::Prompt(
+                tokens.map(|(logprob, rank, top)| PromptLogprob { logprob, rank, top }).collect(),
+            )
+        }),
     ]
 }
 

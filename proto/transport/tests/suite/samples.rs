@@ -112,6 +112,7 @@ pub(crate) fn request() -> GenerateRequest {
         stop: Stop { max_tokens: 16, strings: vec!["\n\n".into()], token_ids: vec![2], ..Stop::default() },
         images: Vec::new(),
         encoders: Vec::new(),
+        prompt_logprobs: None,
         predicted_cached: 1488,
         deadline_ms: 30_000,
         pull: Some(pull),
@@ -387,6 +388,7 @@ pub(crate) fn frames() -> Vec<GenerateFrame> {
         GenerateFrame::Tokens(tokens),
         finished(FinishReason::Stop),
         GenerateFrame::Failed(GenerateError::Internal),
+        GenerateFrame::Prompt(vec![PromptLogprob { logprob: -0.5, rank: 2, top: vec![(1, -0.25)] }]),
     ]
 }
 
@@ -494,6 +496,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples_of_struct("GenerateRequest", Request, [request()]),
         samples_of_struct("PrefixNote", Request, [prefix_note()]),
         samples_of_struct("PromptImages", Images, [images()]),
+        samples_of_struct("PromptLogprobs", Stream, [PromptLogprobs { top: 3 }]),
         samples_of_struct("ImageEncoders", Stream, [ImageEncoders(encoders())]),
         samples_of_struct("EncodeImage", Images, [image_to_encode()]),
         samples("EncodeImageFrame", Stream, image_frames()),

@@ -12,7 +12,7 @@ use pki::Expected;
 use proto::codec::CodecError;
 use proto::event::{KvReplay, KvSnapshot, Medium, PeerIndexAsk};
 use proto::ids::{Epoch, Role};
-use proto::message::{GenerateError, GenerateFrame, GenerateRequest, TokenIds};
+use proto::message::{GenerateError, GenerateFrame, GenerateRequest, PromptLogprobs, TokenIds};
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::worker::WorkerStatus;
 use std::sync::Arc;
@@ -579,15 +579,18 @@ async fn coordinators_of_two_versions_skip_unknown_frames() {
     assert_eq!(with_timeout("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(2));
 }
 
-/// The common prefix of several prompts is sent once, with and without images and encoders.
+/// The common prefix of several prompts is sent once, with and without images, encoders and a request for
+/// log-probabilities.
 #[tokio::test]
 async fn prompts_with_numbered_prefixes_arrive_whole() {
     let nodes = pair().await;
     let request = |text: u32, length: u32, end: u32, predicted_cached: u32| {
         let prompt: Vec<u32> = (0..length).map(|at| at * 3 + text).chain([end]).collect();
-        let images = if end > 0 { samples::images().0 } else { Vec::new() };
-        let encoders = if end > 1 { samples::encoders() } else { Vec::new() };
-        GenerateRequest { prompt: prompt.into(), predicted_cached, images, encoders, ..samples::request() }
+        let images = if matches!(end, 1 | 2) { samples::images().0 } else { Vec::new() };
+        let encoders = if end == 2 { samples::encoders() } else { Vec::new() };
+        let prompt_logprobs = (end == 3).then_some(PromptLogprobs { top: 5 });
+        let prompt = prompt.into();
+        GenerateRequest { prompt, predicted_cached, images, encoders, prompt_logprobs, ..samples::request() }
     };
     for (text, length, cached) in [
         (1, 4_000, 0),
@@ -597,7 +600,7 @@ async fn prompts_with_numbered_prefixes_arrive_whole() {
         (1, 6_000, 5_000),
         (1, 6_000, 5_000),
     ] {
-        for end in 0..3 {
+        for end in 0..4 {
             let request = request(text, length, end, cached);
             let mut stream = nodes.to_worker.open_generate(&request).await.unwrap();
             let mut call = next_call(&nodes.to_coordinator).await;

@@ -97,10 +97,16 @@ impl Drawn {
 }
 
 impl Request {
-    /// Processes a row of logits: passes it to the sink if `position` is requested, and draws from it.
+    /// Processes a row of logits: passes it to the sink if `position` is requested, reads the prompt's next
+    /// log-probability, and draws from it.
     fn read(&mut self, target: &Target, position: Option<usize>, draws: bool, row: &[f32]) -> Row {
         if let Some(position) = position.filter(|_| self.all_logits) {
             self.sink.logits(position, row);
+        }
+        if let (Some(scores), Some(position)) = (&mut self.scores, position)
+            && !scores.read(position, row)
+        {
+            return Row::Spoiled;
         }
         if !draws {
             return Row::Unused;
@@ -144,6 +150,10 @@ impl Engine {
                 Target { row, of: sequence.id, id, draft_tokens }
             };
             let position = |row: u32| (sequence.context_before + row - sequence.rows.start) as usize;
+            if let Some(scores) = request.scores.as_ref().filter(|_| id == sequence.id) {
+                let rows = sequence.rows.clone().filter(|row| scores.needs(position(*row)));
+                targets.whole.extend(rows.map(|row| (target(row), position(row), false)));
+            }
             if request.all_logits {
                 let rows = sequence.rows.clone();
                 targets

@@ -4,6 +4,7 @@
 use super::guided::Guided;
 use super::images::Encoding;
 use super::kv_receive::TransferResult;
+use super::prompt_logprobs::PromptScores;
 use super::resume::SequenceKey;
 use super::tiering::{TierLoad, Tiering};
 use super::trace::Traced;
@@ -36,6 +37,8 @@ pub(super) struct Request {
     pub(super) sink: Box<dyn Sink>,
     pub(super) prompt_len: usize,
     pub(super) all_logits: bool,
+    /// Log-probabilities of its prompt, if they are requested.
+    pub(super) scores: Option<PromptScores>,
     pub(super) states: bool,
     pub(super) started: bool,
     pub(super) received: Instant,
@@ -87,14 +90,14 @@ impl RequestState {
 
 impl Engine {
     /// Checks a request and replays the tokens that were already sent. Returns the ending as well if they
-    /// were all.
+    /// were all. `scored`: the log-probabilities of its prompt are requested.
     pub(super) fn prepare(
         &self,
         prompt: &[u32],
         emitted: &[u32],
         sampling: Sampling,
         stop: Stop,
-        has_images: bool,
+        (has_images, scored): (bool, bool),
     ) -> Result<(Sampler, OutputText, Option<Ending>), GenerateError> {
         let vocab = self.executor.decoder().spec().vocab;
         let refuse = |field: &str, reason: String| {
@@ -109,7 +112,7 @@ impl Engine {
                 limit: self.max_model_len as u64,
             });
         }
-        if stop.max_tokens == 0 {
+        if stop.max_tokens == 0 && !scored {
             // Nothing would ever end the request.
             return refuse("max_tokens", "it is 0".to_owned());
         }

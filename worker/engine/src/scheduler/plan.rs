@@ -516,7 +516,7 @@ impl Scheduler {
             let samples = last_chunk && sequence.max_new_tokens > 0;
             let first_logit = plan.logit_rows.len() as u32;
             let logit_positions = match sequence.logit_rows {
-                LogitRows::All => from..to.min(sequence.prompt_len),
+                LogitRows::All | LogitRows::Prompt => from..to.min(sequence.prompt_len),
                 LogitRows::LastOnly => from..from,
             };
             plan.logit_rows.extend(logit_positions.clone().map(|position| first_row + position - from));

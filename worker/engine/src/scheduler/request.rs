@@ -19,6 +19,8 @@ pub enum LogitRows {
     LastOnly,
     /// Every computed row. Rows served by the cache have no logits.
     All,
+    /// Every row of the prompt, so the cache serves none that the sequence has not computed before.
+    Prompt,
 }
 
 /// A sequence to be computed.

@@ -140,9 +140,14 @@ impl Sequence {
         len.is_multiple_of(HASH_UNIT_TOKENS).then_some(len / HASH_UNIT_TOKENS)
     }
 
-    /// Maximum number of units that the cache may serve: the last token is always computed.
+    /// Maximum number of units that the cache may serve: the last token is always computed, and every row whose
+    /// logits are needed once.
     pub(super) fn unit_cap(&self) -> usize {
-        (self.tokens.len() - 1) / HASH_UNIT_TOKENS
+        let served = match self.logit_rows {
+            LogitRows::Prompt if self.reached < self.prompt_len => self.reached as usize,
+            _ => self.tokens.len() - 1,
+        };
+        served / HASH_UNIT_TOKENS
     }
 
     /// Number of the next `rows` rows that may be computed together: they end in no span.

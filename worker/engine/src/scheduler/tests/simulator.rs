@@ -28,6 +28,8 @@ pub(super) struct Client {
     given: Option<u32>,
     /// The true history after each token of prompt and output.
     truth: Vec<u64>,
+    /// Of a sequence that needs the logits of its whole prompt: number of rows that have had them.
+    scored: Option<usize>,
 }
 
 impl Client {
@@ -63,6 +65,8 @@ pub(super) struct Sim {
     pub(super) exports: u64,
     /// Drafts tokens if set: three in four are correct.
     pub(super) draft_tokens: Option<Rng>,
+    /// Some submitted sequences need the logits of their whole prompts.
+    pub(super) scores: bool,
 }
 
 /// A resume point as a snapshot would hold it: (group, digests) of each block.
@@ -91,6 +95,7 @@ impl Sim {
             limits: StepLimits::NONE,
             exports: 0,
             draft_tokens: None,
+            scores: false,
         }
     }
 
@@ -128,12 +133,17 @@ impl Sim {
     ) -> Result<SeqId, Rejected> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
+        let scored = (self.scores && self.next_id.is_multiple_of(4)).then_some(0);
         self.scheduler.submit(SequenceRequest {
             id,
             root,
             prompt: prompt.clone(),
             max_new_tokens: max_new,
-            logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
+            logit_rows: match scored {
+                Some(_) => LogitRows::Prompt,
+                None if self.next_id.is_multiple_of(3) => LogitRows::All,
+                None => LogitRows::LastOnly,
+            },
             boundaries: self.boundaries.clone(),
             images: None,
             tenant: self.tenant.unwrap_or_else(|| TenantShare::of_root(root)),
@@ -141,8 +151,10 @@ impl Sim {
             position: None,
         })?;
         let truth = histories(root, &prompt);
-        self.live
-            .insert(id, Client { root, prompt, max_new, output: Vec::new(), info: None, given: None, truth });
+        self.live.insert(
+            id,
+            Client { root, prompt, max_new, output: Vec::new(), info: None, given: None, truth, scored },
+        );
         Ok(id)
     }
 
@@ -158,7 +170,8 @@ impl Sim {
         truth.pop();
         truth.push(extend(truth[truth.len() - 1], token));
         let (output, given) = (vec![token], Some(token));
-        self.live.insert(id, Client { root, prompt, max_new, output, info: None, given, truth });
+        self.live
+            .insert(id, Client { root, prompt, max_new, output, info: None, given, truth, scored: None });
         Ok(id)
     }
 
@@ -277,6 +290,15 @@ impl Sim {
             let logits = &plan.logit_rows[planned.logits.start as usize..planned.logits.end as usize];
             assert!(logits.iter().all(|row| planned.rows.contains(row)));
             assert!(!planned.samples || logits.last() == Some(&(planned.rows.end - 1)));
+            let in_prompt = rows.min(client.prompt.len().saturating_sub(first));
+            let client = self.live.get_mut(&planned.id).expect("a live sequence");
+            if let Some(scored) = &mut client.scored {
+                let all: Vec<u32> = (planned.rows.start..).take(in_prompt).collect();
+                assert!(logits.starts_with(&all), "a row of the prompt has no logits");
+                let prompt = client.prompt.len();
+                assert!(first <= *scored || *scored == prompt, "{first} is behind {scored}");
+                *scored = (*scored).max(first + in_prompt).min(prompt);
+            }
         }
         assert_eq!(rows_seen as usize, plan.tokens.len());
         let blocks: HashSet<_> = writers.iter().map(|&(group, offset, _)| (group, offset)).collect();
@@ -432,6 +454,9 @@ impl Sim {
 
     /// Fails the steps in flight, oldest first: nothing that they wrote is reliable.
     pub(super) fn abort(&mut self, in_flight: impl IntoIterator<Item = Pending>) {
+        // Their logits are lost too. No executor fails a step and goes on, so that is not made up for.
+        let scored = self.live.values_mut().filter(|client| client.scored.is_some());
+        scored.for_each(|client| client.scored = Some(client.prompt.len()));
         let mut first = None;
         for Pending { plan, tables } in in_flight {
             first.get_or_insert(plan.step);

@@ -104,6 +104,7 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     let mut sim = Sim::new(random_config(&mut rng), spec(&mut rng));
     // A random source of its own, so that storms without draft tokens are unchanged.
     sim.draft_tokens = (rng.0 % 2 == 1).then_some(Rng(rng.0 ^ 0x6E5));
+    sim.scores = rng.0 % 3 == 1;
     let longest = 8 + rng.below(250);
     let longest_output = rng.pick(&[2, 40, 200]);
     let prompts = Prompts::new(&mut rng, longest);
@@ -197,6 +198,7 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     sim.run();
     sim.check();
 
+    sim.scores = false;
     // With nothing else in flight, a lookup serves exactly what the events announced.
     for _ in 0..4 {
         let (root, prompt) = prompts.next(&mut rng);
