@@ -27,7 +27,7 @@ impl std::fmt::Display for SequenceName {
     }
 }
 
-/// How much of a sequence's prompt is computed, cached tokens included.
+/// The part of a sequence's prompt that is computed, cached tokens included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptProgress {
     pub computed: u32,

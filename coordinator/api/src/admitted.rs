@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Extension of a request that runs in the fleet's idle time, below every other one.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Background {
-    /// When its result is no longer needed.
+    /// The instant from which its result is no longer needed.
     pub(super) deadline: Instant,
 }
 
@@ -24,7 +24,7 @@ pub struct AdmittedRequest {
 }
 
 impl AdmittedRequest {
-    /// When the result is no longer needed. `timeout`: the time limit of a request.
+    /// The instant from which the result is no longer needed. `timeout`: the time limit of a request.
     pub(super) fn deadline(&self, timeout: Duration) -> Instant {
         self.background.map_or(self.arrived + timeout, |background| background.deadline)
     }

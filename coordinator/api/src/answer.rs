@@ -133,7 +133,7 @@ struct Progress {
     /// Whether this choice counts the prompt's tokens: true for the first choice of each prompt.
     counts: bool,
     started: Option<Started>,
-    /// When the worker took it.
+    /// The time at which the worker took it.
     taken: Option<Instant>,
     first: Option<Instant>,
     last: Option<Instant>,

@@ -40,7 +40,7 @@ pub(super) const ENDPOINTS: [Endpoint; 4] =
 pub struct Batches {
     store: Arc<Store>,
     changed: Notify,
-    /// When a request arrived last that is not a line of a batch.
+    /// The last arrival of a request that is not a line of a batch.
     last_other: Mutex<Option<Instant>>,
 }
 

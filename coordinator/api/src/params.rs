@@ -39,7 +39,7 @@ pub struct Params {
     pub truncate: Option<Truncate>,
 }
 
-/// What stays of a prompt: its last tokens.
+/// The part that stays of a prompt: its last tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Truncate {
     /// At most this many tokens.

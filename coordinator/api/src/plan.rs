@@ -51,7 +51,7 @@ pub struct GenerationPlan {
     pub served: ServedModel,
     /// The prompts, each with its max_tokens.
     pub prompts: Vec<(TokenIds, u32)>,
-    /// What answers tell of their prompts, and `best_of`.
+    /// The parts of answers about their prompts, and `best_of`.
     pub scoring: Scoring,
     /// The text of each prompt, if answers begin with it.
     pub echoes: Vec<Arc<str>>,

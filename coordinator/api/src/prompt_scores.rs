@@ -1,4 +1,4 @@
-//! What an answer tells of its prompt (`echo`, `prompt_logprobs`), and `best_of`.
+//! The part of an answer about its prompt (`echo`, `prompt_logprobs`), and `best_of`.
 
 use super::error::ApiError;
 use super::fields::Fields;
@@ -57,7 +57,7 @@ impl Scoring {
         logprobs.filter(|_| self.echo)
     }
 
-    /// What a worker computes for a prompt whose answer has at most `max_tokens` tokens.
+    /// The request to a worker for a prompt whose answer has at most `max_tokens` tokens.
     pub fn of_prompt(&self, logprobs: Option<u8>, max_tokens: u32) -> Option<PromptLogprobs> {
         let only_prompt = (max_tokens == 0).then_some(0);
         let top = self.echoed(logprobs).max(self.prompt_logprobs).max(only_prompt)?;

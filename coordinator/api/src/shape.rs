@@ -194,11 +194,11 @@ pub struct Usage {
 /// Times of a response's first choice, since the arrival of the request.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Times {
-    /// When a worker took it.
+    /// The time at which a worker took it.
     pub started: Duration,
-    /// When its first token came.
+    /// The time of its first token.
     pub first: Duration,
-    /// When its last token came.
+    /// The time of its last token.
     pub last: Duration,
     /// Until now.
     pub ended: Duration,

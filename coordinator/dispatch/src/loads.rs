@@ -1,4 +1,4 @@
-//! How busy the workers are, for requests that run in their idle time.
+//! The load of the workers, for requests that run in their idle time.
 
 use super::Dispatch;
 use proto::worker::WorkerState;

@@ -1,4 +1,4 @@
-//! How far a generation without tokens is: its place in the queue, or how much of its prompt is computed.
+//! Progress of a generation without tokens: its place in the queue, or the part of its prompt that is computed.
 
 use super::Dispatch;
 use super::link::Link;
@@ -13,7 +13,7 @@ use transport::service::deadline;
 /// A worker answers between two steps.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// How far a generation is.
+/// Progress of a generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
     /// It waits for a worker, at this place, from 1, among the `of` requests of its tenant.

@@ -184,7 +184,7 @@ mod tests {
             std::fs::write(&path, &whole[..cut]).unwrap();
             let kept = ends.iter().filter(|end| **end <= cut as u64).count() - 1;
             assert_eq!(records(&path).unwrap(), written[..kept], "cut at {cut}");
-            // What is appended then follows the last whole record.
+            // The next record follows the last whole one.
             Journal::open(&path, |_| true).unwrap().append([&b"after"[..]]).unwrap();
             let mut after = written[..kept].to_vec();
             after.push(b"after");

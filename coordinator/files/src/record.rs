@@ -1,4 +1,4 @@
-//! What the store keeps of a file and of a batch.
+//! The records of a file and of a batch.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -104,7 +104,7 @@ pub struct BatchRecord {
     /// Seconds that the result files are kept.
     pub keep_output_s: u64,
     pub status: Status,
-    /// How it ends once its result files are written.
+    /// The status with which it ends once its result files are written.
     pub ends_as: Option<Status>,
     pub counts: Counts,
     pub errors: Vec<LineError>,
@@ -122,7 +122,7 @@ pub struct BatchRecord {
 }
 
 impl BatchRecord {
-    /// When the batch ended; `None` before.
+    /// The time at which the batch ended; `None` before.
     pub fn ended_at(&self) -> Option<u64> {
         match self.status {
             Status::Failed => self.failed_at,

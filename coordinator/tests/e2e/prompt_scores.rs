@@ -1,4 +1,4 @@
-//! What completions and chats tell of their prompts, and `best_of`.
+//! Prompts in the answers of completions and chats, and `best_of`.
 
 use super::client::{Events, Reply, post};
 use super::fake_worker::{FakeWorker, letters};

@@ -1,5 +1,5 @@
-//! What lm-evaluation-harness's `local-completions` sends, and its sums and greedy flags: they equal those of the logits
-//! that `kvasir logits` computes.
+//! The requests of lm-evaluation-harness's `local-completions`. Its sums and greedy flags equal those of the logits that
+//! `kvasir logits` computes.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;

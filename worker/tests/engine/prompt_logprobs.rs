@@ -70,7 +70,7 @@ fn they_depend_on_neither_cache_nor_batch_nor_chunks() {
         let outputs = together(&mut engine, &mixed);
         same(&outputs[..3], "among others");
         same(&outputs[6..], "among equal prompts");
-        // What such a request has computed serves later ones.
+        // The blocks that such a request has computed serve later ones.
         let longer = Request::greedy([&prompts[0][..], &[9, 8]].concat(), 2);
         let filled = |request: &Request| {
             let mut engine = open(model, &options(model));

@@ -1,4 +1,4 @@
-//! How many lines of batches are at workers at once.
+//! The number of lines of batches that are at workers at once.
 
 use dispatch::WorkerLoads;
 use parking_lot::Mutex;

@@ -18,7 +18,7 @@ use std::time::Instant;
 const FIELDS: [&str; 6] = ["model", "name", "input", "truncate", "dimensions", "options"];
 const ONE_FIELDS: [&str; 4] = ["model", "name", "prompt", "options"];
 
-/// What the answer needs of a request.
+/// Parts of a request that the answer needs.
 #[derive(Debug)]
 pub(super) struct Given {
     arrived: Instant,

@@ -17,14 +17,14 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
 const FIELDS: [&str; 2] = ["model", "name"];
-/// When a model ends of which no end is known.
+/// The end of a model of which no end is known.
 const NEVER: &str = "9999-12-31T23:59:59Z";
 
 /// A model that is listed: all that generate or embed.
 struct Known {
     name: ModelId,
     offered: Arc<OfferedModel>,
-    /// How it is served; `None` if no worker has the deployed model.
+    /// The served model; `None` if no worker has the deployed model.
     served: Option<ServedModel>,
     /// Whether a worker has it ready.
     ready: bool,

@@ -1,4 +1,4 @@
-//! What a model's file says about the model, for lists of models.
+//! Facts about a model from its file, for lists of models.
 
 use metadata::Metadata;
 use model::GgmlType;

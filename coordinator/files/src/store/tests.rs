@@ -224,7 +224,7 @@ fn limits_hold_and_are_named() {
         }
     };
     assert_eq!(refused("a", 11), Some(("file bytes", 11, 10)));
-    // What is being uploaded counts, and no more once it is given up.
+    // An upload counts until it is given up.
     let mut open = store.upload(&tenant("a")).unwrap();
     open.write(b"123456789").unwrap();
     assert_eq!(refused("a", 7), Some(("bytes of all files of the tenant", 16, 15)));

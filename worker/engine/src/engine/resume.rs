@@ -257,7 +257,7 @@ impl Engine {
         Ok(())
     }
 
-    /// How much of the prompt of a request is computed; `None` if no request of this name is here.
+    /// The part of a request's prompt that is computed; `None` if no request of this name is here.
     pub fn prompt_progress(&self, key: &SequenceKey) -> Option<PromptProgress> {
         let (id, request) = self.requests.iter().find(|(_, request)| request.key.as_ref() == Some(key))?;
         let prompt = u32::try_from(request.prompt_len).unwrap_or(u32::MAX);

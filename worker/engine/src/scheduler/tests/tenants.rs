@@ -170,7 +170,7 @@ fn the_background_costs_a_request_at_most_a_step() {
         let (beside, mut simulation) = run(30);
         assert!(beside <= alone + 2, "{slots} slots, {blocks} blocks: {beside} steps instead of {alone}");
         assert!(simulation.drawn(9) > 0);
-        // What gave way ends as it would have.
+        // A sequence that gave way ends as it would have.
         simulation.sim.run();
         assert!(simulation.sim.live.is_empty());
         assert_eq!(simulation.drawn(9), 30 * 60);
