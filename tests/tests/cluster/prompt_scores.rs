@@ -3,9 +3,10 @@
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
-use kvasir_cluster_tests::{http, logits};
+use kvasir_cluster_tests::{binary, http, logits};
 use serde_json::{Value, json};
 use std::path::Path;
+use std::process::Command;
 
 /// Tokens of a context, and those of its continuation whose likelihood is asked.
 const REQUESTS: [(usize, usize); 5] = [(40, 3), (1, 1), (200, 20), (7, 64), (40, 5)];
@@ -88,4 +89,21 @@ fn loglikelihoods_equal_those_of_the_logits() {
     let body = json!({"model": cluster.model(), "prompt": prompts[2], "max_tokens": 1});
     let cached = complete(&cluster, &body)["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
     assert!(cached >= Some(192), "{cached:?}");
+}
+
+#[test]
+#[ignore = "downloads 600 MB: ./test loglikelihoods"]
+fn lm_evaluation_harness_has_the_numbers_of_the_logits() {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = tests.join("fixtures/hf/llama3-rope");
+    let cluster =
+        Cluster::builder("lm-eval", folder.to_str().unwrap()).flag("--workers", "2").start().unwrap();
+    let programs = binary::target().join("lm-eval-venv/bin");
+    let status = Command::new(programs.join("python"))
+        .arg(tests.join("frameworks/lm_eval.py"))
+        .args([format!("http://{}/v1", cluster.http()), cluster.model().to_owned()])
+        .args([&folder, &binary::kvasir().unwrap(), &programs])
+        .status()
+        .unwrap();
+    assert!(status.success(), "{status}");
 }
