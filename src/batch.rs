@@ -25,6 +25,7 @@ const BOUNDARY: &str = "kvasir-batch-7c1f0e9a52d84b36";
 
 /// Runs the requests of a file in the fleet's idle time
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  kvasir batch run requests.jsonl --output results.jsonl")]
 pub(crate) struct BatchCommand {
     #[command(subcommand)]
     action: Action,

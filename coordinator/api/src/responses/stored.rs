@@ -170,6 +170,13 @@ pub(crate) async fn input_items(state: Arc<AppState>, request: Request) -> Resul
         let mut item: Value = serde_json::from_str(raw.get()).map_err(|_| ApiError::Internal)?;
         if let Some(item) = item.as_object_mut() {
             item.entry("id").or_insert_with(|| format!("item_{at}").into());
+            // The short forms of messages and of their content are written out.
+            item.entry("type").or_insert_with(|| "message".into());
+            let kind =
+                if item.get("role") == Some(&json!("assistant")) { "output_text" } else { "input_text" };
+            if let Some(content @ Value::String(_)) = item.get_mut("content") {
+                *content = json!([{"type": kind, "text": content.take()}]);
+            }
         }
         Ok(item)
     };
