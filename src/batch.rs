@@ -38,8 +38,8 @@ enum Action {
 
 /// Uploads a file, waits for its results and writes them
 ///
-/// Each line of the file is a request in the form of OpenAI's Batch API. Exits with 1 if a request failed. The batch goes
-/// on if this command is ended.
+/// Each line of the file is a request in the form of OpenAI's Batch API. Exits with 1 if a request failed. The batch
+/// goes on if this command is ended.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir batch run requests.jsonl --output results.jsonl")]
 struct Run {

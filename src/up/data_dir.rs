@@ -1,5 +1,5 @@
-//! Data directory of `kvasir up`. Authority, secrets, snapshots, and files of tenants are permanent; settings, identities and
-//! logs of nodes belong to one run; `up.json` exists while the cluster is ready.
+//! Data directory of `kvasir up`. Authority, secrets, snapshots, and files of tenants are permanent; settings,
+//! identities and logs of nodes belong to one run; `up.json` exists while the cluster is ready.
 
 use anyhow::{Context, bail};
 use std::fs::{self, File, TryLockError};

@@ -415,8 +415,8 @@ impl ResponseStream {
         }
     }
 
-    /// Writes that there is nothing to send yet. Clients of Anthropic's API expect no event before the first of its own,
-    /// unless they ask for it.
+    /// Writes that there is nothing to send yet. Clients of Anthropic's API expect no event before the first of its
+    /// own, unless they ask for it.
     fn write_status(&mut self, out: &mut Vec<u8>, status: &Status) {
         match self.has_started() {
             true => self.writer.write_silence(out),

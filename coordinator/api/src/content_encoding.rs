@@ -1,5 +1,5 @@
-//! Compressed bodies of requests (`Content-Encoding`), decompressed while they arrive. The limits of bodies hold for what
-//! comes out.
+//! Compressed bodies of requests (`Content-Encoding`), decompressed while they arrive. The limits of bodies hold for
+//! what comes out.
 
 use super::error::ApiError;
 use axum::body::{Body, Bytes};

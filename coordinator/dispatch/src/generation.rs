@@ -192,8 +192,8 @@ impl Generation {
                         continue;
                     }
                     let assignment = &attempt.placed.assignment;
-                    // A fork computes none of its prompt, and a prompt with log-probabilities is computed whole. Both do
-                    // no lookup, so no prediction applies.
+                    // A fork computes none of its prompt, and a prompt with log-probabilities is computed whole. Both
+                    // do no lookup, so no prediction applies.
                     let no_lookup = started.computed_tokens == 0 || scored.is_some();
                     let predicted = if no_lookup { started.cached_tokens } else { assignment.predicted };
                     let pulls = assignment.pull.is_some();
@@ -405,8 +405,8 @@ fn attempt_id(request: &GenerateRequest) -> AttemptId {
     }
 }
 
-/// The tenant's number and weight for fair shares of workers, equal at all coordinators. In the background the tenant has
-/// another number, and no weight.
+/// The tenant's number and weight for fair shares of workers, equal at all coordinators. In the background the tenant
+/// has another number, and no weight.
 fn share_of(request: &RouteRequest, weight: u32) -> TenantShare {
     let background = request.priority == BACKGROUND;
     let context = match background {

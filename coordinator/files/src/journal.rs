@@ -1,5 +1,5 @@
-//! A file of records that only grows. A record is a line: the first 16 hexadecimal digits of its BLAKE3, a space, and its
-//! bytes, which have no line feed.
+//! A file of records that only grows. A record is a line: the first 16 hexadecimal digits of its BLAKE3, a space, and
+//! its bytes, which have no line feed.
 
 use crate::error::FilesError;
 use std::fs::{File, OpenOptions};

@@ -210,8 +210,8 @@ impl Responses {
         gone.map(drop).ok_or_else(|| FilesError::Unknown(id.chars().take(128).collect()))
     }
 
-    /// Forgets what has expired and what is beyond the limits. A tenant beyond them loses an eighth more, so that this is
-    /// rare.
+    /// Forgets what has expired and what is beyond the limits. A tenant beyond them loses an eighth more, so that this
+    /// is rare.
     fn forget(&self, state: &mut State) {
         let now = now();
         let mut newest: Vec<(u64, Key)> =

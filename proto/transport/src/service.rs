@@ -63,8 +63,8 @@ pub trait WorkerApi {
     /// States the models that the worker should hold. Idempotent; the reply reports the progress. Called only at a
     /// worker that has called [`CoordinatorApi::host`].
     async fn models(order: ModelsOrder) -> ModelsReport;
-    /// Returns how much of the prompt of a running sequence under `root` is computed; `None` if there is none, or if its
-    /// engine does not tell. An older worker refuses the call.
+    /// Returns how much of the prompt of a running sequence under `root` is computed; `None` if there is none, or if
+    /// its engine does not tell. An older worker refuses the call.
     async fn prompt_progress(root: BlockId, name: SequenceName) -> Option<PromptProgress>;
 }
 

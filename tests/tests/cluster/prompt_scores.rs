@@ -1,5 +1,5 @@
-//! The requests of lm-evaluation-harness's `local-completions`. Its sums and greedy flags equal those of the logits that
-//! `kvasir logits` computes.
+//! The requests of lm-evaluation-harness's `local-completions`. Its sums and greedy flags equal those of the logits
+//! that `kvasir logits` computes.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;

@@ -53,8 +53,8 @@ impl Keep {
 }
 
 /// Puts the items of the response that the request continues before its input. Returns the new body, of at most
-/// `max_bytes`, and what keeps the response, unless the request has `store: false` or is a line of a batch. Of a malformed
-/// body nothing is kept: planning refuses it.
+/// `max_bytes`, and what keeps the response, unless the request has `store: false` or is a line of a batch. Of a
+/// malformed body nothing is kept: planning refuses it.
 pub(crate) async fn continued(
     state: &AppState,
     admitted: &AdmittedRequest,

@@ -332,9 +332,9 @@ impl Scheduler {
     }
 
     /// The sequence to preempt for `sequence`, possibly itself: among those that would free blocks, first of the
-    /// background, which alone is preempted for sequences in the background, the one with the least work to recompute; ties go to the youngest. Never the oldest sequence, one with rows in
-    /// flight, or one that committed units in this step, because others may have taken these units over and
-    /// would read blocks that nothing writes.
+    /// background, which alone is preempted for sequences in the background, the one with the least work to recompute;
+    /// ties go to the youngest. Never the oldest sequence, one with rows in flight, or one that committed units in this
+    /// step, because others may have taken these units over and would read blocks that nothing writes.
     fn cheapest_victim(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
         let own = (!oldest).then_some((slot, sequence));
         let others = self.running.iter().skip(1).filter_map(|&slot| Some((slot, self.get(slot)?)));
