@@ -484,13 +484,11 @@ impl Job {
             shared.metrics.unsupported.inc();
             GenerateError::Unsupported { field, reason }
         };
-        if request.prompt_logprobs.is_some() {
-            let reason = format!("{} is not asked for the log-probabilities of prompts", shared.kind);
-            return Err(unsupported("prompt_logprobs".to_owned(), reason));
-        }
-        if !request.images.is_empty() {
-            let reason = format!("{} gets prompts as tokens, which have no images", shared.kind);
-            return Err(unsupported("images".to_owned(), reason));
+        let scored =
+            request.prompt_logprobs.map(|_| ("prompt_logprobs", "gives no log-probabilities of prompts"));
+        let images = (!request.images.is_empty()).then_some(("images", "gets prompts as tokens alone"));
+        if let Some((field, why)) = scored.or(images) {
+            return Err(unsupported(field.to_owned(), format!("{} {why}", shared.kind)));
         }
         if let Err(error) = shared.engine.can_serve(&engine_request) {
             return Err(unsupported(error.argument, format!("{} {}", error.engine, error.reason)));

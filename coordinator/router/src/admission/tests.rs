@@ -167,7 +167,11 @@ fn urgent_requests_overtake_those_that_have_not_waited_long() {
     }
     assert_eq!(drained(&mut q), ["urgent", "plain", "patient", "late"]);
     // However urgent all later requests are.
-    assert!(rank(start, i32::MAX) < rank(start + Duration::from_secs(201), i32::MIN));
+    assert!(rank(start, i32::MAX - 1) < rank(start + Duration::from_secs(201), i32::MIN));
+    // Except the background, which waits for a day.
+    let day = Duration::from_secs(24 * 60 * 60);
+    assert!(rank(start, BACKGROUND) > rank(start + day - Duration::from_secs(201), MAX_PRIORITY));
+    assert!(rank(start, BACKGROUND) < rank(start + day + Duration::from_secs(1), -MAX_PRIORITY));
 }
 
 /// Offers until one request is placed, by the answers of `verdict` to names; returns its name.
