@@ -7,9 +7,9 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use std::collections::HashMap;
-use std::fs;
-use std::io::Write;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Ending of a file that is being written.
@@ -37,12 +37,20 @@ impl Default for ResponseLimits {
     }
 }
 
-/// A response and the items that led to it.
+/// The first line of a file: all that is read of it at the start.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct StoredResponse {
+struct Head {
     tenant: String,
     id: String,
     expires_at: u64,
+}
+
+/// Longest first line, in bytes.
+const MAX_HEAD: u64 = 64 << 10;
+
+/// A response and the items that led to it: the second line of a file.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct StoredResponse {
     /// The response, as it was answered.
     pub response: Box<RawValue>,
     /// The input, with that of the responses before it and their output.
@@ -83,7 +91,7 @@ struct Kept {
     bytes: u64,
     expires_at: u64,
     /// Set until it is on disk.
-    unwritten: Option<Arc<StoredResponse>>,
+    unwritten: Option<Arc<(Head, StoredResponse)>>,
 }
 
 impl Responses {
@@ -93,17 +101,14 @@ impl Responses {
         let mut found = Vec::new();
         for entry in entries.flatten() {
             let path = entry.path();
-            let read = fs::read(&path).ok().filter(|_| path.extension().is_none());
-            let stored: Option<StoredResponse> =
-                read.as_ref().and_then(|read| serde_json::from_slice(read).ok());
-            match (stored, read) {
-                (Some(stored), Some(read)) => found.push((stored, read.len() as u64)),
-                _ => remove(&path),
+            match read_head(&path).filter(|_| path.extension().is_none()) {
+                Some(head) => found.push(head),
+                None => remove(&path),
             }
         }
-        found.sort_unstable_by_key(|(stored, _)| stored.expires_at);
+        found.sort_unstable_by_key(|(head, _)| head.expires_at);
         let mut state = State::default();
-        for (StoredResponse { tenant, id, expires_at, .. }, bytes) in found {
+        for (Head { tenant, id, expires_at }, bytes) in found {
             let kept = Kept { number: state.next, bytes, expires_at, unwritten: None };
             state.next += 1;
             state.kept.insert((tenant.into(), id), kept);
@@ -118,8 +123,8 @@ impl Responses {
     pub fn keep(&self, tenant: &Arc<str>, id: &str, response: Box<RawValue>, input: Vec<Box<RawValue>>) {
         let expires_at = now() + self.limits.keep_s;
         let bytes = response.get().len() + input.iter().map(|item| item.get().len()).sum::<usize>();
-        let stored =
-            StoredResponse { tenant: tenant.to_string(), id: id.to_owned(), expires_at, response, input };
+        let head = Head { tenant: tenant.to_string(), id: id.to_owned(), expires_at };
+        let stored = (head, StoredResponse { response, input });
         let mut state = self.state.lock();
         let number = state.next;
         state.next += 1;
@@ -149,7 +154,10 @@ impl Responses {
         let path = self.path(tenant, id);
         let partial = path.with_extension(format!("{number}.{PARTIAL}"));
         let failed = |error| FilesError::disk(&partial, &error);
-        let bytes = serde_json::to_vec(&*stored).map_err(|error| failed(error.into()))?;
+        let (head, stored) = &*stored;
+        let mut bytes = serde_json::to_vec(head).map_err(|error| failed(error.into()))?;
+        bytes.push(b'\n');
+        serde_json::to_writer(&mut bytes, stored).map_err(|error| failed(error.into()))?;
         let written = create(&partial).and_then(|mut file| {
             file.write_all(&bytes).and_then(|()| file.sync_all()).map_err(failed)?;
             Ok(())
@@ -186,7 +194,7 @@ impl Responses {
             let kept = state.kept.get(&(Arc::clone(tenant), id.to_owned()));
             let kept = kept.filter(|kept| kept.expires_at > now()).ok_or_else(unknown)?;
             if let Some(stored) = &kept.unwritten {
-                return Ok((**stored).clone());
+                return Ok(stored.1.clone());
             }
         }
         let path = self.path(tenant, id);
@@ -195,7 +203,9 @@ impl Responses {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(unknown()),
             read => read.map_err(|error| FilesError::disk(&path, &error))?,
         };
-        serde_json::from_slice(&bytes).map_err(|error| FilesError::disk(&path, &error.into()))
+        let head = bytes.iter().position(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+        let stored = serde_json::from_slice(bytes.get(head..).unwrap_or_default());
+        stored.map_err(|error| FilesError::disk(&path, &error.into()))
     }
 
     /// Deletes a response. Blocks.
@@ -253,6 +263,16 @@ impl Responses {
         hasher.update(&(tenant.len() as u64).to_le_bytes()).update(tenant.as_bytes()).update(id.as_bytes());
         self.directory.join(hasher.finalize().to_hex().as_str())
     }
+}
+
+/// The first line of a file, and the file's bytes. `None` if the line is not whole.
+fn read_head(path: &Path) -> Option<(Head, u64)> {
+    let file = File::open(path).ok()?;
+    let bytes = file.metadata().ok()?.len();
+    let mut line = Vec::new();
+    BufReader::new(file).take(MAX_HEAD).read_until(b'\n', &mut line).ok()?;
+    let head = serde_json::from_slice(line.strip_suffix(b"\n")?).ok()?;
+    Some((head, bytes))
 }
 
 #[cfg(test)]
